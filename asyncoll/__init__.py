@@ -1,0 +1,61 @@
+"""Await your collectives: wait-avoiding allreduces and more, as coroutines, for ranks that do not run in step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from asyncoll.communicator import Communicator as Communicator
+    from asyncoll.communicator import Reduction as Reduction
+    from asyncoll.communicator import Statistics as Statistics
+    from asyncoll.errors import AbortedError as AbortedError
+    from asyncoll.errors import AsyncollError as AsyncollError
+    from asyncoll.errors import ClosedError as ClosedError
+    from asyncoll.errors import DeadlockError as DeadlockError
+    from asyncoll.errors import MismatchError as MismatchError
+    from asyncoll.errors import PeerLostError as PeerLostError
+    from asyncoll.errors import ProtocolError as ProtocolError
+    from asyncoll.errors import UsageError as UsageError
+    from asyncoll.flat import Flat as Flat
+    from asyncoll.flat import flatten as flatten
+    from asyncoll.progress import offload as offload
+    from asyncoll.tensors import ReduceOp as ReduceOp
+    from asyncoll.world import connect as connect
+    from asyncoll.world import run as run
+
+    SUM, AVG, PROD, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
+    BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
+
+_HOMES = {
+    "communicator": ("Communicator", "Reduction", "Statistics"),
+    "errors": (
+        "AbortedError",
+        "AsyncollError",
+        "ClosedError",
+        "DeadlockError",
+        "MismatchError",
+        "PeerLostError",
+        "ProtocolError",
+        "UsageError",
+    ),
+    "flat": ("Flat", "flatten"),
+    "progress": ("offload",),
+    "tensors": ("ReduceOp",),
+    "world": ("connect", "run"),
+}
+_REDUCTIONS = ("SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+__all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDUCTIONS, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use, so that the launcher starts without numpy, ZeroMQ or torch."""
+    if name in _REDUCTIONS:
+        return getattr(importlib.import_module("asyncoll.tensors").ReduceOp, name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"asyncoll.{home}"), name)
+    raise AttributeError(f"module 'asyncoll' has no attribute {name!r}")

@@ -1,0 +1,52 @@
+"""The activation broadcast tree, as operations of a schedule (seed 000, section 4.1 and figure 6).
+
+Whoever opens a round tells the rank 2^j further for every j; whoever hears it on edge i tells those on the edges above
+i: the union of P binomial trees, one rooted at each rank, with every edge used at most once a round. The paper's
+partners `rank xor 2^j` reach everyone only when P is a power of two; `rank + 2^j mod P` reaches everyone for any P.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncoll.schedule import Schedule
+
+
+class Step(NamedTuple):
+    """An operation of a round's schedule."""
+
+    kind: str
+    edge: int = 0
+
+
+OPEN = Step("open")  # this rank opens the round
+REDUCE = Step("reduce")  # this rank gives its contribution and joins the reduction
+
+
+def heard(edge: int) -> Step:
+    return Step("heard", edge)
+
+
+def edges(size: int) -> range:
+    """The edges of a rank: number j leads from rank r to rank (r + 2^j) mod size."""
+    return range((size - 1).bit_length())
+
+
+def activation(size: int) -> Schedule[Step]:
+    """The schedule of a round that any of its openers may start."""
+    schedule: Schedule[Step] = Schedule()
+    schedule.add(OPEN)
+    for edge in edges(size):
+        schedule.add(heard(edge))
+    for edge in edges(size):
+        schedule.add(Step("forward", edge), after_any=[OPEN, *(heard(lower) for lower in range(edge))])
+    schedule.add(REDUCE, after_any=[OPEN, *(heard(edge) for edge in edges(size))])
+    return schedule
+
+
+def synchronous() -> Schedule[Step]:
+    """The schedule of a round that everybody opens for itself: an ordinary allreduce."""
+    schedule: Schedule[Step] = Schedule()
+    schedule.add(OPEN)
+    schedule.add(REDUCE, after=[OPEN])
+    return schedule

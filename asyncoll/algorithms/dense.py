@@ -1,0 +1,284 @@
+"""Textbook collectives over a lane, for any number of ranks.
+
+Arrays are flat. Every reduction is done in an order that depends on places alone, once for each element, and the result
+is copied; so all ranks end with the same bits, run after run. Terms: n elements, P ranks, alpha the cost of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from asyncoll.group import Lane
+from asyncoll.tensors import Array, Combine
+
+# Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
+# `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
+DOUBLING_MAX_BYTES = 1 << 15
+RABENSEIFNER_MAX_BYTES = 1 << 19
+SMALL_MAX_BYTES = 1 << 15
+
+
+def bounds(count: int, parts: int) -> list[tuple[int, int]]:
+    """Where each of `parts` consecutive chunks of `count` elements begins and ends; sizes differ by at most one."""
+    small, larger = divmod(count, parts)
+    ends = accumulate(small + (part < larger) for part in range(parts))
+    starts = [0, *ends]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def _chunks(x: Array, parts: int) -> list[Array]:
+    return [x[start:end] for start, end in bounds(x.size, parts)]
+
+
+async def barrier(lane: Lane) -> None:
+    """Dissemination: ceil(log2 P) rounds, each rank tells the one 2^j further."""
+    empty = np.empty(0, np.uint8)
+    distance = 1
+    while distance < lane.size:
+        dest, source = (lane.rank + distance) % lane.size, (lane.rank - distance) % lane.size
+        await lane.exchange(dest, empty, source, empty, step=distance)
+        distance *= 2
+
+
+# -- allreduce ----------------------------------------------------------------------------------------------------------
+
+
+async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
+    """Reduce `x` in place at every rank, by the algorithm that suits its size."""
+    if lane.size == 1:
+        return
+    if x.nbytes <= DOUBLING_MAX_BYTES or x.size < lane.size:
+        await recursive_doubling(lane, x, combine)
+    elif x.nbytes <= RABENSEIFNER_MAX_BYTES:
+        await rabenseifner(lane, x, combine)
+    else:
+        await ring(lane, x, combine)
+
+
+async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
+    """log2 P exchanges of the whole array: few messages, n log2 P elements sent."""
+    power, extra = _fold(lane.size)
+    if lane.rank >= power:
+        await _lend(lane, x, lane.rank - power)
+        return
+    await _borrow(lane, x, combine, power, extra)
+    mine, other = x, np.empty_like(x)
+    distance = 1
+    while distance < power:
+        partner = lane.rank ^ distance
+        await lane.exchange(partner, mine, partner, other, step=distance)
+        if partner < lane.rank:  # the lower place is always the left operand, so both compute the same bits
+            combine(other, mine)
+            mine, other = other, mine
+        else:
+            combine(mine, other)
+        distance *= 2
+    if mine is not x:
+        x[...] = mine
+    await _give_back(lane, x, power, extra)
+
+
+async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
+    """Recursive halving (reduce-scatter), then recursive doubling (allgather): 2 log2 P messages, 2n(P-1)/P elements."""
+    power, extra = _fold(lane.size)
+    if lane.rank >= power:
+        await _lend(lane, x, lane.rank - power)
+        return
+    await _borrow(lane, x, combine, power, extra)
+    edges = [start for start, _ in bounds(x.size, power)] + [x.size]
+    low, high = 0, power  # the chunks that are still mine to reduce
+    distance = power // 2
+    while distance:
+        middle = (low + high) // 2
+        partner = lane.rank ^ distance
+        lower, upper = x[edges[low] : edges[middle]], x[edges[middle] : edges[high]]
+        keep, give = (upper, lower) if lane.rank & distance else (lower, upper)
+        await lane.exchange(partner, give, partner, keep, distance, combine)
+        low, high = (middle, high) if lane.rank & distance else (low, middle)
+        distance //= 2
+    distance = 1
+    while distance < power:
+        partner = lane.rank ^ distance
+        theirs = low ^ distance  # blocks of `distance` chunks are aligned, so the partner's begins here
+        mine = x[edges[low] : edges[low + distance]]
+        await lane.exchange(partner, mine, partner, x[edges[theirs] : edges[theirs + distance]], power + distance)
+        low = min(low, theirs)
+        distance *= 2
+    await _give_back(lane, x, power, extra)
+
+
+async def ring(lane: Lane, x: Array, combine: Combine) -> None:
+    """Each chunk goes round once to be reduced and once to be handed out: 2(P-1) messages, 2n(P-1)/P elements.
+
+    All receives are posted at the start: a chunk comes back reduced only after my part of it has gone out.
+    """
+    size, rank = lane.size, lane.rank
+    chunks = _chunks(x, size)
+    last = size - 1
+    receives = [lane.post((rank - 1) % size, step, chunks[(rank - step - 1) % size], combine) for step in range(last)]
+    receives += [lane.post((rank - 1) % size, last + step, chunks[(rank - step) % size]) for step in range(last)]
+    for step, receive in enumerate(receives):
+        outgoing = (rank - step) % size if step < last else (rank + 1 - (step - last)) % size
+        await lane.send((rank + 1) % size, step, chunks[outgoing])
+        await lane.wait(receive)
+
+
+# Algorithms made for powers of two fold the ranks beyond the largest one onto the first ranks: lend before, get back after.
+_FOLD_STEP, _UNFOLD_STEP = (1 << 24) - 2, (1 << 24) - 1
+
+
+def _fold(size: int) -> tuple[int, int]:
+    power = 1 << (size.bit_length() - 1)
+    return power, size - power
+
+
+async def _lend(lane: Lane, x: Array, host: int) -> None:
+    await lane.send(host, _FOLD_STEP, x)
+    await lane.recv(host, _UNFOLD_STEP, x)
+
+
+async def _borrow(lane: Lane, x: Array, combine: Combine, power: int, extra: int) -> None:
+    if lane.rank < extra:
+        await lane.recv(lane.rank + power, _FOLD_STEP, x, combine)
+
+
+async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
+    if lane.rank < extra:
+        await lane.send(lane.rank + power, _UNFOLD_STEP, x)
+
+
+# -- one root -----------------------------------------------------------------------------------------------------------
+
+
+async def broadcast(lane: Lane, x: Array, root: int) -> None:
+    """Copy the root's `x` to every rank: a binomial tree; for a long array, scatter and allgather round the ring."""
+    if x.nbytes <= SMALL_MAX_BYTES or lane.size <= 2:
+        await _binomial_broadcast(lane, x, root)
+        return
+    chunks = _chunks(x, lane.size)
+    if lane.rank == root:
+        for place in range(lane.size):
+            if place != root:
+                await lane.send(place, 0, chunks[place])
+    else:
+        await lane.recv(root, 0, chunks[lane.rank])
+    lane.next_phase()
+    await allgather_ring(lane, chunks)
+
+
+async def _binomial_broadcast(lane: Lane, x: Array, root: int) -> None:
+    place = (lane.rank - root) % lane.size
+    bit = 1
+    while bit < lane.size and not place & bit:
+        bit *= 2
+    if place:
+        await lane.recv((lane.rank - bit) % lane.size, 0, x)
+    while (bit := bit // 2) >= 1:
+        if place + bit < lane.size:
+            await lane.send((lane.rank + bit) % lane.size, 0, x)
+
+
+async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
+    """Reduce into the root's `x`; the others' stay as they are.
+
+    A binomial tree; for a long array, a reduce-scatter and a gather.
+    """
+    total = x if lane.rank == root else x.copy()
+    if x.nbytes <= SMALL_MAX_BYTES or x.size < lane.size:
+        await _binomial_reduce(lane, total, combine, root)
+        return
+    chunks = _chunks(total, lane.size)
+    shard = chunks[lane.rank]
+    await reduce_scatter(lane, chunks, shard, combine)
+    lane.next_phase()
+    await gather(lane, shard, chunks, root)
+
+
+async def _binomial_reduce(lane: Lane, total: Array, combine: Combine, root: int) -> None:
+    place = (lane.rank - root) % lane.size
+    bit = 1
+    while bit < lane.size:
+        if place & bit:
+            await lane.send((lane.rank - bit) % lane.size, 0, total)
+            return
+        if place + bit < lane.size:
+            await lane.recv((lane.rank + bit) % lane.size, 0, total, combine)
+        bit *= 2
+
+
+async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) -> None:
+    """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not touched."""
+    if lane.rank != root:
+        await lane.send(root, 0, mine)
+        return
+    receives = [lane.post(place, 0, blocks[place]) for place in range(lane.size) if place != root]
+    if blocks[root] is not mine:
+        blocks[root][...] = mine
+    for receive in receives:
+        await lane.wait(receive)
+
+
+async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -> None:
+    """Send the root's `blocks[place]` into `mine` of each place; elsewhere `blocks` is not read."""
+    if lane.rank != root:
+        await lane.recv(root, 0, mine)
+        return
+    for place in range(lane.size):
+        if place != root:
+            await lane.send(place, 0, blocks[place])
+    mine[...] = blocks[root]
+
+
+# -- every rank a part --------------------------------------------------------------------------------------------------
+
+
+async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, combine: Combine) -> None:
+    """Reduce `chunks[place]` of all ranks into the `shard` of each place: pairwise, n(P-1)/P elements.
+
+    `shard` is where this rank's own chunk lies, and is overwritten; the other chunks are only read.
+    """
+    for step in range(1, lane.size):
+        dest, source = (lane.rank + step) % lane.size, (lane.rank - step) % lane.size
+        await lane.exchange(dest, chunks[dest], source, shard, step, combine)
+
+
+async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
+    """Fill `blocks` with every rank's block, given mine; all blocks are of one size and lie one after another.
+
+    Small: Bruck's algorithm, ceil(log2 P) messages. Large: the ring.
+    """
+    if sum(block.nbytes for block in blocks) > SMALL_MAX_BYTES:
+        await allgather_ring(lane, blocks)
+        return
+    count, size, rank = blocks[0].size, lane.size, lane.rank
+    turned = np.empty(count * size, blocks[0].dtype)  # block i is that of place rank + i
+    turned[:count] = blocks[rank]
+    have = 1
+    while have < size:
+        more = min(have, size - have)
+        into = turned[have * count : (have + more) * count]
+        await lane.exchange((rank - have) % size, turned[: more * count], (rank + have) % size, into, step=have)
+        have += more
+    for place in range(size):
+        start = (place - rank) % size * count
+        blocks[place][...] = turned[start : start + count]
+
+
+async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
+    """Fill `blocks`, of any sizes, with every rank's block, given mine: P-1 messages."""
+    size, rank = lane.size, lane.rank
+    receives = [lane.post((rank - 1) % size, step, blocks[(rank - step - 1) % size]) for step in range(size - 1)]
+    for step, receive in enumerate(receives):
+        await lane.send((rank + 1) % size, step, blocks[(rank - step) % size])
+        await lane.wait(receive)
+
+
+async def alltoall(lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+    """Send `outgoing[place]` to each place and receive `incoming[place]` from it: pairwise, P-1 messages."""
+    incoming[lane.rank][...] = outgoing[lane.rank]
+    for step in range(1, lane.size):
+        dest, source = (lane.rank + step) % lane.size, (lane.rank - step) % lane.size
+        await lane.exchange(dest, outgoing[dest], source, incoming[source], step)

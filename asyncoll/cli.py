@@ -1,0 +1,61 @@
+"""The command `asyncoll`. Each subcommand imports what it needs when it runs, so the launcher starts at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from asyncoll.errors import UsageError
+
+THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Await your collectives."""
+
+
+@main.command(context_settings=THE_PROGRAM)
+@click.option("-n", "size", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="Keep each rank's raw rank-R.out and rank-R.err here."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Stop the job after so many seconds (exit code 124).",
+)
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
+def launch(
+    size: int, module: bool, log_dir: Path | None, timeout: float | None, program: tuple[str, ...]
+) -> None:
+    """Run a Python program as N ranks on this host.
+
+    What follows the script's or the module's name belongs to the program. The ranks find each other by the environment
+    variables that torchrun sets. If one fails, the others are stopped, its traceback comes first, and its exit code is
+    the command's. Ctrl-C lets the ranks finish; a second one kills them.
+    """
+    from asyncoll.launch import launch as run
+
+    try:
+        code = run(size, program, module=module, log_dir=log_dir, timeout=timeout)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show what asyncoll finds on this host and would choose for a job."""
+    from asyncoll.doctor import examine, render
+
+    findings = examine()
+    click.echo(render(findings, as_json))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,598 @@
+"""The facade that people hold: checks, numbers, describes and starts every call.
+
+Calls are numbered in program order when they are made, not when they are awaited, so tasks may await them in any order;
+every rank must make the same calls on a communicator in the same order. A call starts at once, on the runtime's loop,
+and the coroutine it returns waits for it. Arguments are checked before a number is taken: a UsageError sends nothing.
+
+Every collective raises, when awaited: MismatchError if ranks called different things, PeerLostError if a rank is gone,
+AbortedError if one gave up, ClosedError after the communicator was closed. Cancelling a collective in flight aborts the
+communicator, because its peers cannot be left waiting; cancelling a wait-avoiding call does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncoll import tensors
+from asyncoll.algorithms import dense
+from asyncoll.algorithms.activation import edges
+from asyncoll.algorithms.wait_avoiding import Opening, Operation, WaitAvoiding
+from asyncoll.endpoint import Endpoint
+from asyncoll.errors import AsyncollError, ClosedError, MismatchError, ProtocolError, UsageError
+from asyncoll.group import Group, Lane
+from asyncoll.progress import Runner
+from asyncoll.tensors import MAX_DIMENSIONS, Array, Operand, ReduceOp
+from asyncoll.wire import Announce, digest
+
+T = TypeVar("T")
+_SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, then each
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What a wait-avoiding allreduce did. Its result is in `x`."""
+
+    round: int  # the round that x now holds the result of; rounds count from 1
+    active: int  # ranks whose contribution, fresh or stale, is in it
+    included: bool  # this call's contribution is in it; otherwise it is staged for a later round
+    skipped: int  # rounds between the caller's last one and this one, whose results it will never see
+    synchronous: bool  # a `sync_every` round: every rank was there
+    missed: tuple[Any, ...] = ()  # always empty until results of skipped rounds are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Totals since the start. Traffic is that of the rank, in all of its communicators."""
+
+    rank: int
+    messages_sent: int
+    messages_received: int
+    bytes_sent: int
+    bytes_received: int
+    rounds: dict[str, int]  # executed rounds of each wait-avoiding operation of this communicator
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call as its peers must have made it too."""
+
+    operation: str
+    number: int
+    dtype: str
+    count: int
+    detail: str
+    site: str
+
+    def __str__(self) -> str:
+        what = "" if self.count < 0 else f" of {self.count}"
+        more = f", {self.detail}" if self.detail else ""
+        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
+
+
+@lru_cache(maxsize=1024)
+def _fingerprint(operation: str, dtype: str, count: int, detail: str) -> int:
+    return digest(operation, dtype, count, detail)
+
+
+class Communicator:
+    """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
+
+    def __init__(self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...]) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.hosts = hosts
+        self._endpoint = endpoint
+        self._group = group
+        self._runner = runner
+        self._number = 0
+        self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
+        self._operations: dict[str, WaitAvoiding] = {}
+        endpoint.on_announce(group.communicator, self._announced)
+
+    @property
+    def local_rank(self) -> int:
+        """My place among the ranks of my host."""
+        return self.hosts[: self.rank].count(self.hosts[self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks of this communicator run on my host."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}>"
+
+    # -- collectives ------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
+        """Reduce `x` elementwise over all ranks, in place; returns `x`. Same shape and dtype at every rank.
+
+        Every rank ends with the same bits. AVG is the sum divided by `size`, in the dtype of `x` (floats only).
+        """
+        operand = tensors.operand(x, writable=True)
+        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+
+        async def body(lane: Lane) -> T:
+            await dense.allreduce(lane, operand.flat, combine)
+            self._finish(operand, op)
+            return x
+
+        return self._start(self._call("allreduce", operand, op.name), body)
+
+    def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
+        """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
+        operand = tensors.operand(x, writable=True)
+        self._check_rank(root, "root")
+
+        async def body(lane: Lane) -> T:
+            await dense.broadcast(lane, operand.flat, root)
+            operand.write_back()
+            return x
+
+        return self._start(self._call("broadcast", operand, f"root {root}"), body)
+
+    def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
+        """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
+        self._check_rank(root, "root")
+        operand = tensors.operand(x, writable=self.rank == root)
+        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+
+        async def body(lane: Lane) -> T:
+            await dense.reduce(lane, operand.flat, combine, root)
+            if self.rank == root:
+                self._finish(operand, op)
+            return x
+
+        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body)
+
+    def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
+        """Reduce `x` and return my shard of rows, as a new tensor; `x` is untouched.
+
+        Rows (dimension 0) are split as evenly as they go, the first `rows mod size` ranks having one more.
+        """
+        operand = tensors.operand(x)
+        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+        rows, row = self._rows(operand, "reduce_scatter")
+        edges_of = dense.bounds(rows, self.size)
+
+        async def body(lane: Lane) -> T:
+            chunks = [operand.flat[start * row : end * row] for start, end in edges_of]
+            shard = chunks[self.rank] = chunks[self.rank].copy()
+            await dense.reduce_scatter(lane, chunks, shard, combine)
+            if op is ReduceOp.AVG:
+                tensors.divide(shard, operand.dtype, self.size)
+            start, end = edges_of[self.rank]
+            mine: T = operand.like(shard, (end - start, *operand.shape[1:]))
+            return mine
+
+        return self._start(self._call("reduce_scatter", operand, op.name), body)
+
+    def allgather(self, x: T) -> Coroutine[Any, Any, T]:
+        """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
+        operand = tensors.operand(x)
+
+        async def body(lane: Lane) -> T:
+            stacked, blocks = _blocks(operand, self.size)
+            blocks[self.rank][...] = operand.flat
+            await dense.allgather(lane, blocks)
+            result: T = operand.like(stacked, (self.size, *operand.shape))
+            return result
+
+        return self._start(self._call("allgather", operand), body)
+
+    def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
+        """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
+        operand = tensors.operand(x)
+
+        async def body(lane: Lane) -> list[T]:
+            _, rows = _matrix(self.size)
+            rows[self.rank][...] = _encode_shape(operand.shape)
+            await dense.allgather(lane, rows)
+            lane.next_phase()
+            blocks, shapes = _receptacles(operand.dtype, rows)
+            blocks[self.rank][...] = operand.flat
+            await dense.allgather_ring(lane, blocks)
+            return [operand.like(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+
+        return self._start(self._call("allgatherv", operand, any_count=True), body)
+
+    def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
+        """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
+        operand = tensors.operand(x)
+        self._check_rank(root, "root")
+
+        async def body(lane: Lane) -> T | None:
+            if self.rank != root:
+                await dense.gather(lane, operand.flat, [], root)
+                return None
+            stacked, blocks = _blocks(operand, self.size)
+            await dense.gather(lane, operand.flat, blocks, root)
+            result: T = operand.like(stacked, (self.size, *operand.shape))
+            return result
+
+        return self._start(self._call("gather", operand, f"root {root}"), body)
+
+    def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
+        """Give the root's `xs[rank]` to each rank, as a new tensor; `xs` is read at the root alone.
+
+        `xs` holds `size` tensors of one dtype, whose shapes may differ.
+        """
+        self._check_rank(root, "root")
+        operands = self._operands(xs, "scatter") if self.rank == root else []
+
+        async def body(lane: Lane) -> T:
+            heads = [_encode_head(operand) for operand in operands]
+            head = np.empty(2 + _SHAPE_WORDS, np.int64)
+            await dense.scatter(lane, heads, head, root)
+            lane.next_phase()
+            dtype, shape = tensors.DTYPES[head[0]], _decode_shape(head[2:])
+            mine = np.empty(_count(shape), tensors.storage(dtype))
+            await dense.scatter(lane, [operand.flat for operand in operands], mine, root)
+            result: T = tensors.build(mine, dtype, shape, as_torch=bool(head[1]))
+            return result
+
+        return self._start(self._call("scatter", None, f"root {root}"), body)
+
+    def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
+        """Send the i-th of `size` equal blocks of rows of `x` to rank i; returns what came, by rank, as a new tensor.
+
+        The number of rows (dimension 0) must be a multiple of `size`.
+        """
+        operand = tensors.operand(x)
+        rows, _ = self._rows(operand, "alltoall")
+        if rows % self.size:
+            raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
+
+        async def body(lane: Lane) -> T:
+            received = np.empty_like(operand.flat)
+            parts = dense.bounds(operand.flat.size, self.size)
+            outgoing = [operand.flat[start:end] for start, end in parts]
+            await dense.alltoall(lane, outgoing, [received[start:end] for start, end in parts])
+            result: T = operand.like(received, operand.shape)
+            return result
+
+        return self._start(self._call("alltoall", operand), body)
+
+    def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
+        """Send `xs[i]` to rank i, of any shapes and one dtype; returns what came, by rank, as new tensors."""
+        operands = self._operands(xs, "alltoallv")
+
+        async def body(lane: Lane) -> list[T]:
+            _, rows = _matrix(self.size)
+            await dense.alltoall(lane, [_encode_shape(operand.shape) for operand in operands], rows)
+            lane.next_phase()
+            blocks, shapes = _receptacles(operands[0].dtype, rows)
+            await dense.alltoall(lane, [operand.flat for operand in operands], blocks)
+            return [operands[0].like(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+
+        return self._start(self._call("alltoallv", operands[0], any_count=True), body)
+
+    def barrier(self) -> Coroutine[Any, Any, None]:
+        """Return once every rank has called it."""
+        return self._start(self._call("barrier", None), dense.barrier)
+
+    # -- point to point ---------------------------------------------------------------------------------------------------
+
+    def send(self, x: object, dest: int, tag: int = 0) -> Coroutine[Any, Any, None]:
+        """Send `x` to `dest`. Messages of one tag between two ranks are received in the order in which they were sent.
+
+        Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
+        """
+        operand = tensors.operand(x)
+        self._check_rank(dest, "dest")
+
+        async def body(lane: Lane) -> None:
+            await lane.send(dest, 0, operand.flat)
+
+        return self._pairwise(operand, self.rank, dest, tag, body)
+
+    def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
+        """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
+        operand = tensors.operand(x, writable=True)
+        self._check_rank(source, "source")
+
+        async def body(lane: Lane) -> T:
+            await lane.recv(source, 0, operand.flat)
+            operand.write_back()
+            return x
+
+        return self._pairwise(operand, source, self.rank, tag, body)
+
+    # -- wait-avoiding ----------------------------------------------------------------------------------------------------
+
+    def solo_allreduce(
+        self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0
+    ) -> Coroutine[Any, Any, Reduction]:
+        """Allreduce that the first rank to arrive starts for all (seed 000, section 4.2): quorum 1.
+
+        `x` is this rank's contribution and comes back as the result of `Reduction.round`, the same bits at every rank.
+        Ranks that have not arrived give what they staged before, or nothing. A contribution that comes too late is
+        added to the next one and enters a later round: none is lost or counted twice. A caller that is behind gets the
+        newest result at once, so it should count rounds (`Reduction.round`), never its own calls.
+
+        `name` tells operations apart; each has its own rounds, and its dtype, number of elements and options are fixed
+        by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the paper
+        does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks, which
+        bounds staleness by that many rounds. Cancelling the wait leaves the contribution in.
+        """
+        return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every)
+
+    def majority_allreduce(
+        self,
+        x: object,
+        *,
+        name: str = "majority",
+        op: ReduceOp = ReduceOp.SUM,
+        seed: int = 0,
+        sync_every: int = 0,
+    ) -> Coroutine[Any, Any, Reduction]:
+        """Allreduce that starts when one rank, drawn for each round from the shared `seed`, arrives (seed 000, 4.3).
+
+        On average at least half of the ranks have arrived by then, but in a single round it may be any number from 1:
+        a statistical majority, not a quorum. If the drawn rank is the slowest, everybody waits for it. Otherwise as
+        `solo_allreduce`.
+        """
+        return self._wait_avoiding(x, name, op, Opening.MAJORITY, seed=seed, sync_every=sync_every)
+
+    def quorum_allreduce(
+        self,
+        x: object,
+        *,
+        quorum: int,
+        name: str = "quorum",
+        op: ReduceOp = ReduceOp.SUM,
+        seed: int = 0,
+        sync_every: int = 0,
+    ) -> Coroutine[Any, Any, Reduction]:
+        """Allreduce that starts when `quorum` ranks have arrived, always: 1 is solo, `size` a full allreduce.
+
+        A rank drawn for each round from `seed` counts the arrivals; its caller need not be there. Otherwise as
+        `solo_allreduce`.
+        """
+        if not 1 <= quorum <= self.size:
+            raise UsageError(f"quorum {quorum} is not between 1 and the number of ranks, {self.size}")
+        return self._wait_avoiding(x, name, op, Opening.QUORUM, quorum=quorum, seed=seed, sync_every=sync_every)
+
+    # -- the communicator itself ------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
+        """A communicator of the ranks that gave the same `color`, ordered by (`key`, rank); None for color None.
+
+        Every rank must call it. The new one numbers its own calls; it closes with the world.
+        """
+        call = self._call("split", None)
+
+        async def body(lane: Lane) -> Communicator | None:
+            _, rows = _matrix(self.size, 3)
+            rows[self.rank][...] = (color is not None, color or 0, key)
+            await dense.allgather(lane, rows)
+            if color is None:
+                return None
+            places = [place for place, row in enumerate(rows) if row[0] and row[1] == color]
+            places.sort(key=lambda place: (int(rows[place][2]), place))
+            ranks = tuple(self._group.ranks[place] for place in places)
+            context = digest(self._group.communicator, "split", call.number, color)
+            group = Group(ranks, places.index(self.rank), context)
+            return Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
+
+        return self._start(call, body)
+
+    def statistics(self) -> Statistics:
+        """Totals so far, as a value."""
+        traffic = self._endpoint.traffic
+        return Statistics(
+            rank=self.rank,
+            messages_sent=traffic.messages_sent,
+            messages_received=traffic.messages_received,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            rounds={name: operation.executed for name, operation in self._operations.items()},
+        )
+
+    def abort(self, reason: str) -> None:
+        """Give up: every pending and later call on this communicator raises AbortedError, at every rank.
+
+        Local, immediate, idempotent; never blocks.
+        """
+        self._runner.post(lambda: self._abort(reason))
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _abort(self, reason: str) -> None:
+        self._endpoint.abort(self._group.communicator, self._group.ranks, reason)
+
+    def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> _Call:
+        """Number a call. The caller's checks are done: whatever raises UsageError comes before this."""
+        self._number += 1
+        count = -1 if operand is None or any_count else operand.flat.size
+        return _Call(operation, self._number, operand.dtype if operand else "", count, detail, _site())
+
+    def _start(self, call: _Call, body: Callable[[Lane], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        return self._launch(call, self._group.communicator, call.number, body)
+
+    def _pairwise(
+        self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
+    ) -> Coroutine[Any, Any, T]:
+        pair = (source, dest, tag)
+        number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
+        detail = f"from rank {source} to rank {dest}, tag {tag}"
+        call = _Call("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
+        return self._launch(call, digest(self._group.communicator, "pair", *pair), number, body)
+
+    def _launch(
+        self, call: _Call, context: int, number: int, body: Callable[[Lane], Awaitable[T]]
+    ) -> Coroutine[Any, Any, T]:
+        self._check_open()
+        fingerprint = _fingerprint(call.operation, call.dtype, call.count, call.detail)
+        lane = Lane(self._endpoint, self._group, context, number, fingerprint, call.__str__)
+        return self._runner.start(self._run(call, lane, body))
+
+    async def _run(self, call: _Call, lane: Lane, body: Callable[[Lane], Awaitable[T]]) -> T:
+        try:
+            with lane:
+                return await body(lane)
+        except asyncio.CancelledError:
+            self._abort(f"{call} was cancelled")
+            raise
+        except AsyncollError:
+            raise
+        except Exception as error:
+            self._abort(f"{call} failed: {error!r}")
+            raise
+
+    def _wait_avoiding(
+        self,
+        x: object,
+        name: str,
+        op: ReduceOp,
+        opening: Opening,
+        *,
+        quorum: int = 1,
+        seed: int = 0,
+        sync_every: int = 0,
+    ) -> Coroutine[Any, Any, Reduction]:
+        operand = tensors.operand(x, writable=True)
+        tensors.check_reduction(op, operand.dtype)
+        if sync_every < 0:
+            raise UsageError(f"sync_every is a number of rounds, or 0 for never; got {sync_every}")
+        spec = Operation(name, operand.dtype, operand.flat.size, op, opening, quorum, seed, sync_every)
+        self._check_open()
+        return self._runner.start(self._contribute(spec, operand, _site()))
+
+    async def _contribute(self, spec: Operation, operand: Operand, site: str) -> Reduction:
+        self._endpoint.check(self._group.communicator)
+        operation = self._persistent(spec, self.rank, site)
+        delivery = await operation.call(operand.flat)
+        result = delivery.result
+        operand.flat[...] = result.value
+        self._finish(operand, spec.op)
+        return Reduction(result.number, result.active, delivery.included, delivery.skipped, result.synchronous)
+
+    def _persistent(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
+        """The persistent operation `spec.name`, made and announced along the activation tree if it is new here.
+
+        The announcement goes out on each edge before any signal does, so a rank whose program has not come to its
+        first call yet can take part all the same.
+        """
+        text = f"{spec} (first called by rank {caller} at {site})"
+        known = self._operations.get(spec.name)
+        if known is not None:
+            if known.operation != spec:
+                text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
+                self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
+                raise MismatchError(text)
+            return known
+        message = Announce(
+            self._group.communicator,
+            spec.name,
+            spec.dtype,
+            spec.count,
+            spec.op.name,
+            spec.opening.name,
+            spec.quorum,
+            spec.seed,
+            spec.sync_every,
+            site,
+        )
+        for edge in edges(self.size):
+            self._endpoint.tell(self._group.ranks[(self.rank + (1 << edge)) % self.size], message)
+        operation = WaitAvoiding(self._endpoint, self._group, spec, lambda: text)
+        self._operations[spec.name] = operation
+        return operation
+
+    def _announced(self, source: int, message: Announce) -> None:
+        try:
+            op, opening = ReduceOp[message.op], Opening[message.opening]
+            tensors.check_reduction(op, message.dtype)
+            tensors.storage(message.dtype)
+        except (KeyError, TypeError, UsageError) as error:
+            raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
+        spec = Operation(
+            message.name,
+            message.dtype,
+            message.count,
+            op,
+            opening,
+            message.quorum,
+            message.seed,
+            message.sync_every,
+        )
+        self._persistent(spec, self._group.ranks.index(source), message.site)
+
+    def _finish(self, operand: Operand, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG:
+            tensors.divide(operand.flat, operand.dtype, self.size)
+        operand.write_back()
+
+    def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
+        if xs is None or len(xs) != self.size:
+            given = "None" if xs is None else f"{len(xs)}"
+            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {given}")
+        operands = [tensors.operand(x) for x in xs]
+        if len({operand.dtype for operand in operands}) > 1:
+            raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
+        return operands
+
+    def _rows(self, operand: Operand, operation: str) -> tuple[int, int]:
+        """How many rows `operand` has, and elements in each."""
+        if not operand.shape:
+            raise UsageError(f"{operation} splits dimension 0, but this tensor has none: pass x.reshape(1)")
+        rows = operand.shape[0]
+        return rows, operand.flat.size // rows if rows else 0
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{what} {rank} is not one of the ranks 0 to {self.size - 1}")
+
+    def _check_open(self) -> None:
+        if self._endpoint.closed:
+            raise ClosedError("this communicator is closed")
+
+
+def _site() -> str:
+    """Where the user's code made the call: the first frame outside this module."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _blocks(operand: Operand, size: int) -> tuple[Array, list[Array]]:
+    """Memory for `size` tensors like `operand`, and each of them flat."""
+    count = operand.flat.size
+    stacked = np.empty(size * count, operand.flat.dtype)
+    return stacked, [stacked[place * count : (place + 1) * count] for place in range(size)]
+
+
+def _matrix(rows: int, columns: int = _SHAPE_WORDS) -> tuple[Array, list[Array]]:
+    matrix = np.zeros((rows, columns), np.int64)
+    return matrix, list(matrix)
+
+
+def _receptacles(dtype: str, rows: Sequence[Array]) -> tuple[list[Array], list[tuple[int, ...]]]:
+    """Flat arrays for tensors of the shapes encoded in `rows`, and the shapes."""
+    shapes = [_decode_shape(row) for row in rows]
+    return [np.empty(_count(shape), tensors.storage(dtype)) for shape in shapes], shapes
+
+
+def _encode_shape(shape: tuple[int, ...]) -> Array:
+    return np.array([len(shape), *shape, *[0] * (MAX_DIMENSIONS - len(shape))], np.int64)
+
+
+def _decode_shape(row: Array) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in row[1 : 1 + int(row[0])])
+
+
+def _encode_head(operand: Operand) -> Array:
+    return np.concatenate([[tensors.DTYPES.index(operand.dtype), operand.is_torch], _encode_shape(operand.shape)])
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))

@@ -1,0 +1,451 @@
+"""One rank's presence in the world: frames in; matched segments, signals and failures out.
+
+Short arrays (up to one segment) are sent at once and wait at the receiver until they are asked for; a window per link
+bounds how much may wait there. Long arrays wait at the sender until their receive is posted (GRANT), so they never
+occupy the receiver's memory twice and cannot be caught behind anything.
+
+A failure belongs to one communicator, or to the whole world (communicator 0). It ends every wait of that communicator
+and every later call on it with the same error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from asyncoll import wire
+from asyncoll.errors import AbortedError, AsyncollError, ClosedError, MismatchError, PeerLostError, ProtocolError
+from asyncoll.matching import Key, Mailbox, Receive
+from asyncoll.tensors import Array
+from asyncoll.transport import Buffer, Transport
+from asyncoll.wire import SEGMENT_BYTES
+
+WINDOW_BYTES = 64 * SEGMENT_BYTES  # unconsumed short arrays on the way from one rank to another
+_MESSAGE_COST = 64  # what a message costs of the window beside its payload
+_EARLY_MAX = 1 << 16  # signals and announcements kept for what does not exist here yet
+_RECENT_MAX = 256  # finished executions whose description is kept to explain a mismatch
+WORLD = 0
+
+ErrorFactory: TypeAlias = Callable[[], AsyncollError]
+SignalHandler: TypeAlias = Callable[[int, int, int, int], None]  # source, number, step, fingerprint
+logger = logging.getLogger("asyncoll")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which execution of what: everything that its ranks must agree on, and how to name it in an error."""
+
+    communicator: int
+    members: tuple[int, ...]  # ranks of the world
+    context: int
+    number: int
+    fingerprint: int
+    describe: Callable[[], str]
+
+
+class Execution:
+    """One execution of one operation at this rank; `identity` is None while only peers have spoken of it."""
+
+    __slots__ = ("granted", "identity", "mailbox", "spoken", "waits")
+
+    def __init__(self) -> None:
+        self.identity: Identity | None = None
+        self.mailbox = Mailbox()
+        self.granted: set[Key] = set()
+        self.waits: dict[asyncio.Future[None], Key | None] = {}
+        self.spoken: dict[int, int] = {}  # source: fingerprint, heard before this rank opened the execution
+
+
+class _Link:
+    """The window of short arrays to one peer, and the credit that it has earned here."""
+
+    __slots__ = ("earned", "outstanding", "waiters")
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        self.earned = 0
+        self.waiters: list[asyncio.Future[None]] = []
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Messages and payload bytes of this rank since the start."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class Endpoint:
+    """The runtime of one rank. Everything happens on the loop that it was started on."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.traffic = Traffic()
+        self._executions: dict[tuple[int, int], Execution] = {}
+        self._finished: dict[tuple[int, int], Identity] = {}
+        self._abandoned: set[tuple[int, int]] = set()
+        self._links = [_Link() for _ in range(transport.size)]
+        self._failures: dict[int, ErrorFactory] = {}
+        self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
+        self._handlers: dict[int, SignalHandler] = {}
+        self._listeners: dict[int, Callable[[int, wire.Announce], None]] = {}
+        self._early_signals: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._early_announcements: dict[int, list[tuple[int, wire.Announce]]] = {}
+        self._early_count = 0
+        self._services: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    async def start(self) -> None:
+        await self.transport.start(self)
+
+    async def close(self, *, flush: bool = False) -> None:
+        """Stop at once: pending waits raise ClosedError, services are cancelled. Idempotent."""
+        if self.closed:
+            return
+        self.fail(lambda: ClosedError("this communicator is closed"))
+        self.closed = True
+        for service in list(self._services):
+            service.cancel()
+        await asyncio.gather(*self._services, return_exceptions=True)
+        await self.transport.close(flush=flush)
+
+    # -- executions ---------------------------------------------------------------------------------------------------
+
+    def open(self, identity: Identity) -> Execution:
+        """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
+        self.check(identity.communicator)
+        key = (identity.context, identity.number)
+        execution = self._execution(key)
+        assert execution.identity is None, f"{identity.describe()} is already open"
+        execution.identity = identity
+        for source, fingerprint in execution.spoken.items():
+            if fingerprint != identity.fingerprint:
+                self._dispute(source, identity)
+        return execution
+
+    def end(self, execution: Execution, *, completed: bool) -> None:
+        """Forget an execution. What still arrives for one that was not completed is dropped."""
+        identity = execution.identity
+        assert identity is not None
+        key = (identity.context, identity.number)
+        del self._executions[key]
+        if not completed:
+            self._abandoned.add(key)
+            return
+        self._finished[key] = identity
+        if len(self._finished) > _RECENT_MAX:
+            del self._finished[next(iter(self._finished))]
+
+    def post(self, execution: Execution, source: int, step: int, receive: Receive) -> None:
+        """Post a receive from world rank `source`."""
+        identity = execution.identity
+        assert identity is not None
+        early = execution.mailbox.post((source, step), receive)
+        if receive.into.nbytes > SEGMENT_BYTES:
+            header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
+            self._send(source, [header])
+        else:
+            for payload in early:
+                self._earn(source, _cost(payload))
+
+    async def wait(self, execution: Execution, receive: Receive) -> None:
+        """Wait until `receive` is complete."""
+        if receive.complete:
+            return
+        assert execution.identity is not None
+        self.check(execution.identity.communicator)
+        future = asyncio.get_running_loop().create_future()
+        receive.on_complete = lambda: future.done() or future.set_result(None)
+        execution.waits[future] = None
+        try:
+            await future
+        finally:
+            del execution.waits[future]
+
+    async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
+        """Send the flat array `data` to world rank `dest`; `data` must not change until this returns."""
+        identity = execution.identity
+        assert identity is not None
+        header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
+        raw = data.view(np.uint8)
+        if raw.size <= SEGMENT_BYTES:
+            cost = raw.size + _MESSAGE_COST
+            link = self._links[dest]
+            while link.outstanding + cost > WINDOW_BYTES:
+                await self._credit(link, dest, identity)
+            link.outstanding += cost
+            self._send(dest, [header, raw])
+            return
+        await self._grant(execution, dest, step)
+        for start in range(0, raw.size, SEGMENT_BYTES):
+            self._send(dest, [header, raw[start : start + SEGMENT_BYTES]])
+            await self.transport.drain(dest)
+
+    async def _credit(self, link: _Link, dest: int, identity: Identity) -> None:
+        with self.watch(identity.communicator, f"{identity.describe()}: rank {dest} has not consumed what it was sent") as future:
+            link.waiters.append(future)
+            await future
+
+    async def _grant(self, execution: Execution, dest: int, step: int) -> None:
+        key = (dest, step)
+        assert execution.identity is not None
+        self.check(execution.identity.communicator)
+        if key not in execution.granted:
+            future = asyncio.get_running_loop().create_future()
+            execution.waits[future] = key
+            try:
+                await future
+            finally:
+                del execution.waits[future]
+        execution.granted.discard(key)
+
+    def _execution(self, key: tuple[int, int]) -> Execution:
+        execution = self._executions.get(key)
+        if execution is None:
+            execution = self._executions[key] = Execution()
+        return execution
+
+    # -- persistent operations and services -----------------------------------------------------------------------------
+
+    def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int) -> None:
+        """Tell the handler of `context` at `dest`."""
+        self._send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint)])
+
+    def on_signal(self, context: int, handler: SignalHandler) -> None:
+        """Signals for `context` go to `handler`, those that have come already first."""
+        self._handlers[context] = handler
+        for signal in self._early_signals.pop(context, []):
+            self._early_count -= 1
+            handler(*signal)
+
+    def tell(self, dest: int, message: wire.Control) -> None:
+        """Send a control message."""
+        self._send(dest, wire.encode_control(message))
+
+    def on_announce(self, communicator: int, listener: Callable[[int, wire.Announce], None]) -> None:
+        """Announcements for `communicator` go to `listener`, those that have come already first."""
+        self._listeners[communicator] = listener
+        for source, message in self._early_announcements.pop(communicator, []):
+            self._early_count -= 1
+            listener(source, message)
+
+    def spawn(self, service: Coroutine[Any, Any, None]) -> None:
+        """Run `service` beside everything else. Its failure is the world's."""
+        task = asyncio.get_running_loop().create_task(service)
+        self._services.add(task)
+        task.add_done_callback(self._served)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._services.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, AsyncollError):
+            logger.error("a service of rank %d failed", self.rank, exc_info=error)
+        if WORLD not in self._failures:
+            self.abort(WORLD, tuple(range(self.size)), f"{type(error).__name__}: {error}")
+
+    # -- failures -------------------------------------------------------------------------------------------------------
+
+    def check(self, communicator: int) -> None:
+        """Raise the failure of `communicator`, or of the world, if there is one."""
+        if self._failures:
+            make = self._failures.get(WORLD) or self._failures.get(communicator)
+            if make is not None:
+                raise make()
+
+    def fail(self, make: ErrorFactory, communicator: int = WORLD) -> None:
+        """End every wait of `communicator`, and every later call on it, with `make()`. The first failure stays."""
+        if self.closed or WORLD in self._failures or communicator in self._failures:
+            return
+        self._failures[communicator] = make
+        for execution in self._executions.values():
+            if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
+                for future in execution.waits:
+                    _break(future, make)
+        for future, (owner, _) in self._watched.items():
+            if communicator in (WORLD, owner):
+                _break(future, make)
+
+    def abort(self, communicator: int, members: tuple[int, ...], reason: str) -> None:
+        """Give up and tell the members. Local, immediate, idempotent."""
+        if self.closed or WORLD in self._failures or communicator in self._failures:
+            return
+        for member in members:
+            if member != self.rank:
+                self.tell(member, wire.Abort(communicator, self.rank, reason))
+        self.fail(lambda: AbortedError(self.rank, reason), communicator)
+
+    @contextlib.contextmanager
+    def watch(self, communicator: int, what: str) -> Iterator[asyncio.Future[Any]]:
+        """A future that a failure of `communicator` ends; `what` says what it waits for, in case it waits for ever."""
+        self.check(communicator)
+        future = asyncio.get_running_loop().create_future()
+        self._watched[future] = (communicator, what)
+        try:
+            yield future
+        finally:
+            del self._watched[future]
+
+    def waiting(self) -> list[str]:
+        """What this rank waits for, one line each."""
+        lines = []
+        for execution in self._executions.values():
+            if execution.identity is None or not execution.waits:
+                continue
+            what = execution.identity.describe()
+            lines += [f"{what}: step {step} from rank {source}" for source, step in execution.mailbox.waiting_for()]
+            to = [key for key in execution.waits.values() if key is not None]
+            lines += [f"{what}: rank {dest} has not posted its receive for step {step}" for dest, step in to]
+        return lines + [what for _, what in self._watched.values()]
+
+    def _dispute(self, source: int, identity: Identity) -> None:
+        """Ask `source` what it meant; its answer, which names both sides, goes to every member."""
+        message = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
+        self.tell(source, message)
+
+    def _answer(self, source: int, dispute: wire.Dispute) -> None:
+        key = (dispute.context, dispute.number)
+        execution = self._executions.get(key)
+        identity = (execution.identity if execution else None) or self._finished.get(key)
+        mine = identity.describe() if identity else "something long ago"
+        text = f"rank {source} called {dispute.description}, but rank {self.rank} called {mine}"
+        self.mismatch(dispute.communicator, identity.members if identity else (source,), text)
+
+    def mismatch(self, communicator: int, members: tuple[int, ...], text: str) -> None:
+        """Ranks called different things: tell every member, and fail the communicator here."""
+        for member in members:
+            if member != self.rank:
+                self.tell(member, wire.Mismatch(communicator, text))
+        self.fail(lambda: MismatchError(text), communicator)
+
+    # -- what the transport tells ----------------------------------------------------------------------------------------
+
+    def received(self, source: int, frames: list[Buffer]) -> None:
+        self.traffic.messages_received += 1
+        try:
+            header = wire.decode(frames)
+            if header.kind == wire.DATA:
+                self.traffic.bytes_received += len(frames[1])
+                self._data(source, header, frames[1])
+            elif header.kind == wire.GRANT:
+                self._granted(source, header)
+            elif header.kind == wire.CREDIT:
+                self._credited(source, header.number)
+            elif header.kind == wire.SIGNAL:
+                self._signalled(source, header)
+            else:
+                self._told(source, wire.decode_control(frames[1]))
+        except ProtocolError as error:
+            text = f"rank {source} broke the protocol: {error}"
+            logger.error(text)
+            self.fail(lambda: ProtocolError(text, source))
+
+    def lost(self, source: int, cause: str) -> None:
+        self.fail(lambda: PeerLostError(source, cause))
+
+    def _data(self, source: int, header: wire.Header, payload: Buffer) -> None:
+        execution = self._agreed(source, header)
+        if execution is None:
+            return
+        receive = execution.mailbox.posted.get((source, header.step))
+        if execution.mailbox.arrive((source, header.step), payload):
+            assert receive is not None
+            if receive.into.nbytes <= SEGMENT_BYTES:
+                self._earn(source, _cost(payload))
+
+    def _granted(self, source: int, header: wire.Header) -> None:
+        execution = self._agreed(source, header)
+        if execution is not None:
+            key = (source, header.step)
+            execution.granted.add(key)
+            for future, awaited in execution.waits.items():
+                if awaited == key and not future.done():
+                    future.set_result(None)
+
+    def _agreed(self, source: int, header: wire.Header) -> Execution | None:
+        """The execution that `source` speaks of, if the two agree on what it is."""
+        key = (header.context, header.number)
+        if key in self._abandoned:
+            return None
+        execution = self._execution(key)
+        if execution.identity is None:
+            execution.spoken[source] = header.fingerprint
+        elif execution.identity.fingerprint != header.fingerprint:
+            self._dispute(source, execution.identity)
+            return None
+        return execution
+
+    def _credited(self, source: int, amount: int) -> None:
+        link = self._links[source]
+        if amount > link.outstanding:
+            raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding} are outstanding")
+        link.outstanding -= amount
+        waiters, link.waiters = link.waiters, []
+        for future in waiters:
+            if not future.done():
+                future.set_result(None)
+
+    def _signalled(self, source: int, header: wire.Header) -> None:
+        signal = (source, header.number, header.step, header.fingerprint)
+        handler = self._handlers.get(header.context)
+        if handler is not None:
+            handler(*signal)
+        else:
+            self._count_early()
+            self._early_signals.setdefault(header.context, []).append(signal)
+
+    def _told(self, source: int, message: wire.Control) -> None:
+        if isinstance(message, wire.Abort):
+            rank, reason = message.rank, message.reason
+            self.fail(lambda: AbortedError(rank, reason), message.communicator)
+        elif isinstance(message, wire.Mismatch):
+            text = message.text
+            self.fail(lambda: MismatchError(text), message.communicator)
+        elif isinstance(message, wire.Dispute):
+            self._answer(source, message)
+        elif (listener := self._listeners.get(message.communicator)) is not None:
+            listener(source, message)
+        else:
+            self._count_early()
+            self._early_announcements.setdefault(message.communicator, []).append((source, message))
+
+    def _count_early(self) -> None:
+        self._early_count += 1
+        if self._early_count > _EARLY_MAX:
+            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that nobody here has opened")
+
+    # -- sending --------------------------------------------------------------------------------------------------------
+
+    def _send(self, dest: int, frames: list[Buffer]) -> None:
+        self.traffic.messages_sent += 1
+        if len(frames) > 1:
+            self.traffic.bytes_sent += len(frames[1])
+        self.transport.send(dest, frames)
+
+    def _earn(self, source: int, amount: int) -> None:
+        """`amount` bytes of `source` have been consumed; tell it once it is worth a message."""
+        link = self._links[source]
+        link.earned += amount
+        if link.earned >= WINDOW_BYTES // 4:
+            self._send(source, [wire.encode(wire.CREDIT, number=link.earned)])
+            link.earned = 0
+
+
+def _cost(payload: Buffer) -> int:
+    return len(payload) + _MESSAGE_COST
+
+
+def _break(future: asyncio.Future[Any], make: ErrorFactory) -> None:
+    if not future.done():
+        future.set_exception(make())
+        future.exception()  # mark it as seen: its waiter may be gone

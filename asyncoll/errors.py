@@ -1,0 +1,62 @@
+"""What can go wrong: you, the peer, or the world.
+
+Every error that this library raises on purpose derives from `AsyncollError`, so one `except` covers it. Anything else
+that escapes is a bug in the library.
+"""
+
+from __future__ import annotations
+
+
+class AsyncollError(Exception):
+    """The base of every error below; never raised itself."""
+
+
+class UsageError(AsyncollError):
+    """You asked for something that cannot be done; the message says what to do instead. Nothing was sent."""
+
+
+class MismatchError(AsyncollError):
+    """Ranks called different things; the message names both sides and both call sites."""
+
+
+class ProtocolError(AsyncollError):
+    """A peer sent bytes that the protocol forbids.
+
+    `source` is its rank, or -1 while it is unknown.
+    """
+
+    def __init__(self, message: str, source: int = -1) -> None:
+        super().__init__(message)
+        self.source = source
+
+
+class PeerLostError(AsyncollError):
+    """A rank of the world is gone.
+
+    `rank` is the lost one, `cause` says how it was noticed, `host` and `pid` are empty and 0 where they are unknown.
+    """
+
+    def __init__(self, rank: int, cause: str, host: str = "", pid: int = 0) -> None:
+        where = f" (host {host}, pid {pid})" if host else ""
+        super().__init__(f"rank {rank}{where} is gone: {cause}")
+        self.rank = rank
+        self.cause = cause
+        self.host = host
+        self.pid = pid
+
+
+class AbortedError(AsyncollError):
+    """Some rank gave up. `rank` is that rank, `reason` its words."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} aborted: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class ClosedError(AsyncollError):
+    """The communicator was used after it was closed."""
+
+
+class DeadlockError(AsyncollError):
+    """In the simulated world everything waits and no timer is set; the message lists who waits for what."""

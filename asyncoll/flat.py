@@ -1,0 +1,119 @@
+"""A model as two flat tensors, so that one call reduces all of it.
+
+Every parameter's data becomes a view of `Flat.parameters` and every gradient a view of `Flat.gradients`:
+`backward()` accumulates straight into the flat tensor, and one collective carries the whole step. One vector
+also means one round decision for the whole model: with a collective per tensor, a step could include a rank
+for some tensors and leave it out of others, and the guarantees of a wait-avoiding round would hold tensor by
+tensor only (eager-SGD, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Flat:
+    """The two flat tensors of a model; built by `flatten`.
+
+    Trainable parameters come first, in the model's order, frozen ones (`requires_grad` False) after them.
+    `gradients` covers the trainable ones only, so `parameters[: gradients.numel()]` is what an update
+    touches, while a broadcast or an average of `parameters` also makes frozen layers equal. Tied parameters
+    are there once.
+
+    Reading either tensor checks that the model still uses it, and raises `UsageError` if something replaced a
+    view.
+    """
+
+    def __init__(self, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
+        everything = (*trainable, *frozen)
+        self._parameters = everything[0].data.new_empty(sum(p.numel() for p in everything))
+        self._gradients = everything[0].data.new_zeros(sum(p.numel() for p in trainable))
+        self._data_views = _views(self._parameters, everything)
+        self._gradient_views = _views(self._gradients, trainable)
+        self._frozen = tuple(frozen)
+        for parameter, view in self._data_views:
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = None
+        for parameter, view in self._gradient_views:
+            parameter.grad = view
+
+    @property
+    def parameters(self) -> Tensor:
+        """All parameters, one-dimensional; writing into it changes the model."""
+        for parameter, view in self._data_views:
+            if not _same_memory(parameter.data, view):
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: "
+                    "move or convert the model (model.to, model.half, ...) first and flatten it afterwards"
+                )
+        return self._parameters
+
+    @property
+    def gradients(self) -> Tensor:
+        """The gradients of all trainable parameters, one-dimensional; `backward()` adds to it."""
+        for parameter, view in self._gradient_views:
+            if parameter.grad is None or not _same_memory(parameter.grad, view):
+                raise UsageError(
+                    f"the gradient of a parameter of shape {_shape(parameter)} no longer lives in the flat "
+                    "tensor: clear gradients with zero_gradients() or with zero_grad(set_to_none=False)"
+                )
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
+                    "now has a gradient: flatten the model again after unfreezing"
+                )
+        return self._gradients
+
+    def zero_gradients(self) -> None:
+        """Clear all gradients in place; one that a step does not use stays a zero, and not None."""
+        self.gradients.zero_()
+
+
+def flatten(model: nn.Module) -> Flat:
+    """Make the parameters and gradients of `model` views of two flat tensors; parameters keep their values.
+
+    Gradients start at zero. All parameters must share one dtype and one device. An optimizer built before or
+    after sees the same parameters either way.
+    """
+    from torch.nn.parameter import is_lazy
+
+    parameters = list(model.parameters())  # each object once, however many modules share it
+    if not parameters:
+        raise UsageError("the model has no parameters to flatten")
+    if any(is_lazy(p) for p in parameters):
+        raise UsageError("the model has lazy parameters: run one batch through it before flattening")
+    for what, kinds in (("dtype", {p.dtype for p in parameters}), ("device", {p.device for p in parameters})):
+        if len(kinds) > 1:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise UsageError(
+                f"one flat tensor has one {what}, but the model's parameters have several: {names}"
+            )
+    trainable = [p for p in parameters if p.requires_grad]
+    return Flat(trainable, [p for p in parameters if not p.requires_grad])
+
+
+def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each parameter with its piece of `flat`, in its shape."""
+    pieces = []
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.numel()
+        pieces.append((parameter, flat[start:end].view(parameter.shape)))
+        start = end
+    return pieces
+
+
+def _same_memory(tensor: Tensor, view: Tensor) -> bool:
+    return tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype
+
+
+def _shape(parameter: nn.Parameter) -> str:
+    return str(tuple(parameter.shape))

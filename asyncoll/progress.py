@@ -1,0 +1,156 @@
+"""Where the runtime runs, and how the caller's loop reaches it.
+
+In a process world the runtime has a thread and a uvloop loop of its own (the papers' auxiliary thread), so a caller who
+blocks its loop in `backward()` still takes part in other ranks' rounds. In the in-process worlds runtime and callers
+share one loop. Either way a call starts when it is made, not when it is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import uvloop
+
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+
+T = TypeVar("T")
+
+# How long pure Python code in another thread may keep the GIL once the progress thread wants it. At the default of
+# 5 ms a round waits up to 10 ms for a rank that computes in Python; at this value, 1.2 ms.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class Runner(Protocol):
+    """Starts coroutines on the runtime's loop."""
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Start `work` now; the coroutine that is returned waits for it.
+
+        Cancelling that coroutine cancels `work`, which has by then taken its first step, and waits until it has
+        stopped: nothing of the caller's memory is in use afterwards. If nobody awaits it, `work` runs to its end.
+        """
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Call `what` on the runtime's loop, soon."""
+
+
+class SharedLoop:
+    """The runtime runs on the caller's own loop."""
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return _join(asyncio.get_running_loop().create_task(work))
+
+    def post(self, what: Callable[[], None]) -> None:
+        what()
+
+
+async def _join(task: asyncio.Task[T]) -> T:
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        asyncio.get_running_loop().call_soon(task.cancel)  # after the first step, which is already scheduled
+        await _settled(task)
+        raise
+
+
+async def _settled(future: asyncio.Future[Any]) -> None:
+    """Wait until `future` is done, however it ends and however often the waiter is cancelled."""
+    while not future.done():
+        with contextlib.suppress(BaseException):
+            await asyncio.shield(future)
+    if not future.cancelled():
+        future.exception()  # mark it as seen
+
+
+class ProgressThread:
+    """The runtime runs on its own thread."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        crossing = _Crossing(self._loop)
+        crossing.begin(work)
+        return crossing.outcome()
+
+    def post(self, what: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(what)
+
+    def stop(self) -> None:
+        """End the thread. Everything started on it must be done."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        sys.setswitchinterval(self._switch_interval_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+class _Crossing:
+    """One piece of work on the runtime's loop, and its outcome on the caller's."""
+
+    def __init__(self, there: asyncio.AbstractEventLoop) -> None:
+        self._there = there
+        self._here = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Any] = self._here.create_future()
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._there.call_soon_threadsafe(self._begin, work)
+
+    async def outcome(self) -> Any:
+        try:
+            return await asyncio.shield(self._outcome)
+        except asyncio.CancelledError:
+            self._there.call_soon_threadsafe(self._cancel)
+            await _settled(self._outcome)
+            raise
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._task = self._there.create_task(work)
+        self._task.add_done_callback(self._done)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._there.call_soon(self._task.cancel)  # after its first step
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+            self._here.call_soon_threadsafe(self._settle, task)
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        if self._outcome.cancelled():
+            return
+        if task.cancelled():
+            self._outcome.cancel()
+        elif (error := task.exception()) is not None:
+            self._outcome.set_exception(error)
+            self._outcome.exception()  # mark it as seen: the caller may have been cancelled
+        else:
+            self._outcome.set_result(task.result())
+
+
+async def offload(fn: Callable[..., T], *args: Any) -> T:
+    """Run `fn(*args)`, which blocks or computes, in a thread and wait for it, so that the caller's loop goes on.
+
+    Cancelling the wait does not stop the thread. In virtual time it runs at once, on the loop: there are no threads.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, VirtualTimeLoop):
+        return fn(*args)
+    return await loop.run_in_executor(None, partial(contextvars.copy_context().run, fn, *args))

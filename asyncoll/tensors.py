@@ -1,0 +1,248 @@
+"""What a tensor is to us: dtypes, layout, reductions; numpy arrays and torch tensors alike.
+
+Algorithms only ever see one-dimensional, contiguous numpy arrays in native byte order. `operand` makes that view of
+whatever the caller holds (copying where the layout demands it) and `Operand.write_back` returns the result to it.
+numpy has no bfloat16, so those bits travel as uint16. Both half types are reduced by torch (numpy adds float16 about
+50 times slower); otherwise torch is not imported before a torch tensor has been seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Combine: TypeAlias = Callable[[Array, Array], object]  # combine(into, other): into = into ∘ other, element by element
+T = TypeVar("T")
+
+BFLOAT16 = "bfloat16"
+MAX_DIMENSIONS = 64
+_HALVES = ("float16", BFLOAT16)
+_FLOATS = ("float64", "float32", *_HALVES)
+_COMPLEX = ("complex64", "complex128")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
+
+
+class ReduceOp(enum.Enum):
+    """An elementwise reduction. `AVG` is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and"."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+_TORCH_FUNCTIONS = {
+    ReduceOp.SUM: "add",
+    ReduceOp.AVG: "add",
+    ReduceOp.PROD: "mul",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+}
+_FORBIDDEN = {
+    ReduceOp.AVG: (*_INTEGERS, "bool"),
+    ReduceOp.MIN: _COMPLEX,
+    ReduceOp.MAX: _COMPLEX,
+    ReduceOp.BAND: (*_FLOATS, *_COMPLEX),
+    ReduceOp.BOR: (*_FLOATS, *_COMPLEX),
+    ReduceOp.BXOR: (*_FLOATS, *_COMPLEX),
+}
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype whose bits a tensor of `dtype` travels as."""
+    return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
+
+
+def check_reduction(op: object, dtype: str) -> ReduceOp:
+    """`op`, if it is a reduction that makes sense for `dtype`; otherwise UsageError."""
+    if not isinstance(op, ReduceOp):
+        names = ", ".join(op.name for op in ReduceOp)
+        raise UsageError(f"unknown reduction {op!r}: use one of asyncoll.{{{names}}}")
+    if dtype in _FORBIDDEN.get(op, ()):
+        advice = "use SUM, or convert to a float" if op is ReduceOp.AVG else "choose another reduction or dtype"
+        raise UsageError(f"{op.name} is not defined for {dtype}: {advice}")
+    return op
+
+
+@lru_cache(maxsize=256)
+def combiner(op: ReduceOp, dtype: str) -> Combine:
+    """The in-place elementwise reduction `combine(into, other)` for arrays of `storage(dtype)`."""
+    if dtype in _HALVES:
+        return _half_combiner(op, dtype)
+    ufunc = _UFUNCS[op]
+    if dtype not in _FLOATS + _COMPLEX:
+        return lambda into, other: ufunc(into, other, out=into)
+
+    def combine(into: Array, other: Array) -> None:
+        with np.errstate(all="ignore"):  # inf and nan are values here, as they are in torch, not warnings
+            ufunc(into, other, out=into)
+
+    return combine
+
+
+def _half_combiner(op: ReduceOp, dtype: str) -> Combine:
+    import torch
+
+    function = getattr(torch, _TORCH_FUNCTIONS[op])
+
+    def combine(into: Array, other: Array) -> None:
+        target = _as_torch(into, dtype)
+        function(target, _as_torch(other, dtype), out=target)
+
+    return combine
+
+
+def _as_torch(flat: Array, dtype: str) -> torch.Tensor:
+    """The torch tensor over `flat`, copied if it is read-only: torch warns about that even where it only reads."""
+    import torch
+
+    tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+    return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
+
+
+def divide(flat: Array, dtype: str, divisor: int) -> None:
+    """`flat /= divisor` in place: the last step of AVG."""
+    if dtype in _HALVES:
+        _as_torch(flat, dtype).div_(divisor)
+    else:
+        with np.errstate(all="ignore"):
+            np.divide(flat, divisor, out=flat)
+
+
+@lru_cache(maxsize=256)
+def _neutral_value(op: ReduceOp, dtype: str) -> Any:
+    if op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.BOR, ReduceOp.BXOR):
+        return 0
+    if op is ReduceOp.PROD:
+        return 0x3F80 if dtype == BFLOAT16 else 1
+    if op is ReduceOp.BAND:
+        return np.invert(storage(dtype).type(0))
+    if dtype == BFLOAT16:
+        return 0x7F80 if op is ReduceOp.MIN else 0xFF80
+    if dtype == "bool":
+        return op is ReduceOp.MIN
+    if dtype in _FLOATS:
+        return math.inf if op is ReduceOp.MIN else -math.inf
+    limits = np.iinfo(dtype)
+    return limits.max if op is ReduceOp.MIN else limits.min
+
+
+def neutral(count: int, op: ReduceOp, dtype: str) -> Array:
+    """A fresh contribution that changes nothing: what a rank with nothing to give puts into a round."""
+    value = _neutral_value(op, dtype)
+    if op in (ReduceOp.SUM, ReduceOp.AVG):
+        return np.zeros(count, storage(dtype))  # untouched zero pages cost nothing until they are read
+    return np.full(count, value, storage(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A caller's tensor as algorithms see it.
+
+    `flat` is a view of the caller's memory or, where `copied`, a packed copy of it.
+    """
+
+    source: Any
+    flat: Array
+    dtype: str
+    shape: tuple[int, ...]
+    copied: bool
+
+    @property
+    def is_torch(self) -> bool:
+        return not isinstance(self.source, np.ndarray)
+
+    def write_back(self) -> None:
+        """Put `flat` back into the caller's tensor, if it is a copy."""
+        if not self.copied:
+            return
+        if isinstance(self.source, np.ndarray):
+            self.source[...] = self.flat.reshape(self.shape)
+        else:
+            self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
+
+    def like(self, flat: Array, shape: Sequence[int]) -> Any:
+        """`flat` as a tensor of the caller's kind."""
+        return build(flat, self.dtype, shape, as_torch=self.is_torch)
+
+
+def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
+    """A numpy array, or a torch tensor, of `shape` over the memory of `flat`."""
+    return _as_torch(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
+
+
+def operand(x: object, *, writable: bool = False) -> Operand:
+    """See `x` as a flat array.
+
+    Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, where the result
+    goes back into `x` (`writable`), for read-only memory or a tensor whose elements overlap.
+    """
+    if isinstance(x, np.ndarray):
+        return _numpy_operand(x, writable)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _torch_operand(x, writable)
+    raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
+
+
+def _numpy_operand(x: Array, writable: bool) -> Operand:
+    dtype = x.dtype.name
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
+    if writable and not x.flags.writeable:
+        raise UsageError("the result goes into this array, but it is read-only: pass a copy")
+    direct = x.flags.c_contiguous and x.dtype.isnative
+    flat = x.reshape(-1) if direct else np.ascontiguousarray(x, x.dtype.newbyteorder("=")).reshape(-1)
+    if not direct and np.shares_memory(flat, x):
+        flat = flat.copy()
+    return Operand(x, flat, dtype, x.shape, copied=not direct)
+
+
+def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
+    import torch
+
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
+    if x.layout is not torch.strided:
+        raise UsageError(f"layout {x.layout} is not supported: pass x.to_dense()")
+    if x.device.type != "cpu":
+        raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
+    if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    plain = x.detach()
+    direct = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    packed = plain if direct else plain.resolve_conj().resolve_neg().contiguous()
+    if not direct and packed.data_ptr() == plain.data_ptr():
+        packed = packed.clone()
+    bits = packed.reshape(-1)
+    flat: Array = (bits.view(torch.uint16) if dtype == BFLOAT16 else bits).numpy()
+    return Operand(x, flat, dtype, tuple(x.shape), copied=not direct)

@@ -1,0 +1,157 @@
+"""Many ranks in one process: real transports on one loop, or a simulated network in virtual time.
+
+Both run `main(comm)` at every rank and work from plain code and from inside a running loop alike (they then use a
+thread of their own and block until the world has ended).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from asyncoll.communicator import Communicator
+check_transport = None
+from asyncoll.endpoint import Endpoint
+from asyncoll.errors import DeadlockError, UsageError
+from asyncoll.progress import SharedLoop
+from asyncoll.transport import Transport, inproc, zeromq
+from asyncoll.transport.simulated import Crash, Cut, Network, Pause, SimulatedWorld
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+from asyncoll.world import World
+
+__all__ = ["Crash", "Cut", "Network", "Pause", "SimReport", "check_transport", "run_ranks", "simulate"]
+
+T = TypeVar("T")
+Main = Callable[[Communicator], Coroutine[Any, Any, T]]
+_WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Sequence[Transport]]]] = {
+    "inproc": lambda size: contextlib.nullcontext(inproc.world(size)),
+    "zmq": zeromq.local_world,
+}
+
+
+def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
+    """Run `main(comm)` at `size` ranks on one loop; returns their results by rank.
+
+    `transport` is "inproc" or "zmq" (real sockets). When a rank raises, the others are cancelled and its error is
+    raised here.
+    """
+    _check_size(size)
+    if transport not in _WORLDS:
+        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
+
+    async def everything() -> list[T]:
+        with _WORLDS[transport](size) as transports:
+            return await _run_all(transports, main, {})
+
+    return _outside_of_any_loop(lambda: _run(uvloop.new_event_loop(), everything()))
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """What a simulated world did. Times are virtual seconds; a word is 4 bytes of payload."""
+
+    results: list[Any]  # by rank; None for a rank that crashed
+    virtual_s: float
+    messages: int
+    words: int
+    trace: list[tuple[float, int, int, int]]  # (arrival, source, dest, payload bytes) of every message, in order
+
+
+def simulate(size: int, main: Main[Any], network: Network | None = None, seed: int = 0) -> SimReport:
+    """Run `main(comm)` at `size` ranks on a simulated network, in virtual time: same seed, same trace.
+
+    Raises the first error of a rank, or DeadlockError, listing who waits for what, if nothing can ever happen again.
+    `main` must not touch the real world: `asyncio.sleep` is how a rank computes.
+    """
+    _check_size(size)
+    loop = VirtualTimeLoop()
+    world = SimulatedWorld(size, network or Network(), seed)
+    endpoints: dict[int, Endpoint] = {}
+    loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
+
+    async def everything() -> list[Any]:
+        crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
+        return await _run_all(world.transports, main, endpoints, crashes)
+
+    results = _outside_of_any_loop(lambda: _run(loop, everything()))
+    return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
+
+
+async def _run_all(
+    transports: Sequence[Any], main: Main[T], endpoints: dict[int, Endpoint], crashes: Sequence[Crash] = ()
+) -> list[T]:
+    """Every rank's `main` in a task of its own. The first failure cancels the rest and is raised."""
+    tasks: list[asyncio.Task[T]] = []
+    errors: list[BaseException] = []  # in the order in which they came up: the first is the cause of the rest
+    try:
+        async with asyncio.TaskGroup() as ranks:
+            for transport in transports:
+                endpoint = endpoints[transport.rank] = Endpoint(transport)
+                tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
+            for crash in crashes:
+                _schedule_crash(crash, transports[crash.rank], tasks[crash.rank])
+    except BaseExceptionGroup as group:
+        raise (errors[0] if errors else group.exceptions[0]) from None
+    return [None if task.cancelled() else task.result() for task in tasks]  # type: ignore[misc]
+
+
+async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
+    async with world as comm:
+        try:
+            return await main(comm)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+
+def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> None:
+    def happen() -> None:
+        transport.crash()
+        task.cancel()
+
+    asyncio.get_running_loop().call_at(crash.at_s, happen)
+
+
+def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
+    lines = [f"  rank {rank}: {line}" for rank, endpoint in endpoints.items() for line in endpoint.waiting()]
+    return DeadlockError("everything waits and no timer is set:\n" + "\n".join(lines or ["  nobody waits for a message"]))
+
+
+def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on `loop`."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(work)
+
+
+def _outside_of_any_loop(work: Callable[[], T]) -> T:
+    """Run `work`, which runs a loop of its own: here or, if a loop is running here already, in a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def keep() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=keep, name="asyncoll-ranks")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise UsageError(f"a world has at least one rank, got {size}")

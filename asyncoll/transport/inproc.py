@@ -1,0 +1,80 @@
+"""P ranks on one loop: messages are handed over at the loop's next turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from asyncoll.transport import Buffer, Receiver, check_frames
+
+_HIGH_WATER_MARK = 64  # messages that wait in an inbox before `drain` makes their sender wait
+
+
+def world(size: int) -> list[InprocTransport]:
+    """One transport for each rank of a world inside this process."""
+    transports: list[InprocTransport] = []
+    transports.extend(InprocTransport(rank, transports) for rank in range(size))
+    return transports
+
+
+class InprocTransport:
+    """A `Transport` whose peers live on the same loop."""
+
+    def __init__(self, rank: int, peers: list[InprocTransport]) -> None:
+        self.rank = rank
+        self._peers = peers
+        self._inbox: deque[tuple[int, list[bytes] | None]] = deque()  # None: the source has closed
+        self._receiver: Receiver | None = None
+        self._scheduled = False
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        return len(self._peers)
+
+    async def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._schedule()
+
+    def send(self, dest: int, frames: Sequence[Buffer]) -> None:
+        check_frames(dest, self.size, frames)
+        if not self._closed:
+            self._peers[dest]._put(self.rank, [bytes(frame) for frame in frames])
+
+    async def drain(self, dest: int) -> None:
+        while len(self._peers[dest]._inbox) > _HIGH_WATER_MARK and not self._peers[dest]._closed:
+            await asyncio.sleep(0)
+
+    async def close(self, *, flush: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.clear()
+        for peer in self._peers:
+            if peer is not self:
+                peer._put(self.rank, None)
+
+    def _put(self, source: int, frames: list[bytes] | None) -> None:
+        if not self._closed:
+            self._inbox.append((source, frames))
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._receiver is not None and self._inbox and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """Hand over what is here now; what that provokes waits for the next turn, so that nobody is starved."""
+        self._scheduled = False
+        assert self._receiver is not None
+        for _ in range(len(self._inbox)):
+            if self._closed:
+                return
+            source, frames = self._inbox.popleft()
+            if frames is None:
+                self._receiver.lost(source, "it closed its transport")
+            else:
+                self._receiver.received(source, list(frames))
+        self._schedule()

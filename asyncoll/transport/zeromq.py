@@ -1,0 +1,265 @@
+"""Messages through ZeroMQ: ipc sockets in a private folder on one host, tcp between hosts.
+
+Every rank binds one ROUTER, which only receives, and connects one DEALER to each peer's, which only sends. One reader
+drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
+wakes up must read until nothing is left. A peer's death is seen by the monitor of the DEALER to it.
+
+A peer proves that it belongs to the job by its routing id: the job's key and its rank. Messages of strangers are dropped.
+Only this file knows of `zmq`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+
+_HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
+_BATCH = 64  # messages handed over before the loop may do something else
+_FLUSH_MS = 1000
+_LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
+_START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
+_MAX_PATH = 107  # of a unix socket, in bytes
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+logger = logging.getLogger("asyncoll")
+
+
+def ipc_address(folder: Path, rank: int) -> str:
+    """Where `rank` listens in a folder that only this user can enter."""
+    path = folder / str(rank)
+    if len(bytes(path)) > _MAX_PATH:
+        raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
+    return f"ipc://{path}"
+
+
+@contextlib.contextmanager
+def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
+    """One transport for each rank of a world inside this process, over real sockets."""
+    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:  # made with mode 0700
+        addresses = [ipc_address(Path(folder), rank) for rank in range(size)]
+        transports = [ZeroMQTransport(rank, size, b"local") for rank in range(size)]
+        for transport, address in zip(transports, addresses, strict=True):
+            transport.bind(address)
+            transport.peers = addresses
+        yield transports
+
+
+class _Peer:
+    """The connection to one peer: a DEALER, its monitor, and what ZeroMQ would not take yet."""
+
+    def __init__(self, rank: int, dealer: zmq.Socket[bytes]) -> None:
+        self.rank = rank
+        self.dealer = dealer
+        self.monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
+        self.queue: deque[list[bytes]] = deque()
+        self.drained: list[asyncio.Future[None]] = []
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gone = False
+
+
+class ZeroMQTransport:
+    """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`."""
+
+    def __init__(self, rank: int, size: int, job: bytes) -> None:
+        self.rank = rank
+        self.size = size
+        self.peers: Sequence[str] = ()
+        self._routing_ids = [b"asyncoll" + job + peer.to_bytes(4, "big") for peer in range(size)]
+        self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
+        self._context = zmq.Context()
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._peers: dict[int, _Peer] = {}
+        self._receiver: Receiver | None = None
+        self._closed = False
+
+    def bind(self, address: str) -> str:
+        """Listen on `ipc://path`, or on `tcp://ip:0` for a free port; returns the address to connect to."""
+        try:
+            self._router.bind(address)
+        except zmq.ZMQError as error:
+            raise UsageError(f"cannot listen on {address}: {error}") from error
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._router.getsockopt(zmq.FD), self._read)
+        for rank, address in enumerate(self.peers):
+            if rank != self.rank:
+                self._connect(rank, address)
+        self._read()
+        waiting = [peer.connected for peer in self._peers.values()]
+        if waiting:
+            _, missing = await asyncio.wait(waiting, timeout=_START_TIMEOUT_S)
+            if missing:
+                rank = next(peer.rank for peer in self._peers.values() if peer.connected in missing)
+                raise PeerLostError(rank, f"it did not join within {_START_TIMEOUT_S:.0f} s")
+
+    def send(self, dest: int, frames: Sequence[Buffer]) -> None:
+        check_frames(dest, self.size, frames)
+        if self._closed:
+            return
+        if dest == self.rank:
+            assert self._receiver is not None
+            asyncio.get_running_loop().call_soon(self._receive_own, [bytes(frame) for frame in frames])
+            return
+        peer = self._peers[dest]
+        if peer.gone:
+            return
+        if peer.queue or not _try_send(peer, frames):
+            peer.queue.append([bytes(frame) for frame in frames])
+            if len(peer.queue) == 1:
+                self._flush_when_writable(peer)
+
+    async def drain(self, dest: int) -> None:
+        await asyncio.sleep(0)  # let the reader in between two segments
+        peer = self._peers.get(dest)
+        if peer is not None and peer.queue:
+            future = asyncio.get_running_loop().create_future()
+            peer.drained.append(future)
+            await future
+
+    async def close(self, *, flush: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        if self._receiver is not None:
+            loop.remove_reader(self._router.getsockopt(zmq.FD))
+        for peer in self._peers.values():
+            self._drop(peer, linger_ms=_FLUSH_MS if flush else 0)
+        self._router.close(linger=0)
+        # Waits for what lingers, at most a second: the peers' I/O threads take it whatever their loops are doing.
+        self._context.term()
+
+    # -- receiving ----------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
+        if self._read_batch():
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read_batch(self) -> bool:
+        """Hand over some messages; returns whether there may be more."""
+        for _ in range(_BATCH):
+            if self._closed:
+                return False
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            self._deliver(identity.bytes, frames)
+        return True
+
+    def _deliver(self, identity: bytes, frames: list[Any]) -> None:
+        source = self._sources.get(identity)
+        if source is None:
+            logger.warning("rank %d dropped a message from a stranger (%d frames)", self.rank, len(frames))
+            return
+        assert self._receiver is not None
+        if frames:
+            frames[0] = frames[0].bytes
+        self._receiver.received(source, frames)
+
+    def _receive_own(self, frames: list[bytes]) -> None:
+        if not self._closed and self._receiver is not None:
+            self._receiver.received(self.rank, list(frames))
+
+    # -- peers --------------------------------------------------------------------------------------------------------------
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        return socket
+
+    def _connect(self, rank: int, address: str) -> None:
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
+        dealer.setsockopt(zmq.RECONNECT_IVL, 10)
+        peer = self._peers[rank] = _Peer(rank, dealer)
+        asyncio.get_running_loop().add_reader(peer.monitor.getsockopt(zmq.FD), self._heed, peer)
+        dealer.connect(address)
+        self._heed(peer)
+
+    def _heed(self, peer: _Peer) -> None:
+        """Read the monitor of the connection to `peer`."""
+        while not peer.gone:
+            try:
+                event = parse_monitor_message(peer.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not peer.connected.done():
+                peer.connected.set_result(None)
+            elif event == zmq.EVENT_DISCONNECTED and peer.connected.done():
+                asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._lose, peer)
+
+    def _lose(self, peer: _Peer) -> None:
+        if self._closed or peer.gone:
+            return
+        while self._read_batch():
+            pass
+        self._drop(peer, linger_ms=0)
+        assert self._receiver is not None
+        self._receiver.lost(peer.rank, "its connection closed")
+
+    def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
+        if peer.gone:
+            return
+        peer.gone = True
+        loop = asyncio.get_running_loop()
+        if peer.queue:
+            loop.remove_reader(peer.dealer.getsockopt(zmq.FD))
+            peer.queue.clear()
+        loop.remove_reader(peer.monitor.getsockopt(zmq.FD))
+        peer.dealer.disable_monitor()
+        peer.monitor.close(linger=0)
+        peer.dealer.close(linger=linger_ms)
+        peer.connected.cancel()
+        self._release(peer)
+
+    # -- a peer that is slower than its senders -------------------------------------------------------------------------------
+
+    def _flush_when_writable(self, peer: _Peer) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(peer.dealer.getsockopt(zmq.FD), self._flush, peer)
+        loop.call_soon(self._flush, peer)  # it may have become writable before anybody watched
+
+    def _flush(self, peer: _Peer) -> None:
+        if peer.gone or not peer.queue:
+            return
+        while peer.queue:
+            if not _try_send(peer, peer.queue[0]):
+                return
+            peer.queue.popleft()
+        asyncio.get_running_loop().remove_reader(peer.dealer.getsockopt(zmq.FD))
+        self._release(peer)
+
+    def _release(self, peer: _Peer) -> None:
+        waiters, peer.drained = peer.drained, []
+        for future in waiters:
+            if not future.done():
+                future.set_result(None)
+
+
+def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
+    """Give one message to ZeroMQ, which copies it; False if its queue for the peer is full."""
+    try:
+        peer.dealer.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True

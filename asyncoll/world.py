@@ -1,0 +1,116 @@
+"""Join the world that the environment describes: `run` and `connect`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+import uvloop
+
+from asyncoll.algorithms import dense
+from asyncoll.communicator import Communicator
+from asyncoll.endpoint import WORLD, Endpoint
+from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.group import Group, Lane
+from asyncoll.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.rendezvous import Environment, meet
+from asyncoll.transport import inproc
+from asyncoll.wire import digest
+
+T = TypeVar("T")
+
+
+def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Run `await main(comm, *args)` in the world that the environment describes, on a new loop; returns its result.
+
+    The environment is torchrun's (`asyncoll launch` sets it too); alone, the world has one rank. If `main` raises,
+    the other ranks' pending calls raise AbortedError with its reason.
+    """
+    if not inspect.iscoroutinefunction(main):
+        raise UsageError(f"asyncoll.run needs an `async def main(comm, ...)`, got {main!r}")
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise UsageError("a loop is running here already: use `async with asyncoll.connect() as comm`")
+
+    async def joined() -> T:
+        async with connect() as comm:
+            return await main(comm, *args)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(joined())
+
+
+@contextlib.asynccontextmanager
+async def connect() -> AsyncIterator[Communicator]:
+    """The communicator of all ranks, inside a running loop.
+
+    Leaving it is collective: this rank goes on serving the rounds of others until every rank has left. Leaving it with
+    an exception aborts the world.
+    """
+    environment = Environment.read()
+    if environment is None or environment.size == 1:
+        async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
+            yield comm
+        return
+    meeting = await asyncio.to_thread(meet, environment)
+    thread = ProgressThread()
+    try:
+        async with World(Endpoint(meeting.transport), thread, meeting.hosts) as comm:
+            yield comm
+    finally:
+        thread.stop()
+
+
+class World:
+    """All ranks, from joining to leaving, as an async context manager around their communicator."""
+
+    def __init__(self, endpoint: Endpoint, runner: Runner, hosts: tuple[str, ...] | None = None) -> None:
+        self._endpoint = endpoint
+        self._runner = runner
+        self._hosts = hosts or (socket.gethostname(),) * endpoint.size
+        self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
+
+    async def __aenter__(self) -> Communicator:
+        return await self._runner.start(self._join())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.start(self._leave(error))
+
+    async def _join(self) -> Communicator:
+        try:
+            await self._endpoint.start()
+        except BaseException:
+            await self._endpoint.close()
+            raise
+        return Communicator(self._endpoint, self._group, self._runner, self._hosts)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                await self._part()
+            else:
+                reason = f"{type(error).__name__}: {error}"
+                self._endpoint.abort(WORLD, self._group.ranks, reason)
+        finally:
+            await self._endpoint.close(flush=error is not None)
+
+    async def _part(self) -> None:
+        """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.
+
+        Nothing that still matters to anybody can be on its way after the second, so sockets may close at once.
+        """
+        await self._barrier(1)
+        with contextlib.suppress(PeerLostError):
+            await self._barrier(2)
+
+    async def _barrier(self, number: int) -> None:
+        context = digest(self._group.communicator, "part")
+        with Lane(self._endpoint, self._group, context, number, number, lambda: f"leaving, barrier {number}") as lane:
+            await dense.barrier(lane)
