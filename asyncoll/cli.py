@@ -1,4 +1,4 @@
-"""The command `asyncoll`. Each subcommand imports what it needs when it runs, so the launcher starts at once."""
+"""The command `asyncoll`. A subcommand imports what it needs when it runs, so the launcher starts at once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def launch(
 ) -> None:
     """Run a Python program as N ranks on this host.
 
-    What follows the script's or the module's name belongs to the program. The ranks find each other by the environment
-    variables that torchrun sets. If one fails, the others are stopped, its traceback comes first, and its exit code is
-    the command's. Ctrl-C lets the ranks finish; a second one kills them.
+    What follows the script's or the module's name belongs to the program. The ranks find each other by the
+    environment variables that torchrun sets. If one fails, the others are stopped, its traceback comes first,
+    and its exit code is the command's. Ctrl-C lets the ranks finish; a second one kills them.
     """
     from asyncoll.launch import launch as run
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -94,7 +95,7 @@ class Endpoint:
         self._executions: dict[tuple[int, int], Execution] = {}
         self._finished: dict[tuple[int, int], Identity] = {}
         self._abandoned: set[tuple[int, int]] = set()
-        self._links = [_Link() for _ in range(transport.size)]
+        self._links: defaultdict[int, _Link] = defaultdict(_Link)
         self._failures: dict[int, ErrorFactory] = {}
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
         self._handlers: dict[int, SignalHandler] = {}
@@ -106,6 +107,7 @@ class Endpoint:
         self.closed = False
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self.transport.start(self)
 
     async def close(self, *, flush: bool = False) -> None:
@@ -159,12 +161,10 @@ class Endpoint:
                 self._earn(source, _cost(payload))
 
     async def wait(self, execution: Execution, receive: Receive) -> None:
-        """Wait until `receive` is complete."""
-        if receive.complete:
-            return
+        """Wait until `receive`, which is not complete yet, is."""
         assert execution.identity is not None
         self.check(execution.identity.communicator)
-        future = asyncio.get_running_loop().create_future()
+        future = self._loop.create_future()
         receive.on_complete = lambda: future.done() or future.set_result(None)
         execution.waits[future] = None
         try:
@@ -172,28 +172,34 @@ class Endpoint:
         finally:
             del execution.waits[future]
 
+    def send_nowait(self, execution: Execution, dest: int, step: int, data: Array) -> bool:
+        """Send the flat array `data` to world rank `dest`, if it is short and the window has room for it."""
+        cost = data.nbytes + _MESSAGE_COST
+        link = self._links[dest]
+        if data.nbytes > SEGMENT_BYTES or link.outstanding + cost > WINDOW_BYTES:
+            return False
+        link.outstanding += cost
+        self._send(dest, [_data_header(execution, step), data.view(np.uint8)])
+        return True
+
     async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
         """Send the flat array `data` to world rank `dest`; `data` must not change until this returns."""
-        identity = execution.identity
-        assert identity is not None
-        header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
-        raw = data.view(np.uint8)
-        if raw.size <= SEGMENT_BYTES:
-            cost = raw.size + _MESSAGE_COST
-            link = self._links[dest]
-            while link.outstanding + cost > WINDOW_BYTES:
-                await self._credit(link, dest, identity)
-            link.outstanding += cost
-            self._send(dest, [header, raw])
+        if data.nbytes <= SEGMENT_BYTES:
+            while not self.send_nowait(execution, dest, step, data):
+                await self._credit(execution, dest)
             return
         await self._grant(execution, dest, step)
+        header, raw = _data_header(execution, step), data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
             self._send(dest, [header, raw[start : start + SEGMENT_BYTES]])
             await self.transport.drain(dest)
 
-    async def _credit(self, link: _Link, dest: int, identity: Identity) -> None:
-        with self.watch(identity.communicator, f"{identity.describe()}: rank {dest} has not consumed what it was sent") as future:
-            link.waiters.append(future)
+    async def _credit(self, execution: Execution, dest: int) -> None:
+        identity = execution.identity
+        assert identity is not None
+        what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
+        with self.watch(identity.communicator, what) as future:
+            self._links[dest].waiters.append(future)
             await future
 
     async def _grant(self, execution: Execution, dest: int, step: int) -> None:
@@ -201,7 +207,7 @@ class Endpoint:
         assert execution.identity is not None
         self.check(execution.identity.communicator)
         if key not in execution.granted:
-            future = asyncio.get_running_loop().create_future()
+            future = self._loop.create_future()
             execution.waits[future] = key
             try:
                 await future
@@ -241,7 +247,7 @@ class Endpoint:
 
     def spawn(self, service: Coroutine[Any, Any, None]) -> None:
         """Run `service` beside everything else. Its failure is the world's."""
-        task = asyncio.get_running_loop().create_task(service)
+        task = self._loop.create_task(service)
         self._services.add(task)
         task.add_done_callback(self._served)
 
@@ -289,7 +295,7 @@ class Endpoint:
     def watch(self, communicator: int, what: str) -> Iterator[asyncio.Future[Any]]:
         """A future that a failure of `communicator` ends; `what` says what it waits for, in case it waits for ever."""
         self.check(communicator)
-        future = asyncio.get_running_loop().create_future()
+        future = self._loop.create_future()
         self._watched[future] = (communicator, what)
         try:
             yield future
@@ -439,6 +445,12 @@ class Endpoint:
         if link.earned >= WINDOW_BYTES // 4:
             self._send(source, [wire.encode(wire.CREDIT, number=link.earned)])
             link.earned = 0
+
+
+def _data_header(execution: Execution, step: int) -> bytes:
+    identity = execution.identity
+    assert identity is not None
+    return wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
 
 
 def _cost(payload: Buffer) -> int:

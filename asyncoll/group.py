@@ -69,20 +69,28 @@ class Lane:
 
     async def wait(self, receive: Receive) -> None:
         """Wait for what was posted."""
-        await self._endpoint.wait(self._execution, receive)
+        if not receive.complete:
+            await self._endpoint.wait(self._execution, receive)
 
     async def send(self, dest: int, step: int, data: Array) -> None:
         """Send `data`. Returns when it may be reused, which for a long array is after `dest` has posted its receive."""
-        await self._endpoint.send(self._execution, self._world[dest], self._phase + step, data)
+        peer, step = self._world[dest], self._phase + step
+        if not self._endpoint.send_nowait(self._execution, peer, step, data):
+            await self._endpoint.send(self._execution, peer, step, data)
 
     async def recv(self, source: int, step: int, into: Array, combine: Combine | None = None) -> None:
         """Post and wait."""
-        await self.wait(self.post(source, step, into, combine))
+        receive = self.post(source, step, into, combine)
+        if not receive.complete:
+            await self._endpoint.wait(self._execution, receive)
 
     async def exchange(
         self, dest: int, data: Array, source: int, into: Array, step: int, combine: Combine | None = None
     ) -> None:
         """Send `data` to `dest` while receiving `into` from `source`; the two must not overlap."""
         receive = self.post(source, step, into, combine)
-        await self.send(dest, step, data)
-        await self.wait(receive)
+        peer, step = self._world[dest], self._phase + step
+        if not self._endpoint.send_nowait(self._execution, peer, step, data):
+            await self._endpoint.send(self._execution, peer, step, data)
+        if not receive.complete:
+            await self._endpoint.wait(self._execution, receive)

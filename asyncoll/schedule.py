@@ -41,6 +41,14 @@ class Schedule(Generic[Op]):
         self._successors[op] = []
         return op
 
+    def fresh(self) -> Schedule[Op]:
+        """The same operations for another execution, none of them fired. Only a schedule that never fired has this."""
+        assert not self.fired, "this schedule has been used"
+        copy: Schedule[Op] = Schedule()
+        copy._missing = self._missing.copy()
+        copy._successors = self._successors
+        return copy
+
     def __contains__(self, op: Op) -> bool:
         return op in self._missing
 

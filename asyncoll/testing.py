@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,7 +80,8 @@ def simulate(size: int, main: Main[Any], network: Network | None = None, seed: i
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
         return await _run_all(world.transports, main, endpoints, crashes)
 
-    results = _outside_of_any_loop(lambda: _run(loop, everything()))
+    with _rare_collections():
+        results = _outside_of_any_loop(lambda: _run(loop, everything()))
     return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
 
 
@@ -116,6 +118,17 @@ def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> No
         task.cancel()
 
     asyncio.get_running_loop().call_at(crash.at_s, happen)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage seldom: the live objects of a thousand ranks make each collection long and find nothing."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:

@@ -7,6 +7,7 @@ partners `rank xor 2^j` reach everyone only when P is a power of two; `rank + 2^
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from asyncoll.schedule import Schedule
@@ -23,6 +24,7 @@ OPEN = Step("open")  # this rank opens the round
 REDUCE = Step("reduce")  # this rank gives its contribution and joins the reduction
 
 
+@lru_cache(maxsize=256)
 def heard(edge: int) -> Step:
     return Step("heard", edge)
 
@@ -32,8 +34,9 @@ def edges(size: int) -> range:
     return range((size - 1).bit_length())
 
 
+@lru_cache(maxsize=64)
 def activation(size: int) -> Schedule[Step]:
-    """The schedule of a round that any of its openers may start."""
+    """The schedule of a round that any of its openers may start; take a `fresh` one for each round."""
     schedule: Schedule[Step] = Schedule()
     schedule.add(OPEN)
     for edge in edges(size):
@@ -44,6 +47,7 @@ def activation(size: int) -> Schedule[Step]:
     return schedule
 
 
+@lru_cache(maxsize=1)
 def synchronous() -> Schedule[Step]:
     """The schedule of a round that everybody opens for itself: an ordinary allreduce."""
     schedule: Schedule[Step] = Schedule()

@@ -164,7 +164,8 @@ class WaitAvoiding:
 
     def _arm(self) -> Schedule[Step]:
         self._arrivals = 0
-        return synchronous() if self.operation.is_synchronous(self._number) else activation(self._group.size)
+        plan = synchronous() if self.operation.is_synchronous(self._number) else activation(self._group.size)
+        return plan.fresh()
 
     def _arrive(self, number: int) -> None:
         opening = self.operation.opening

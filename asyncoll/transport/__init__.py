@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from asyncoll.errors import UsageError
 from asyncoll.wire import MAX_FRAME_BYTES, Buffer
 
 __all__ = ["MAX_FRAME_BYTES", "Buffer", "Receiver", "Transport", "check_frames"]
@@ -52,11 +53,8 @@ class Transport(Protocol):
 
 
 def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:
-    """What every transport refuses to send."""
-    from asyncoll.errors import UsageError
-
+    """What every transport refuses to send. A frame is flat and of bytes, so its length is its size."""
     if not 0 <= dest < size:
         raise UsageError(f"there is no rank {dest} in a world of {size}")
-    for frame in frames:
-        if (length := memoryview(frame).nbytes) > MAX_FRAME_BYTES:
-            raise UsageError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if (longest := max(map(len, frames))) > MAX_FRAME_BYTES:
+        raise UsageError(f"a frame of {longest} bytes exceeds the limit of {MAX_FRAME_BYTES}")

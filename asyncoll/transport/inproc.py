@@ -35,6 +35,7 @@ class InprocTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._loop = asyncio.get_running_loop()
         self._schedule()
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
@@ -63,7 +64,7 @@ class InprocTransport:
     def _schedule(self) -> None:
         if self._receiver is not None and self._inbox and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._deliver)
+            self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
         """Hand over what is here now; what that provokes waits for the next turn, so that nobody is starved."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.transport import Buffer, Receiver, check_frames
+from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 WORD_BYTES = 4  # the papers count words of a float32 or an int32
 
@@ -120,9 +121,9 @@ class SimulatedWorld:
 
     def announce_loss(self, source: int, cause: str) -> None:
         """Tell every rank, once all that `source` has sent has arrived, that no more will come."""
-        loop = asyncio.get_running_loop()
+        loop = _loop()
         heard = max(loop.time() + self.network.latency_s, math.nextafter(self._last_of_source_s[source], math.inf))
-        loop.call_at(heard, self._lose, source, cause)
+        loop.happen_at(heard, self._lose, source, cause)
 
     def _lose(self, source: int, cause: str) -> None:
         for transport in self.transports:
@@ -158,6 +159,7 @@ class SimulatedTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._loop = _loop()
         for event in self._early:
             event(receiver)
         self._early.clear()
@@ -166,13 +168,13 @@ class SimulatedTransport:
         check_frames(dest, self.size, frames)
         if self._closed:
             return
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         copies = [bytes(frame) for frame in frames]
         payload = len(copies[1]) if len(copies) > 1 else 0
         length = len(copies[0]) + payload
         arrives = self._world.arrival_s(self.rank, dest, length, loop.time())
         if arrives < math.inf:
-            loop.call_at(arrives, self._world.transports[dest]._arrive, self.rank, copies, payload)
+            loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
 
     async def drain(self, dest: int) -> None:
         """Wait while this rank's port is still busy with more than one segment."""
@@ -195,24 +197,30 @@ class SimulatedTransport:
 
     def lose(self, source: int, cause: str) -> None:
         """Called by the world: `source` is gone."""
-        self._hand_over(lambda receiver: receiver.lost(source, cause))
+        if self._closed:
+            return
+        if self._receiver is not None:
+            self._receiver.lost(source, cause)
+        else:
+            self._early.append(lambda receiver: receiver.lost(source, cause))
 
-    def _arrive(self, source: int, frames: list[bytes], payload: int) -> None:
+    def _arrive(self, when: float, source: int, frames: list[bytes], payload: int) -> None:
         if self._closed:
             return
         traffic = self._world.traffic
         traffic.messages += 1
         traffic.words += -(-payload // WORD_BYTES)
-        traffic.trace.append((asyncio.get_running_loop().time(), source, self.rank, payload))
-        self._hand_over(lambda receiver: receiver.received(source, frames))
-
-    def _hand_over(self, event: Callable[[Receiver], None]) -> None:
-        if self._closed:
-            return
-        if self._receiver is None:
-            self._early.append(event)
+        traffic.trace.append((when, source, self.rank, payload))
+        if self._receiver is not None:
+            self._receiver.received(source, frames)
         else:
-            event(self._receiver)
+            self._early.append(lambda receiver: receiver.received(source, frames))
+
+
+def _loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop), "a simulated network needs virtual time"
+    return loop
 
 
 def _uniform(seed: int) -> Iterator[float]:

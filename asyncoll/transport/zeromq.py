@@ -95,7 +95,7 @@ class ZeroMQTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         loop.add_reader(self._router.getsockopt(zmq.FD), self._read)
         for rank, address in enumerate(self.peers):
             if rank != self.rank:
@@ -114,7 +114,7 @@ class ZeroMQTransport:
             return
         if dest == self.rank:
             assert self._receiver is not None
-            asyncio.get_running_loop().call_soon(self._receive_own, [bytes(frame) for frame in frames])
+            self._loop.call_soon(self._receive_own, [bytes(frame) for frame in frames])
             return
         peer = self._peers[dest]
         if peer.gone:
@@ -128,7 +128,7 @@ class ZeroMQTransport:
         await asyncio.sleep(0)  # let the reader in between two segments
         peer = self._peers.get(dest)
         if peer is not None and peer.queue:
-            future = asyncio.get_running_loop().create_future()
+            future = self._loop.create_future()
             peer.drained.append(future)
             await future
 
@@ -136,9 +136,8 @@ class ZeroMQTransport:
         if self._closed:
             return
         self._closed = True
-        loop = asyncio.get_running_loop()
         if self._receiver is not None:
-            loop.remove_reader(self._router.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._router.getsockopt(zmq.FD))
         for peer in self._peers.values():
             self._drop(peer, linger_ms=_FLUSH_MS if flush else 0)
         self._router.close(linger=0)
@@ -150,7 +149,7 @@ class ZeroMQTransport:
     def _read(self) -> None:
         """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
         if self._read_batch():
-            asyncio.get_running_loop().call_soon(self._read)
+            self._loop.call_soon(self._read)
 
     def _read_batch(self) -> bool:
         """Hand over some messages; returns whether there may be more."""
@@ -192,7 +191,7 @@ class ZeroMQTransport:
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         peer = self._peers[rank] = _Peer(rank, dealer)
-        asyncio.get_running_loop().add_reader(peer.monitor.getsockopt(zmq.FD), self._heed, peer)
+        self._loop.add_reader(peer.monitor.getsockopt(zmq.FD), self._heed, peer)
         dealer.connect(address)
         self._heed(peer)
 
@@ -206,7 +205,7 @@ class ZeroMQTransport:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not peer.connected.done():
                 peer.connected.set_result(None)
             elif event == zmq.EVENT_DISCONNECTED and peer.connected.done():
-                asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._lose, peer)
+                self._loop.call_later(_LAST_WORDS_S, self._lose, peer)
 
     def _lose(self, peer: _Peer) -> None:
         if self._closed or peer.gone:
@@ -221,7 +220,7 @@ class ZeroMQTransport:
         if peer.gone:
             return
         peer.gone = True
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         if peer.queue:
             loop.remove_reader(peer.dealer.getsockopt(zmq.FD))
             peer.queue.clear()
@@ -235,7 +234,7 @@ class ZeroMQTransport:
     # -- a peer that is slower than its senders -------------------------------------------------------------------------------
 
     def _flush_when_writable(self, peer: _Peer) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         loop.add_reader(peer.dealer.getsockopt(zmq.FD), self._flush, peer)
         loop.call_soon(self._flush, peer)  # it may have become writable before anybody watched
 
@@ -246,7 +245,7 @@ class ZeroMQTransport:
             if not _try_send(peer, peer.queue[0]):
                 return
             peer.queue.popleft()
-        asyncio.get_running_loop().remove_reader(peer.dealer.getsockopt(zmq.FD))
+        self._loop.remove_reader(peer.dealer.getsockopt(zmq.FD))
         self._release(peer)
 
     def _release(self, peer: _Peer) -> None:
