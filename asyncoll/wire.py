@@ -62,7 +62,7 @@ def decode(frames: list[Buffer]) -> Header:
         raise ProtocolError(f"a header starts with {MAGIC!r}, got {magic!r}: this is not an asyncoll peer")
     if version != VERSION:
         raise ProtocolError(f"wire version {version}, expected {VERSION}: run the same asyncoll at every rank")
-    header = Header(*fields)
+    header = Header._make(fields)
     if header.kind not in _KINDS:
         raise ProtocolError(f"unknown kind of message {header.kind}")
     _check_payload(header.kind, frames)

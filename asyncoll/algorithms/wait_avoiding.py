@@ -247,7 +247,8 @@ async def _counted_allreduce(lane: Lane, value: Array, active: Array, combine: C
     head = active.nbytes
 
     def combine_both(into: Array, other: Array) -> None:
-        into[:head].view(np.int64)[...] += other[:head].view(np.int64)
+        count = into[:head].view(np.int64)
+        count += other[:head].view(np.int64)
         combine(into[head:].view(value.dtype), other[head:].view(value.dtype))
 
     await dense.recursive_doubling(lane, both, combine_both)

@@ -98,12 +98,14 @@ class SimulatedWorld:
         """When a message sent now arrives; infinity if never."""
         network = self.network
         occupied = length / network.bandwidth_bytes_per_s
-        leaves = max(now, self._leaves_free_s[source]) + occupied
-        self._leaves_free_s[source] = leaves
+        leaves = now + occupied
+        if occupied:
+            leaves = self._leaves_free_s[source] = max(now, self._leaves_free_s[source]) + occupied
         arrives = leaves + network.latency_s
         if network.jitter_s:
             arrives += network.jitter_s * next(self._jitter)
-        arrives = max(arrives, self._enters_free_s[dest] + occupied)
+        if occupied:
+            arrives = max(arrives, self._enters_free_s[dest] + occupied)
         if network.faults:
             arrives = self._delayed_by_faults(source, dest, now, arrives)
         last = self._last_arrival_s.get((source, dest), -1.0)
@@ -112,7 +114,8 @@ class SimulatedWorld:
         self._last_arrival_s[source, dest] = arrives
         if arrives < math.inf:
             self._enters_free_s[dest] = arrives
-            self._last_of_source_s[source] = max(arrives, self._last_of_source_s[source])
+            if arrives > self._last_of_source_s[source]:
+                self._last_of_source_s[source] = arrives
         return arrives
 
     def backlog_s(self, source: int, now: float) -> float:

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 import selectors
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from asyncoll.errors import DeadlockError
@@ -26,13 +26,9 @@ class _JumpingSelector(selectors.BaseSelector):
     def __init__(self) -> None:
         self.now = 0.0
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
-        self.is_idle: Callable[[], bool] = lambda: True
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = itertools.count()  # events of equal time happen in the order in which they were made
+        self.ready: Sized = ()  # what the loop could run now
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
-
-    def happen(self, when: float, what: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._events, (when, next(self._count), what, args))
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         descriptor = fileobj if isinstance(fileobj, int) else fileobj.fileno()
@@ -43,13 +39,13 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = self._events
+        events, ready = self.events, self.ready
         until = math.inf if timeout is None else self.now + timeout
         while events and events[0][0] <= until:
             when, _, what, args = heapq.heappop(events)
             self.now = max(when, self.now)
             what(*args)
-            if not self.is_idle():
+            if ready:
                 return []
         if timeout is None:
             raise self.on_deadlock()
@@ -69,11 +65,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        self._jumping.is_idle = lambda: not self._ready  # type: ignore[attr-defined]
+        self._jumping.ready = self._ready  # type: ignore[attr-defined]
+        self._events = self._jumping.events
+        self._count = itertools.count()  # events of equal time happen in the order in which they were made
 
     def happen_at(self, when: float, what: Callable[..., None], *args: Any) -> None:
         """Call `what(*args)` at time `when`, on the loop. It must not block; its errors end the loop."""
-        self._jumping.happen(when, what, *args)
+        heapq.heappush(self._events, (when, next(self._count), what, args))
 
     def time(self) -> float:
         return self._jumping.now

@@ -17,16 +17,13 @@ from typing import Any, TypeVar
 import uvloop
 
 from asyncoll.communicator import Communicator
-check_transport = None
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import DeadlockError, UsageError
 from asyncoll.progress import SharedLoop
 from asyncoll.transport import Transport, inproc, zeromq
-from asyncoll.transport.simulated import Crash, Cut, Network, Pause, SimulatedWorld
+from asyncoll.transport.simulated import Crash, Network, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world import World
-
-__all__ = ["Crash", "Cut", "Network", "Pause", "SimReport", "check_transport", "run_ranks", "simulate"]
 
 T = TypeVar("T")
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]

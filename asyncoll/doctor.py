@@ -1,0 +1,209 @@
+"""What this host offers, what asyncoll would choose here, and what looks odd."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from asyncoll.errors import UsageError
+from asyncoll.launch.environment import socket_folder, threads
+
+PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
+WORLD = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ASYNCOLL_FOLDER",
+)
+SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation: no host, but the way to it is the way out
+FILES_MIN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """By section and name; `warnings` are sentences."""
+
+    sections: dict[str, dict[str, str]]
+    warnings: list[str] = field(default_factory=list)
+
+
+def examine() -> Findings:
+    """Look at this host and this environment. Sends nothing and changes nothing."""
+    sections = {
+        "versions": _versions(),
+        "host": {**_cores(), **_memory()},
+        "transports": _transports(),
+        "choices": _choices(),
+        "world": {name: os.environ[name] for name in WORLD if name in os.environ},
+    }
+    return Findings(sections, list(_warnings()))
+
+
+def render(findings: Findings, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(asdict(findings), indent=2)
+    width = max(len(name) for section in findings.sections.values() for name in section)
+    lines = []
+    for title, section in findings.sections.items():
+        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in section.items())]
+        if not section:
+            lines.append("  none in the environment: a world of one")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in findings.warnings)])
+
+
+def _versions() -> dict[str, str]:
+    import zmq
+
+    import asyncoll
+
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "asyncoll": asyncoll.__version__,
+        **{package: _version(package) for package in PACKAGES},
+        "libzmq": zmq.zmq_version(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cores() -> dict[str, str]:
+    quota = cpu_quota()
+    limited = "" if quota is None else f", {quota:g} by the control group's quota"
+    return {"cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}{limited}"}
+
+
+def _memory() -> dict[str, str]:
+    known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(known[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit = memory_limit(total)
+    limited = "" if limit is None else f", {_gib(limit)} by the control group's limit"
+    return {"memory": f"{_gib(free)} available of {_gib(total)}{limited}"}
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """How many cores the control group may use, in either version of the interface; None without a limit."""
+    text = _first_text(root / "cpu.max")
+    quota, period = text.split() if text else (_first_text(root / "cpu/cpu.cfs_quota_us"), "")
+    period = period or _first_text(root / "cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def memory_limit(total: int, root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The control group's limit in bytes; None if there is none below what the host has."""
+    text = _first_text(root / "memory.max", root / "memory/memory.limit_in_bytes")
+    return int(text) if text.isdigit() and int(text) < total else None
+
+
+def _first_text(*files: Path) -> str:
+    for file in files:
+        try:
+            return file.read_text().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def _transports() -> dict[str, str]:
+    import zmq
+
+    curve = "can be encrypted (CURVE)" if zmq.has("curve") else "cannot be encrypted: libzmq has no CURVE"
+    return {
+        "inproc": "yes, ranks of one process",
+        "ipc": "yes, ranks of one host" if zmq.has("ipc") else "no: libzmq was built without it",
+        "tcp": f"yes, ranks of several hosts; {curve}",
+    }
+
+
+def _choices() -> dict[str, str]:
+    target = os.environ.get("MASTER_ADDR", SOMEWHERE_ELSE)
+    per_rank = " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items())
+    return {"tcp address": _own_address(target), "socket folder": _folder(), "threads per rank": per_rank}
+
+
+def _own_address(target: str) -> str:
+    """The address and interface that lead to `target`. Connecting a datagram socket sends nothing."""
+    if chosen := os.environ.get("ASYNCOLL_ADDRESS"):
+        return f"{chosen} (ASYNCOLL_ADDRESS)"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            address = probe.getsockname()[0]
+    except OSError as error:
+        return f"none leads to {target} ({error})"
+    return f"{address} (interface {_interface(address)}, towards {target})"
+
+
+def _interface(address: str) -> str:
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return "unknown"
+
+
+def _folder() -> str:
+    try:
+        return str(socket_folder())
+    except UsageError as error:
+        return f"none: {error}"
+
+
+def _warnings() -> Iterator[str]:
+    yield from _odd_world()
+    yield from _odd_host_name()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < FILES_MIN:
+        yield f"only {files} files may be open at once (ulimit -n): too few for many ranks"
+
+
+def _odd_world() -> Iterator[str]:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if len(given) == 1:
+        yield f"{given[0]} is set alone: a rank needs RANK and WORLD_SIZE"
+    if len(given) == 2:
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+            yield f"RANK={rank} is not a rank of WORLD_SIZE={size}"
+    folder = os.environ.get("ASYNCOLL_FOLDER")
+    if folder and not os.path.exists(os.path.join(folder, "job")):
+        yield f"ASYNCOLL_FOLDER={folder} is not the folder of a running job"
+
+
+def _odd_host_name() -> Iterator[str]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield f"the host name {name} has no address: other hosts cannot be told to come here by name"
+        return
+    if address.startswith("127."):
+        yield f"the host name {name} means {address} here (/etc/hosts): no MASTER_ADDR for other hosts"

@@ -1,0 +1,72 @@
+"""What a rank finds in its environment: torchrun's contract, so one script runs under both."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncoll.errors import UsageError
+
+FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def job_environment(size: int, port: int, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with everything that all the ranks of a job share."""
+    return {
+        **threads(size, environ),
+        **environ,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ASYNCOLL_FOLDER": str(folder),
+    }
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def threads(size: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The thread settings a rank gets: one each, unless it is alone or the user has said otherwise."""
+    if size == 1:
+        return {}
+    wanted = environ.get(THREADS[0], "1")
+    return {name: environ.get(name, wanted) for name in THREADS}
+
+
+def socket_folder() -> Path:
+    """Where job folders are made: private to the user if there is such a place, and always a short path."""
+    candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    for name in filter(None, candidates):
+        if len(os.fsencode(name)) <= FOLDER_BYTES_MAX and os.access(name, os.W_OK | os.X_OK):
+            return Path(name)
+    raise UsageError("no writable folder with a short path for the job's sockets: set TMPDIR")
+
+
+@contextmanager
+def job_folder() -> Iterator[Path]:
+    """A fresh folder, open to this user only, with the job's secret in the file `job`; gone at the end."""
+    with tempfile.TemporaryDirectory(
+        prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True
+    ) as name:
+        folder = Path(name)
+        job = os.open(folder / "job", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(job, "wb") as file:
+            file.write(secrets.token_bytes(16))
+        yield folder
+
+
+def reserve_port() -> socket.socket:
+    """A bound socket that does not listen: nobody else is given its port, but rank 0 may bind it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder

@@ -1,0 +1,221 @@
+"""The launcher's process: one loop over the ranks' outputs, the template's news and the user's signals."""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncoll.errors import UsageError
+from asyncoll.launch import control, helper
+from asyncoll.launch.environment import job_environment, job_folder, reserve_port
+from asyncoll.launch.output import Output, Stream
+from asyncoll.launch.program import Program
+from asyncoll.launch.signals import stop_signals
+from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
+from asyncoll.launch.verdict import explain, signal_name, were
+
+
+def launch(
+    size: int,
+    argv: Sequence[str],
+    *,
+    module: bool = False,
+    log_dir: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Run `size` ranks of a Python program on this host and return the job's exit code.
+
+    `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir`
+    each rank's raw bytes are also kept there, as `rank-R.out` and `rank-R.err`.
+
+    Returns when every process that the job started is gone: 0 if all ranks succeeded, else the exit code of
+    the rank that failed first (128 plus the signal that killed it), 124 after `timeout` seconds, 130 after
+    Ctrl-C, 143 after SIGTERM. Raises UsageError, and starts nothing, if the program cannot be started.
+    Handles SIGINT, SIGTERM and SIGHUP meanwhile, so call it from the main thread.
+
+    What the ranks will import is loaded once and forked: numpy, torch and asyncoll, or what ASYNCOLL_PRELOAD
+    lists (names with commas between them, or nothing).
+    """
+    program = Program(tuple(argv), module)
+    _check(size, program, timeout)
+    with ExitStack() as job:
+        output = job.enter_context(Output(size, None if log_dir is None else Path(log_dir)))
+        signals = job.enter_context(stop_signals())
+        folder = job.enter_context(job_folder())
+        port = job.enter_context(reserve_port()).getsockname()[1]
+        template = job.enter_context(helper.start(program, job_environment(size, port, folder, os.environ)))
+        selector = job.enter_context(selectors.DefaultSelector())
+        return _Launcher(size, timeout, output, signals, template, selector).run()
+
+
+def _check(size: int, program: Program, timeout: float | None) -> None:
+    if size < 1:
+        raise UsageError(f"a job has at least one rank, not {size}")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"the timeout must be positive, not {timeout}")
+    files, files_max = 6 * size + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files_max < files:
+        raise UsageError(
+            f"{size} ranks need {files} open files, the limit is {files_max}: raise it (ulimit -n)"
+        )
+    program.check()
+
+
+class _Launcher:
+    def __init__(
+        self,
+        size: int,
+        timeout: float | None,
+        output: Output,
+        signals: socket.socket,
+        template: helper.Helper,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._output = output
+        self._signals = signals
+        self._template = template
+        self._selector = selector
+        self._pids: dict[int, int] = {}
+        self._last_words: list[str] = []
+        self._supervisor = Supervisor(size, time.monotonic(), self._order)
+        self._watch(signals, self._hear_user)
+        self._watch(template.channel, self._hear_template)
+        self._watch(template.death, lambda: None)
+        for stream in self._streams():
+            self._watch(stream.reader, partial(self._show, stream))
+
+    def run(self) -> int:
+        self._start()
+        while self._supervisor.running and self._template.alive:
+            self._turn()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._deadline = None
+                self._time_out()
+        self._end_template()
+        self._drain()
+        return self._conclude()
+
+    def _start(self) -> None:
+        """Ask for all ranks; the template forks them when it has loaded."""
+        for rank, (out, err) in enumerate(zip(self._output.out, self._output.err, strict=True)):
+            self._template.send(out.writer, err.writer, fork=rank)
+            out.close_writer()
+            err.close_writer()
+            self._hear_template()  # so that it never waits for us while we wait for it
+
+    def _turn(self) -> None:
+        """Wait until something happens or is due, and do what follows from it."""
+        due = [at for at in (self._deadline, self._supervisor.wake_at()) if at is not None]
+        for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
+            key.data()
+        self._supervisor.tick(time.monotonic())
+
+    def _end_template(self) -> None:
+        """Have it kill what the ranks left behind; if it was killed itself, kill the ranks' groups."""
+        self._hear_template()
+        if self._supervisor.running and not self._supervisor.stopping:
+            status = self._template.process.poll() or 0
+            fate = f"killed by {signal_name(-status)}" if status < 0 else f"exit code {status}"
+            self._last_words.append(f"the process that starts the ranks died ({fate}), so all were stopped")
+        for rank in self._supervisor.running & self._pids.keys():
+            with suppress(ProcessLookupError):
+                os.killpg(self._pids[rank], signal.SIGKILL)
+        self._unwatch(self._template.channel)
+        self._template.channel.close()
+        while self._template.alive:
+            self._turn()
+
+    def _drain(self) -> None:
+        for stream in self._streams():
+            self._guarded(stream, partial(stream.drain, time.monotonic()))
+
+    def _conclude(self) -> int:
+        supervisor = self._supervisor
+        _say(explain(supervisor, [stream.last for stream in self._output.err]))
+        _say(self._last_words)
+        if supervisor.exit_code is not None:
+            return supervisor.exit_code
+        return supervisor.root.exit_code if supervisor.root else int(bool(supervisor.running))
+
+    def _streams(self) -> list[Stream]:
+        return [*self._output.out, *self._output.err]
+
+    def _watch(self, source: Any, callback: Callable[[], object]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _unwatch(self, source: Any) -> None:
+        with suppress(KeyError):
+            self._selector.unregister(source)
+
+    def _show(self, stream: Stream) -> None:
+        if not self._guarded(stream, partial(stream.read, time.monotonic())):
+            self._unwatch(stream.reader)
+
+    def _guarded(self, stream: Stream, read: Callable[[], bool | None]) -> bool | None:
+        """Read; if nobody looks at what the ranks print (`| head`), there is no point in going on."""
+        try:
+            return read()
+        except BrokenPipeError:
+            stream.abandon()
+            self._supervisor.stop(signal.SIGTERM, 128 + signal.SIGPIPE, time.monotonic())
+            return True
+
+    def _hear_user(self) -> None:
+        for signum in self._signals.recv(64):
+            if self._supervisor.stopping:
+                _say(["killing the ranks"])
+            else:
+                grace = INTERRUPT_GRACE_S if signum == signal.SIGINT else STOP_GRACE_S
+                _say([f"{signal_name(signum)}: the ranks get {grace:.0f} s; a second signal kills them"])
+            self._supervisor.stop(signum, 128 + signum, time.monotonic())
+
+    def _hear_template(self) -> None:
+        with suppress(BlockingIOError):
+            while news := control.receive(self._template.channel):
+                self._take(news)
+            self._unwatch(self._template.channel)
+
+    def _take(self, news: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if "started" in news:
+            if not self._pids:
+                self._supervisor.started_at = now
+            self._pids[news["started"]] = news["pid"]
+        elif "exited" in news:
+            self._supervisor.exited(news["exited"], news["code"], now)
+        else:
+            self._output.log_error(news["rank"], news["traceback"])
+            self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
+
+    def _order(self, signum: int, ranks: Sequence[int]) -> None:
+        if not self._pids:
+            self._template.process.kill()  # it is still loading, so there is no rank yet
+        elif ranks:
+            self._template.send(signal=signum, ranks=ranks)
+
+    def _time_out(self) -> None:
+        if not self._supervisor.stopping:
+            self._supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
+            late = were(self._supervisor.stopped)
+            self._last_words.append(
+                f"the job ran into its timeout of {self._timeout:g} s; {late} still running"
+            )
+
+
+def _say(lines: Iterable[str]) -> None:
+    with suppress(BrokenPipeError):
+        for line in lines:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()

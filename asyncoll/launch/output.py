@@ -1,0 +1,117 @@
+"""The ranks' outputs: pipes that are read here and shown with the rank in front of each line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from asyncoll.errors import UsageError
+from asyncoll.launch.lines import Lines
+
+READ_BYTES = 1 << 16
+LAST_LINES = 20
+COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One of a rank's two outputs. The rank writes into `writer`."""
+
+    reader: int
+    writer: int
+    prefix: bytes
+    sink: BinaryIO
+    log: BinaryIO | None
+    lines: Lines = field(default_factory=Lines)
+    last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+    def read(self, now: float) -> bool:
+        """Show what has come; False at the end.
+
+        Raises BlockingIOError if nothing has come, BrokenPipeError if nobody looks.
+        """
+        data = os.read(self.reader, READ_BYTES)
+        if self.log:
+            self.log.write(data)
+        self._show(self.lines.feed(data, now) if data else self.lines.end())
+        return bool(data)
+
+    def drain(self, now: float) -> None:
+        """The same for all that is there, and for a last line that was never finished."""
+        try:
+            while self.read(now):
+                pass
+        except BlockingIOError:
+            self._show(self.lines.end())
+
+    def close_writer(self) -> None:
+        os.close(self.writer)
+        self.writer = -1
+
+    def close(self) -> None:
+        os.close(self.reader)
+        if self.writer >= 0:
+            os.close(self.writer)
+
+    def abandon(self) -> None:
+        """Send what is still to come nowhere, so that not even the interpreter's last flush fails."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.sink.fileno())
+        os.close(nowhere)
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines:
+            self.last += lines
+            self.sink.write(b"".join(self.prefix + line + b"\n" for line in lines))
+            self.sink.flush()
+
+
+class Output:
+    """The streams of all ranks; `logs`, if given, gets their raw bytes as `rank-R.out` and `rank-R.err`."""
+
+    def __init__(self, size: int, logs: Path | None) -> None:
+        self._size = size
+        self._logs = logs
+        self.out: list[Stream] = []
+        self.err: list[Stream] = []
+
+    def __enter__(self) -> Output:
+        with ExitStack() as open_now:
+            for rank in range(self._size):
+                self.out.append(self._stream(rank, sys.stdout, "out", open_now))
+                self.err.append(self._stream(rank, sys.stderr, "err", open_now))
+            self._open = open_now.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def log_error(self, rank: int, text: str) -> None:
+        """Complete the rank's log with what its interpreter would have printed."""
+        if log := self.err[rank].log:
+            log.write(text.encode(errors="replace"))
+
+    def _stream(self, rank: int, sink: TextIO, name: str, open_now: ExitStack) -> Stream:
+        prefix = f"{rank:>{len(str(self._size - 1))}}:"
+        if sink.isatty() and not os.environ.get("NO_COLOR"):
+            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
+        log = self._log(rank, name, open_now)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        stream = Stream(reader, writer, f"{prefix} ".encode(), sink.buffer, log)
+        open_now.callback(stream.close)
+        return stream
+
+    def _log(self, rank: int, name: str, open_now: ExitStack) -> BinaryIO | None:
+        if self._logs is None:
+            return None
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            return open_now.enter_context(open(self._logs / f"rank-{rank}.{name}", "wb", buffering=0))
+        except OSError as error:
+            raise UsageError(f"cannot write logs: {error}") from error

@@ -1,0 +1,54 @@
+"""The three things about processes that Linux knows and Python does not say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on, a descendant whose parent dies becomes this process's child, not init's."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as `parent` is dead, also if that has happened already."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """Kill every descendant of this process and wait until all are gone. It must have adopted the orphans."""
+    while True:
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _children() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_child(entry)]
+
+
+def _is_child(entry: Path) -> bool:
+    try:
+        stat = (entry / "stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return int(stat.rpartition(")")[2].split()[1]) == os.getpid()

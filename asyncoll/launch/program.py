@@ -1,0 +1,106 @@
+"""What the user asked to run, run as `python script.py` or `python -m module` would have run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import Any
+
+from asyncoll.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`argv[0]` is a script's path, or a module's name if `module` is set; the rest is the program's own."""
+
+    argv: tuple[str, ...]
+    module: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError if it cannot even start. Imports nothing and runs nothing."""
+        name = self.argv[0]
+        if self.module:
+            with _first_on_path(os.getcwd()):
+                _check_module(name)
+        elif not os.path.exists(name):
+            raise UsageError(f"no such script: {name}")
+        elif not os.path.isfile(name):
+            raise UsageError(f"not a script: {name}")
+        elif not os.access(name, os.R_OK):
+            raise UsageError(f"cannot read the script: {name}")
+
+    def run(self) -> None:
+        """Become the program: afterwards `__main__`, `sys.argv` and `sys.path[0]` are its own."""
+        name, *arguments = self.argv
+        main = types.ModuleType("__main__")
+        code = _load_module(name, main) if self.module else _load_script(name, main)
+        sys.argv = [str(main.__file__) if self.module else name, *arguments]
+        sys.orig_argv = [sys.executable, *(["-m"] if self.module else []), *self.argv]
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+
+
+def _load_script(path: str, main: types.ModuleType) -> Any:
+    _put_on_path(os.path.dirname(os.path.realpath(path)))
+    absolute = os.path.abspath(path)
+    main.__dict__.update(
+        __file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute)
+    )
+    with io.open_code(absolute) as file:
+        return compile(file.read(), absolute, "exec", dont_inherit=True)
+
+
+def _load_module(name: str, main: types.ModuleType) -> Any:
+    _put_on_path(os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {name}", name=name)
+    main.__dict__.update(
+        __spec__=spec,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+    )
+    return spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+
+
+def _put_on_path(folder: str) -> None:
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, folder)
+
+
+@contextmanager
+def _first_on_path(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _check_module(name: str) -> None:
+    spec = _locate(name)
+    if spec.submodule_search_locations is not None:
+        _locate(f"{name}.__main__", f"{name} is a package without __main__")
+
+
+def _locate(name: str, complaint: str = "") -> ModuleSpec:
+    """Like importlib.util.find_spec, which would import the parent packages."""
+    parent = name.rpartition(".")[0]
+    path = _locate(parent).submodule_search_locations if parent else None
+    if not parent or path is not None:
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path)
+            if spec is not None:
+                return spec
+    raise UsageError(complaint or f"no module named {name}")

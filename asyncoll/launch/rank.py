@@ -1,0 +1,123 @@
+"""One rank, from the fork to the end of the user's program.
+
+The program's exception leaves through the top of the process, so the interpreter itself does what it always
+does at the end: exit codes, threads, atexit handlers, flushing. We only tell the launcher on the way.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from types import TracebackType
+
+from asyncoll.errors import AbortedError, PeerLostError
+from asyncoll.launch import control
+from asyncoll.launch.program import Program
+
+TRACEBACK_CHARACTERS_MAX = 8000  # twelve bytes each at the worst, and one message holds all
+SUMMARY_CHARACTERS_MAX = 300
+MACHINERY = os.path.dirname(__file__)
+
+
+def main() -> None:
+    """The entry of a rank that was started afresh, because the template could not be forked."""
+    channel, module, *argv = sys.argv[2:]
+    run(Program(tuple(argv), bool(int(module))), socket.socket(fileno=int(channel)))
+
+
+def run(program: Program, channel: socket.socket) -> None:
+    """Run the program in this process. Returns or raises at its end; the caller must let either pass."""
+    pid = os.getpid()
+    os.set_inheritable(channel.fileno(), False)
+    _settle_in()
+    with channel:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            program.run()
+        except BaseException as error:
+            if os.getpid() == pid:  # not in a process that the program forked
+                _report(error.with_traceback(_beyond_machinery(error.__traceback__)), channel)
+            raise
+
+
+def _settle_in() -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else the ranks, forked from one process, would draw the same
+
+
+def _report(error: BaseException, channel: socket.socket) -> None:
+    """Tell the launcher how the program failed; it shows the traceback in place of the interpreter."""
+    code = _exit_code(error)
+    if code == 0:
+        return
+    text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
+    report = {
+        "rank": int(os.environ["RANK"]),
+        "code": code,
+        "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
+        "summary": _summary(error),
+        "blames": blamed(error),
+    }
+    try:
+        control.send(channel, report)
+    except OSError:
+        return
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _already_told
+
+
+def _summary(error: BaseException) -> str:
+    """One line; it is the last of several for a SyntaxError, and the first for an exception group."""
+    lines = traceback.format_exception_only(error)
+    return next(line for line in lines if not line.startswith(" ")).partition("\n")[0][
+        :SUMMARY_CHARACTERS_MAX
+    ]
+
+
+def _exit_code(error: BaseException) -> int:
+    """What the interpreter will make of it; negative means the signal that it will send itself."""
+    if isinstance(error, KeyboardInterrupt):
+        return -signal.SIGINT
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def blamed(error: BaseException) -> int | None:
+    """The rank that `error`, or anything in its chain or group, names as its cause."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        if isinstance(link, AbortedError | PeerLostError):
+            return link.rank
+        seen.add(id(link))
+        pending += [link.__context__, link.__cause__]
+        if isinstance(link, BaseExceptionGroup):
+            pending += link.exceptions
+    return None
+
+
+def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == MACHINERY:
+        trace = trace.tb_next
+    return trace
+
+
+def _already_told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The launcher has the traceback."""

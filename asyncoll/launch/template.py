@@ -1,0 +1,165 @@
+"""The process that loads numpy, torch and asyncoll once, and forks the ranks.
+
+It stays single-threaded. It obeys the launcher and needs no farewell: when the control socket ends, because
+the job is over or because the launcher was killed, every descendant is killed and the job's folder removed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+from asyncoll.launch import control, processes, rank
+from asyncoll.launch.environment import rank_environment
+from asyncoll.launch.program import Program
+
+BOOT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from asyncoll.launch.{} import main
+sys.path.append(sys.path.pop(0))
+main()
+"""
+LEFT_TO_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def command(module: str, channel: int, program: Program) -> list[str]:
+    """Runs `main` of a module of this very package; otherwise `sys.path` is untouched."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    boot = [sys.executable, "-P", "-c", BOOT.format(module), root]
+    return [*boot, str(channel), str(int(program.module)), *program.argv]
+
+
+def main() -> None:
+    """Serve until the job ends, or until a fork has made this process a rank: then be that rank."""
+    channel, module, *argv = sys.argv[2:]
+    program = Program(tuple(argv), bool(int(module)))
+    signal.pthread_sigmask(signal.SIG_SETMASK, LEFT_TO_THE_LAUNCHER)
+    processes.adopt_orphans()
+    loaded = preload()
+    template = Template(socket.socket(fileno=int(channel)))
+    if not template.serve():
+        os._exit(0)  # taking torch apart first would keep the user waiting
+    if loaded and _parent_is_single_threaded():
+        rank.run(program, template.channel)
+    else:
+        os.set_inheritable(template.channel.fileno(), True)
+        os.execv(sys.executable, command("rank", template.channel.fileno(), program))
+
+
+def preload() -> bool:
+    """Import what ranks will want. False if that failed: half of it may be there, so run nothing here."""
+    try:
+        for name in os.environ.get("ASYNCOLL_PRELOAD", "numpy,torch,asyncoll").split(","):
+            if name:
+                _import_whole(name)
+    except Exception as error:
+        print(f"asyncoll: every rank starts afresh, because loading once failed: {error!r}", file=sys.stderr)
+        return False
+    gc.collect()
+    gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+    return True
+
+
+def _import_whole(name: str) -> None:
+    module = importlib.import_module(name)
+    if name == "asyncoll":  # its names are loaded at their first use
+        for public in module.__all__:
+            getattr(module, public)
+
+
+def _parent_is_single_threaded() -> bool:
+    """Asked after the fork: OpenBLAS ends its threads for it, and any that are left would be missing here."""
+    return len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
+
+
+class Template:
+    """Forks, reaps, passes signals on."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self._ranks: dict[int, int] = {}  # by pid, the living ones
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> bool:
+        """True in a process that has become a rank, False at the end of the job."""
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            ready = {file for file, _ in poll.poll()}
+            if self._wake.fileno() in ready:
+                self._wake.recv(4096)
+                self._reap()
+            if self.channel.fileno() in ready:
+                received = control.receive_files(self.channel)
+                if received is None:
+                    self._end()
+                    return False
+                if self._obey(*received):
+                    return True
+
+    def _obey(self, message: dict[str, Any], files: list[int]) -> bool:
+        if "fork" in message:
+            return self._fork(message["fork"], *files)
+        self._signal(message["signal"], message["ranks"])
+        return False
+
+    def _fork(self, number: int, out: int, err: int) -> bool:
+        template = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(number, out, err, template)
+            return True
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # here too, so that a signal sent right now finds the group
+        os.close(out)
+        os.close(err)
+        self._ranks[pid] = number
+        self._tell(started=number, pid=pid)
+        return False
+
+    def _become(self, number: int, out: int, err: int, template: int) -> None:
+        os.setpgid(0, 0)
+        processes.die_with_parent(template)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._wake.close()
+        self._waker.close()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        os.environ.update(rank_environment(number))
+
+    def _signal(self, signum: int, ranks: list[int]) -> None:
+        for pid, number in self._ranks.items():
+            if number in ranks:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signum)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                pid, status = ended
+                if pid in self._ranks:
+                    self._tell(exited=self._ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **message: object) -> None:
+        with suppress(OSError):  # the launcher is gone: the next read says so
+            control.send(self.channel, message)
+
+    def _end(self) -> None:
+        processes.kill_descendants()
+        shutil.rmtree(os.environ["ASYNCOLL_FOLDER"], ignore_errors=True)

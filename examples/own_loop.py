@@ -1,0 +1,38 @@
+"""Your own training loop: gradients go through a solo allreduce, and nobody waits for stragglers.
+
+`asyncoll launch -n 4 examples/own_loop.py`
+"""
+
+import time
+
+import torch
+
+import asyncoll
+
+ROUNDS = 200
+
+
+async def main(comm: asyncoll.Communicator) -> None:
+    """Fit a line."""
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = asyncoll.flatten(model)
+    await comm.broadcast(flat.parameters)
+    done = 0
+    while done < ROUNDS:  # count rounds, not steps: a late rank skips rounds
+        x = torch.randn(16, 8)
+        flat.zero_gradients()
+        torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+        # Computing blocks the loop, and so does this: now and then some rank is late.
+        time.sleep(0.02 if torch.rand(()) < 0.1 else 0.002)  # noqa: ASYNC251
+        reduction = await comm.solo_allreduce(flat.gradients)
+        flat.gradients.div_(comm.size)
+        optimizer.step()
+        done = reduction.round
+    await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # ranks that skipped rounds missed their results
+    print(f"rank {comm.rank}: weights {[round(w, 3) for w in flat.parameters.tolist()]}")
+
+
+if __name__ == "__main__":
+    asyncoll.run(main)

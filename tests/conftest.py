@@ -1,0 +1,58 @@
+"""What every test must leave behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401
+import uvloop
+
+# What is opened once in a process, by importing torch or by the first loop of libuv, is charged to no test.
+uvloop.new_event_loop().close()
+
+SIZES = [*range(1, 10), 13, 17]
+
+
+def _descriptors() -> set[tuple[str, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return found
+
+
+def _children() -> set[str]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()}
+
+
+def _state() -> dict[str, set]:
+    return {
+        "descriptors": _descriptors(),
+        "threads": {thread.name for thread in threading.enumerate()},
+        "children": _children(),
+        "/dev/shm": set(os.listdir("/dev/shm")),
+        "tasks": {repr(task) for task in asyncio.tasks._all_tasks if not task.done()},
+    }
+
+
+def _left(before: dict[str, set]) -> dict[str, set]:
+    after = _state()
+    return {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No descriptor, thread, process, shared memory or pending task outlives a test."""
+    before = _state()
+    yield
+    if _left(before):
+        gc.collect()  # what a cycle still holds is garbage, not a leak
+    assert not _left(before), "the test leaked"

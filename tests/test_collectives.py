@@ -1,0 +1,304 @@
+"""Every textbook collective, against numpy, at awkward numbers of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES
+
+import asyncoll
+from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
+from asyncoll.algorithms import dense
+from asyncoll.tensors import DTYPES
+from asyncoll.testing import Network, run_ranks, simulate
+
+sizes = pytest.mark.parametrize("size", SIZES)
+counts = pytest.mark.parametrize("count", [0, 1, 7, 5000, 300_000], ids="n={}".format)
+
+
+def rows(size: int, count: int, dtype: str = "int64") -> np.ndarray:
+    """A different array for each rank: small whole numbers, so that every sum is exact."""
+    return np.random.default_rng([size, count]).integers(-9, 10, (size, count)).astype(dtype)
+
+
+@sizes
+@counts
+def test_allreduce(size, count):
+    data = rows(size, count, "float32")
+
+    async def main(comm):
+        x = data[comm.rank].copy()
+        assert await comm.allreduce(x) is x
+        return x
+
+    for x in run_ranks(size, main):
+        np.testing.assert_array_equal(x, data.sum(0))
+
+
+@sizes
+@pytest.mark.parametrize("algorithm", [dense.recursive_doubling, dense.rabenseifner, dense.ring])
+@pytest.mark.parametrize("count", [0, 1, 5, 100, 3001])
+def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, monkeypatch):
+    data = np.random.default_rng(count).standard_normal((size, count)).astype("complex64") * (1 + 0.3j)
+    monkeypatch.setattr(dense, "allreduce", algorithm)
+
+    async def main(comm):
+        return await comm.allreduce(data[comm.rank].copy(), PROD)
+
+    results = simulate(size, main, Network(jitter_s=1e-4), seed=count).results
+    for x in results:
+        assert x.tobytes() == results[0].tobytes()
+    np.testing.assert_allclose(results[0], data.prod(0), rtol=1e-3)
+
+
+@sizes
+@counts
+@pytest.mark.parametrize("root", [0, -1])
+def test_one_root(size, count, root):
+    root %= size
+    data = rows(size, count)
+
+    async def main(comm):
+        rank = comm.rank
+        got = await comm.broadcast(data[rank].copy(), root)
+        np.testing.assert_array_equal(got, data[root])
+        x = data[rank].copy()
+        assert await comm.reduce(x, root, MAX) is x
+        np.testing.assert_array_equal(x, data.max(0) if rank == root else data[rank])
+        gathered = await comm.gather(data[rank], root)
+        if rank == root:
+            np.testing.assert_array_equal(gathered, data)
+        else:
+            assert gathered is None
+        parts = [np.full((place, 2), place, "f4") for place in range(size)]
+        mine = await comm.scatter(parts if rank == root else None, root)
+        np.testing.assert_array_equal(mine, parts[rank])
+
+    run_ranks(size, main)
+
+
+@sizes
+@counts
+def test_every_rank_a_part(size, count):
+    data = rows(size, count)
+    table = np.random.default_rng(0).integers(0, 99, (size, 3 * size, 2))
+
+    async def main(comm):
+        rank = comm.rank
+        np.testing.assert_array_equal(await comm.allgather(data[rank]), data)
+        shard = await comm.reduce_scatter(data[rank].copy())
+        np.testing.assert_array_equal(shard, np.array_split(data.sum(0), size)[rank])
+        received = await comm.alltoall(table[rank])
+        np.testing.assert_array_equal(received, np.concatenate([t[3 * rank : 3 * rank + 3] for t in table]))
+
+    run_ranks(size, main)
+
+
+@sizes
+def test_shapes_may_differ_in_the_v_collectives(size):
+    def piece(source, dest):
+        return torch.full((source % 3, dest % 4), 10.0 * source + dest, dtype=torch.bfloat16)
+
+    async def main(comm):
+        rank = comm.rank
+        for place, x in enumerate(await comm.allgatherv(piece(rank, rank))):
+            assert torch.equal(x, piece(place, place))
+        sent = [piece(rank, dest) for dest in range(size)]
+        for place, x in enumerate(await comm.alltoallv(sent)):
+            assert torch.equal(x, piece(place, rank))
+
+    run_ranks(size, main)
+
+
+@sizes
+def test_barrier_waits_for_the_last(size):
+    async def main(comm):
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(comm.rank)
+        await comm.barrier()
+        return loop.time()
+
+    assert min(simulate(size, main).results) >= size - 1
+
+
+@sizes
+def test_long_arrays_wait_for_their_receive_and_short_ones_do_not(size):
+    async def main(comm):
+        right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
+        for count in (0, 3, 1 << 20):
+            x = np.full(count, comm.rank, "f4")
+            sending = comm.send(x, right, tag=5)
+            y = await comm.recv(np.empty(count, "f4"), left, tag=5)
+            await sending
+            np.testing.assert_array_equal(y, left)
+
+    run_ranks(size, main)
+
+
+def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix():
+    async def main(comm):
+        if comm.rank == 0:
+            for value in range(20):
+                await comm.send(np.array([value]), 1, tag=value % 2)
+            return []
+        odd = [int((await comm.recv(np.zeros(1, "i8"), 0, tag=1))[0]) for _ in range(10)]
+        even = [int((await comm.recv(np.zeros(1, "i8"), 0, tag=0))[0]) for _ in range(10)]
+        return odd + even
+
+    assert run_ranks(2, main)[1] == [*range(1, 20, 2), *range(0, 20, 2)]
+
+
+def test_awaits_may_come_in_any_order():
+    async def main(comm):
+        first, second = np.ones(3), np.full(3, 2.0)
+        a, b = comm.allreduce(first), comm.allreduce(second)
+        if comm.rank % 2:
+            await a
+            await b
+        else:
+            await b
+            await a
+        return first[0], second[0]
+
+    assert set(run_ranks(4, main)) == {(4.0, 8.0)}
+
+
+# -- dtypes and layouts -------------------------------------------------------------------------------------------------
+
+SENSIBLE = {
+    "bool": [SUM, PROD, MIN, MAX, BAND, BOR, BXOR],
+    **dict.fromkeys(("float64", "float32", "float16", "bfloat16"), [SUM, AVG, PROD, MIN, MAX]),
+    **dict.fromkeys(("complex64", "complex128"), [SUM, AVG, PROD]),
+}
+INTEGER = [SUM, PROD, MIN, MAX, BAND, BOR, BXOR]
+REFERENCE = {
+    SUM: lambda t: t.sum(0),
+    PROD: lambda t: t.prod(0),
+    MIN: lambda t: t.amin(0),
+    MAX: lambda t: t.amax(0),
+    AVG: lambda t: t.sum(0) / t.shape[0],
+}
+
+
+def expected(op, stacked: torch.Tensor) -> torch.Tensor:
+    dtype = stacked.dtype
+    if op in (BAND, BOR, BXOR):
+        ufunc = {BAND: np.bitwise_and, BOR: np.bitwise_or, BXOR: np.bitwise_xor}[op]
+        return torch.from_numpy(ufunc.reduce(stacked.numpy(), 0))
+    if dtype == torch.bool:
+        return stacked.any(0) if op in (SUM, MAX) else stacked.all(0)
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    return REFERENCE[op](stacked.to(wide)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_every_dtype_and_reduction(dtype, size):
+    values = torch.from_numpy(np.random.default_rng(1).integers(0, 4, (size, 6)))
+    stacked = values.to(getattr(torch, dtype))
+
+    async def main(comm):
+        for op in SENSIBLE.get(dtype, INTEGER):
+            x = stacked[comm.rank].clone()
+            await comm.allreduce(x, op)
+            torch.testing.assert_close(x, expected(op, stacked), rtol=1e-2, atol=1e-2)
+            if dtype != "bfloat16":
+                y = stacked[comm.rank].clone().numpy()
+                await comm.allreduce(y, op)
+                torch.testing.assert_close(torch.from_numpy(y), x, rtol=0, atol=0)
+
+    run_ranks(size, main)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_senseless_reductions_are_refused(dtype):
+    async def main(comm):
+        for op in set(asyncoll.ReduceOp) - set(SENSIBLE.get(dtype, INTEGER)):
+            with pytest.raises(UsageError, match=f"{op.name} is not defined for {dtype}"):
+                await comm.allreduce(torch.ones(2).to(getattr(torch, dtype)), op)
+        await comm.barrier()  # a refused call has taken no number
+
+    run_ranks(2, main)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).t(),
+    "strided": lambda: torch.arange(12.0)[::3],
+    "column": lambda: torch.arange(12.0).reshape(3, 4)[:, 1],
+    "channels last": lambda: torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    "0-d": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 5),
+    "leaf": lambda: torch.ones(3, requires_grad=True),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "numpy transposed": lambda: np.arange(12.0).reshape(3, 4).T,
+    "numpy reversed": lambda: np.arange(5)[::-1],
+    "numpy big-endian": lambda: np.arange(5, dtype=">f4"),
+    "numpy 0-d": lambda: np.array(3.0),
+    "numpy fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_reduced_in_place(layout):
+    async def main(comm):
+        x, original = LAYOUTS[layout](), LAYOUTS[layout]()
+        assert await comm.allreduce(x) is x
+        received = await comm.allgather(original)
+        return x, original, received
+
+    for x, original, received in run_ranks(3, main):
+        assert x.dtype == original.dtype
+        assert x.shape == original.shape
+        np.testing.assert_array_equal(plain(x), 3 * plain(original))
+        np.testing.assert_array_equal(plain(received), np.stack([plain(original)] * 3))
+
+
+def plain(x) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
+
+
+def test_what_lies_between_the_elements_is_untouched():
+    async def main(comm):
+        base = np.zeros((4, 4))
+        await comm.allreduce(base[1:3, ::2] + 1)
+        view = base[1:3, ::2]
+        view += 1
+        await comm.allreduce(view)
+        return base
+
+    for base in run_ranks(2, main):
+        assert base.sum() == 8
+        np.testing.assert_array_equal(base[1:3, ::2], 2)
+
+
+# -- split ----------------------------------------------------------------------------------------------------------------
+
+
+@sizes
+def test_split_orders_by_key_and_colours_do_not_mix(size):
+    async def main(comm):
+        part = await comm.split(comm.rank % 3, key=-comm.rank)
+        members = [rank for rank in range(size) if rank % 3 == comm.rank % 3][::-1]
+        assert (part.size, part.rank) == (len(members), members.index(comm.rank))
+        got = await part.allgather(np.array([comm.rank]))
+        assert got.ravel().tolist() == members
+        reduction = await part.solo_allreduce(np.ones(1), sync_every=1)
+        assert reduction.active == part.size
+        nobody = await comm.split(None)
+        assert nobody is None
+        again = await part.split(0)
+        total = await again.allreduce(np.array([comm.rank]))
+        assert total[0] == sum(members)
+
+    run_ranks(size, main)
+
+
+def test_the_ranks_of_a_host_count_among_themselves():
+    async def main(comm):
+        return comm.local_rank, comm.local_size, len(comm.hosts)
+
+    assert run_ranks(3, main) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]

@@ -1,0 +1,104 @@
+"""`asyncoll doctor` describes this host truly and notices what is odd."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy
+import pytest
+from click.testing import CliRunner
+
+from asyncoll import doctor
+from asyncoll.cli import main
+from asyncoll.doctor import WORLD, cpu_quota, examine, memory_limit
+
+
+@pytest.fixture(autouse=True)
+def _no_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*WORLD, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ASYNCOLL_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "198.51.100.7")
+
+
+def test_text_and_json_say_the_same() -> None:
+    findings = json.loads(CliRunner().invoke(main, ["doctor", "--json"], catch_exceptions=False).output)
+    text = CliRunner().invoke(main, ["doctor"], catch_exceptions=False).output
+    assert findings["sections"]["versions"]["numpy"] == numpy.__version__
+    for name, value in findings["sections"]["versions"].items():
+        assert any(line.split(None, 1) == [name, value] for line in text.splitlines())
+    assert "a world of one" in text
+    assert findings["warnings"] == []
+
+
+def test_choices_are_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    choices = examine().sections["choices"]
+    assert choices["socket folder"] == "/tmp"
+    assert choices["threads per rank"] == "OMP_NUM_THREADS=3 OPENBLAS_NUM_THREADS=3"
+
+
+def test_socket_folder_has_a_short_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    assert examine().sections["choices"]["socket folder"] != str(long)
+
+
+def test_address_leads_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert examine().sections["choices"]["tcp address"] == "127.0.0.1 (interface lo, towards 127.0.0.1)"
+
+
+@pytest.mark.parametrize(
+    ("world", "warning"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set alone"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one is not a rank"),
+        ({"ASYNCOLL_FOLDER": "/nowhere"}, "not the folder of a running job"),
+    ],
+)
+def test_odd_worlds(world: dict[str, str], warning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    findings = examine()
+    assert findings.sections["world"] == world
+    assert [warning in text for text in findings.warnings] == [True]
+
+
+def test_host_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert "127.0.1.1" in " ".join(examine().warnings)
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
+    assert "only 256 files" in " ".join(examine().warnings)
+
+
+def test_control_group_second_version(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("1024\n")
+    assert cpu_quota(tmp_path) == 1.5
+    assert memory_limit(2048, tmp_path) == 1024
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_quota(tmp_path) is None
+    assert memory_limit(2048, tmp_path) is None
+
+
+def test_control_group_first_version(tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "cpu")
+    os.mkdir(tmp_path / "memory")
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert cpu_quota(tmp_path) == 0.5
+    assert memory_limit(2048, tmp_path) is None
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path / "nowhere") is None

@@ -1,0 +1,419 @@
+"""The launcher, with real processes: what it promises a script, what it says, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncoll.errors import UsageError
+from asyncoll.launch import launch as launch_here
+from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
+from asyncoll.launch.supervisor import BLAME_S, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+COMMAND = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "launch"]
+PATIENCE_S = 60  # a safety net, never reached
+LIGHT = {"ASYNCOLL_PRELOAD": "", "PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error"}
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    ours = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "OPENBLAS_", "ASYNCOLL_", "COLUMNS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | dict(more)
+
+
+def start(*arguments: object, env: Mapping[str, str] = LIGHT, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        **{
+            "cwd": ROOT,
+            "env": environment(env),
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "errors": "backslashreplace",
+            **options,
+        },
+    )
+
+
+def launch(
+    *arguments: object, env: Mapping[str, str] = LIGHT, **options: object
+) -> subprocess.CompletedProcess[str]:
+    with start(*arguments, env=env, **options) as process:
+        try:
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def await_ready(process: subprocess.Popen[str], count: int) -> None:
+    assert process.stdout is not None
+    while count:
+        line = process.stdout.readline()
+        assert line, "it ended before it was ready"
+        count -= line.endswith("ready\n")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()]
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Ranks inherit an ignored SIGINT, which a shell's background jobs have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+# What a rank finds.
+
+
+def test_environment_is_the_one_of_torchrun() -> None:
+    ours = launch("-n", 2, SCRIPTS / "environment.py")
+    theirs = subprocess.run(
+        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node=2", SCRIPTS / "environment.py"],
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    found = {line.partition(": ")[2] for line in ours.stdout.splitlines()}
+    assert (ours.returncode, ours.stderr, len(found)) == (0, "", 2)
+    assert found == set(theirs.stdout.splitlines())
+
+
+def test_user_sets_threads() -> None:
+    run = launch("-n", 2, SCRIPTS / "environment.py", env={**LIGHT, "OMP_NUM_THREADS": "3"})
+    assert run.stdout.count('"OMP_NUM_THREADS": "3"') == 2
+
+
+def test_alone_a_rank_may_use_all_threads() -> None:
+    run = launch("-n", 1, SCRIPTS / "environment.py")
+    assert json.loads(run.stdout.removeprefix("0: "))["OMP_NUM_THREADS"] is None
+
+
+def test_rank_is_what_the_interpreter_would_be() -> None:
+    run = launch("-n", 2, SCRIPTS / "interpreter.py", "-n", "3", "--help")
+    assert (run.returncode, run.stderr) == (0, "")
+    for rank in "01":
+        said = [line[3:] for line in run.stdout.splitlines() if line.startswith(rank)]
+        assert said == ["spawned [42]", "main done", "thread done", "atexit done"]
+
+
+def test_module_with_arguments_of_its_own(tmp_path: Path) -> None:
+    package = tmp_path / "parcel"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import sys\nfrom . import __name__ as it\nprint(it, __spec__.name, sys.argv[1:], sys.path[0])\n"
+    )
+    run = launch(
+        "-n", 2, "-m", "parcel", "--help", "-n", cwd=tmp_path, env={**LIGHT, "PYTHONPATH": str(ROOT)}
+    )
+    line = f"parcel parcel.__main__ ['--help', '-n'] {tmp_path}"
+    assert sorted(run.stdout.splitlines()) == [f"0: {line}", f"1: {line}"]
+
+
+def test_torch_distributed_gets_the_reserved_port() -> None:
+    run = launch("-n", 2, SCRIPTS / "gloo.py", env={})
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["0: sum 3 threads 1", "1: sum 3 threads 1"]
+
+
+def test_forked_ranks_draw_differently() -> None:
+    run = launch("-n", 3, SCRIPTS / "draws.py", env={"ASYNCOLL_PRELOAD": "numpy"})
+    assert len({line.partition(": ")[2] for line in run.stdout.splitlines()}) == 3, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("preload", "how"),
+    [("", "forked"), ("numpy", "forked"), ("threaded", "afresh"), ("there_is_no_such_module", "afresh")],
+)
+def test_process_with_threads_or_half_an_import_is_not_forked(preload: str, how: str) -> None:
+    env = {"ASYNCOLL_PRELOAD": preload, "PYTHONPATH": str(SCRIPTS), "OPENBLAS_NUM_THREADS": "2"}
+    run = launch("-n", 2, SCRIPTS / "where.py", env=env)
+    assert sorted(run.stdout.splitlines()) == [f"{rank}: {how} __main__ {rank}" for rank in range(2)]
+    assert ("there_is_no_such_module" in run.stderr) == (preload == "there_is_no_such_module")
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-n", "0", "x.py"], "0 is not in the range"),
+        (["-n", "-1", "x.py"], "-1 is not in the range"),
+        (["-n", "x", "x.py"], "not a valid integer"),
+        (["-n", "2"], "Missing argument"),
+        (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
+        (["-n", "2", "tests"], "not a script: tests"),
+        (["-n", "2", "-m", "nowhere.at.all"], "no module named nowhere"),
+        (["-n", "2", "-m", "json.nowhere"], "no module named json.nowhere"),
+        (["-n", "2", "-m", "asyncoll"], "asyncoll is a package without __main__"),
+        (["-n", "2", "--log-dir", "/proc/nowhere", "tests/scripts/draws.py"], "cannot write logs"),
+        (["-n", "2", "--timeout", "0", "x.py"], "0.0 is not in the range"),
+        (["-n", "100000000", "tests/scripts/draws.py"], "open files"),
+    ],
+)
+def test_impossible_jobs_are_refused(arguments: list[str], complaint: str) -> None:
+    run = launch(*arguments)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert complaint in " ".join(run.stderr.split())
+    assert "Traceback" not in run.stderr
+
+
+def test_api_refuses_too() -> None:
+    with pytest.raises(UsageError, match="at least one rank"):
+        launch_here(0, ["x.py"])
+    with pytest.raises(UsageError, match="no such script"):
+        launch_here(1, ["nowhere.py"])
+
+
+def test_api_returns_the_code_and_restores_the_handlers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCOLL_PRELOAD", "")
+    handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert launch_here(2, [str(SCRIPTS / "environment.py")]) == 0
+    assert launch_here(2, ["json.tool", "/nowhere"], module=True) == 2
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+    assert '0: {"RANK": "0"' in capfd.readouterr().out
+
+
+# What is shown.
+
+
+def test_output_survives_everything(tmp_path: Path) -> None:
+    run = launch("-n", 11, "--log-dir", tmp_path / "new" / "logs", SCRIPTS / "chatter.py")
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0
+    assert [line for line in lines if "no newline" in line].count("10: no newline") == 1
+    assert " 0: binary \\xff\\xfe\x00 garbage" in lines
+    assert " 0: carriage return and newline" in lines
+    assert " 0: progress 100%" in lines
+    assert sum(line.count("x") for line in lines if set(line[4:]) == {"x"}) == 200_000
+    assert run.stderr == " 0: to stderr\n"
+    assert (tmp_path / "new/logs/rank-10.out").read_bytes() == b"no newline"
+    assert (tmp_path / "new/logs/rank-0.out").read_bytes().startswith(b"binary \xff\xfe\x00 garbage\n")
+    assert (tmp_path / "new/logs/rank-0.err").read_bytes() == b"to stderr\n"
+
+
+def test_colours_on_a_terminal_only() -> None:
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb"):
+        run = launch("-n", 1, SCRIPTS / "environment.py", stdout=terminal)
+        assert run.returncode == 0
+        assert screen.read(100).startswith(b"\x1b[36m0:\x1b[0m {")
+
+
+def test_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = launch("-n", 2, SCRIPTS / "deaf.py", "SIGTERM", stdout=writer)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_lines_of_a_progress_bar() -> None:
+    lines = Lines()
+    assert lines.feed(b"\r 1%", 0.0) == [b" 1%"]
+    assert lines.feed(b"\r 2%", 0.5) == []
+    assert lines.feed(b"\r 3%", 1.5) == [b" 3%"]
+    assert lines.feed(b"\nnext\r\n\n", 1.6) == [b"next", b""]
+    assert lines.feed(b"\r 4%", 1.7) == []
+    assert lines.feed(b"\r 5%\nand", 1.8) == [b" 5%"]
+    assert lines.end() == [b"and"]
+    assert lines.end() == []
+
+
+def test_lines_too_long_to_hold() -> None:
+    lines = Lines()
+    shown = lines.feed(b"x" * (2 * LINE_BYTES_MAX + 1), 0.0)
+    assert [len(line) for line in shown] == [LINE_BYTES_MAX, LINE_BYTES_MAX]
+    assert lines.end() == [b"x"]
+
+
+# How a job fails.
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise", 1, ["rank 1 failed (exit code 1)", "Traceback", "ValueError: rank one is unwell"]),
+        ("lingering", 1, ["rank 1 failed (exit code 1)", "ValueError: rank one is unwell"]),
+        ("status", 7, ["rank 1 failed (exit code 7)"]),
+        ("message", 1, ["rank 1 failed (exit code 1)", "rank one gives up"]),
+        ("abrupt", 9, ["rank 1 failed (exit code 9)"]),
+        ("kill", 137, ["rank 1 was killed by SIGKILL"]),
+        ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
+    ],
+)
+def test_failure_is_told_once_and_stops_the_others(
+    how: str, code: int, said: list[str], tmp_path: Path
+) -> None:
+    run = launch("-n", 3, "--log-dir", tmp_path, SCRIPTS / "endings.py", how)
+    assert run.returncode == code
+    place = 0
+    for words in said:
+        place = run.stderr.index(words, place)
+    assert run.stderr.endswith("\nranks 0, 2 were stopped because rank 1 failed\n")
+    assert run.stderr.count("Traceback") == (how in ("raise", "lingering"))
+    assert "asyncoll/launch" not in run.stderr or how == "crash"
+    assert ("ValueError" in (tmp_path / "rank-1.err").read_text()) == (how in ("raise", "lingering"))
+
+
+def test_root_cause_first_although_it_came_last() -> None:
+    run = launch("-n", 3, SCRIPTS / "chain.py")
+    assert run.returncode == 1
+    assert run.stderr.startswith("rank 2 failed (exit code 1)")
+    assert run.stderr.count("Traceback") == 1
+    assert "KeyError: 'the root of it all'" in run.stderr
+    assert "rank 1 failed too: asyncoll.errors.AbortedError: rank 2 aborted: a rank gave up" in run.stderr
+
+
+class Orders(list[tuple[int, list[int]]]):
+    def __call__(self, signum: int, ranks: Sequence[int]) -> None:
+        self.append((signum, list(ranks)))
+
+
+def test_supervisor_waits_a_moment_for_the_blamed_rank() -> None:
+    supervisor = Supervisor(3, 0.0, orders := Orders())
+    supervisor.failed(Failure(0, 1, 1.0, blames=2))
+    supervisor.tick(1.0 + SETTLE_S)
+    assert (orders, supervisor.wake_at()) == ([], 1.0 + BLAME_S)
+    supervisor.tick(1.0 + BLAME_S)
+    assert orders == [(signal.SIGTERM, [1, 2])]
+    assert supervisor.root is supervisor.failures[0]
+
+
+def test_supervisor_follows_the_blame() -> None:
+    supervisor = Supervisor(4, 0.0, orders := Orders())
+    supervisor.failed(Failure(0, 1, 1.0, blames=1))
+    supervisor.failed(Failure(1, 1, 1.1, blames=2))
+    supervisor.failed(Failure(2, 1, 1.2, blames=0))
+    supervisor.tick(1.2)
+    assert orders == [(signal.SIGTERM, [3])]
+    assert supervisor.root is supervisor.failures[2]
+    supervisor.tick(1.2 + STOP_GRACE_S)
+    assert orders[1:] == [(signal.SIGKILL, [0, 1, 2, 3])]
+
+
+def test_supervisor_knows_that_sigkill_comes_from_outside() -> None:
+    supervisor = Supervisor(3, 0.0, Orders())
+    supervisor.failed(Failure(0, 1, 1.0, traceback="ConnectionResetError"))
+    supervisor.exited(1, -signal.SIGKILL, 1.01)
+    assert supervisor.root is supervisor.failures[1]
+
+
+# How a job is stopped.
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int) -> None:
+    forwarded = "SIGINT" if signum == signal.SIGINT else "SIGTERM"
+    with start("-n", 2, SCRIPTS / "deaf.py", forwarded) as process:
+        await_ready(process, 2)
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+    assert sorted(out.splitlines()) == [f"{rank}: finished after {forwarded}" for rank in range(2)]
+    assert err.startswith(signum.name)
+    assert "Traceback" not in err
+
+
+def test_second_interrupt_is_final() -> None:
+    with start("-n", 2, SCRIPTS / "deaf.py") as process:
+        assert process.stderr is not None
+        await_ready(process, 2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("SIGINT: the ranks get 10 s")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (130, "", "killing the ranks\n")
+
+
+def test_interrupt_while_the_template_loads() -> None:
+    """It sleeps in an import, so no rank exists."""
+    with start(
+        "-n", 2, SCRIPTS / "deaf.py", env={"ASYNCOLL_PRELOAD": "endless", "PYTHONPATH": str(SCRIPTS)}
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+
+
+def test_timeout() -> None:
+    run = launch("-n", 2, "--timeout", "0.5", SCRIPTS / "deaf.py", "SIGTERM")
+    assert run.returncode == 124
+    assert run.stderr == "the job ran into its timeout of 0.5 s; ranks 0, 1 were still running\n"
+
+
+# What is left behind: nothing.
+
+
+@pytest.mark.parametrize("victim", ["launcher", "template"])
+def test_killed_launcher_or_template_leaves_nothing(victim: str, tmp_path: Path) -> None:
+    # Of a template that was killed nobody inherits the orphans: what is known of them is the rank's group.
+    apart = "apart" if victim == "launcher" else ""
+    with start("-n", 2, SCRIPTS / "family.py", tmp_path, apart) as process:
+        await_ready(process, 2)
+        template, meeting = int((tmp_path / "template").read_text()), (tmp_path / "meeting").read_text()
+        assert os.stat(meeting).st_mode & 0o777 == 0o700
+        assert os.stat(f"{meeting}/job").st_mode & 0o777 == 0o600
+        assert os.path.getsize(f"{meeting}/job") == 16
+        os.kill(process.pid if victim == "launcher" else template, signal.SIGKILL)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert len(pids(tmp_path)) == 4
+    until(lambda: not any(map(runs, [template, *pids(tmp_path)])))
+    until(lambda: not os.path.exists(meeting))
+    if victim == "template":
+        assert process.returncode == 1
+        assert "the process that starts the ranks died (killed by SIGKILL)" in err
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_grandchildren_end_with_the_job(leave: bool, tmp_path: Path) -> None:
+    with start("-n", 2, SCRIPTS / "family.py", tmp_path, "apart", "leave" if leave else "") as process:
+        await_ready(process, 2)
+        if not leave:
+            process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == (0 if leave else 143)
+    assert len(pids(tmp_path)) == 4
+    assert not any(map(runs, pids(tmp_path)))
+    assert not os.path.exists((tmp_path / "meeting").read_text())

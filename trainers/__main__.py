@@ -1,0 +1,75 @@
+"""`python -m trainers NAME ...`: a trainer on a workload, alone or under `asyncoll launch`; or the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+import asyncoll
+from trainers.demo import demo
+from trainers.experiment import experiment
+from trainers.plots import plot_scores
+from trainers.settings import Settings, options
+
+
+@click.group()
+def main() -> None:
+    """Trainers on small workloads, with emulated compute time and imbalance."""
+
+
+def _command(trainer: str, summary: str, *, eager: bool) -> click.Command:
+    def train(**flags: Any) -> None:
+        settings = Settings(**flags)
+        if settings.plot:
+            _need_matplotlib()
+        asyncoll.run(_train_and_tell, trainer, settings)
+
+    return click.Command(trainer, params=options(eager=eager), callback=train, help=summary)
+
+
+async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> None:
+    torch.set_num_threads(1)  # the models are tiny, and the ranks share the cores
+    report = await experiment(comm, trainer, settings)
+    if report is None:
+        return
+    Console().print(report.table())
+    if settings.report:
+        report.write(settings.report)
+    if settings.plot:
+        plot_scores({trainer: report.curve}, settings.target, settings.plot)
+
+
+@main.command("demo")
+@click.option(
+    "-n", "--ranks", type=click.IntRange(min=2), default=8, show_default=True, help="Processes to start."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything drawn.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Where reports and plot go.",
+)
+def _demo(ranks: int, seed: int, folder: Path) -> None:
+    """Synchronous against solo against majority: a minute and a half."""
+    _need_matplotlib()
+    demo(ranks, seed, folder)
+
+
+def _need_matplotlib() -> None:
+    """Better now than after training."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("plotting needs matplotlib: pip install 'asyncoll[plots]'")
+
+
+main.add_command(_command("allreduce_sgd", "Synchronous data-parallel SGD.", eager=False))
+main.add_command(_command("eager_sgd", "Eager-SGD: partial allreduces wait for no slow rank.", eager=True))
+
+if __name__ == "__main__":
+    main()

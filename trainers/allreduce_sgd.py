@@ -1,0 +1,34 @@
+"""Synchronous data-parallel SGD (eager-SGD, section 2.1, the "synch-SGD" everything is compared with)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import torch
+
+import asyncoll
+
+
+async def allreduce_sgd(
+    comm: asyncoll.Communicator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[int], Awaitable[None]],
+    *,
+    rounds: int,
+) -> AsyncIterator[asyncoll.Reduction]:
+    """Train `model` for `rounds` rounds; yields after each update.
+
+    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
+    gradients are zero when it is called. All ranks leave each round with the same parameters, to the bit.
+    """
+    flat = asyncoll.flatten(model)
+    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    for t in range(1, rounds + 1):
+        flat.zero_gradients()
+        await gradient(t)  # G_local = mean gradient of b local samples at w
+        await comm.allreduce(
+            flat.gradients, op=asyncoll.AVG
+        )  # G = sum of G_local / P, when the slowest is here
+        optimizer.step()  # w = w + U(G, w, t)
+        yield asyncoll.Reduction(round=t, active=comm.size, included=True, skipped=0, synchronous=True)

@@ -1,0 +1,88 @@
+"""One training run on one rank: a trainer, a workload, an emulated machine, and a record of what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import asyncoll
+from trainers.allreduce_sgd import allreduce_sgd
+from trainers.eager_sgd import eager_sgd
+from trainers.report import Call, Point, Report, collect
+from trainers.settings import Settings
+from trainers.workloads import WORKLOADS, Workload
+
+
+async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> Report | None:
+    """Train and report: rank 0 gets the report, the others None."""
+    workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
+    optimizer = torch.optim.SGD(
+        workload.model.parameters(), lr=learning_rate(0, settings), momentum=settings.momentum
+    )
+    calls: list[Call] = []
+    curve: list[Point] = []
+    newest = 0
+    with _progress(comm) as progress:
+        task = progress.add_task(trainer, total=settings.rounds)
+        await comm.barrier()
+        started = time.perf_counter()
+        async for done in _train(comm, trainer, settings, workload, optimizer):
+            calls.append(Call(newest + 1, done.round, done.active, done.included))
+            newest = done.round
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(newest, settings)
+            if comm.rank == 0:  # scoring takes under a millisecond of a step
+                curve.append(Point(time.perf_counter() - started, newest, workload.score()))
+            progress.update(task, completed=newest)
+        wall_s = time.perf_counter() - started  # the last average is behind us: all ranks are done
+    curve.append(Point(wall_s, newest, workload.score()))
+    return await collect(comm, trainer, settings, calls, curve)
+
+
+def learning_rate(newest: int, settings: Settings) -> float:
+    """The rate of the step that aims at the round after `newest`: a triangle over the rounds.
+
+    Warm-up, because the global batch is P times the local one; decay, so that runs end converged and can be
+    compared. It goes by rounds, not by local steps, so that ranks which skip rounds agree about it.
+    """
+    along = (newest + 1) / (settings.rounds + 1)
+    return settings.learning_rate * 2 * min(along, 1 - along)
+
+
+def _train(
+    comm: asyncoll.Communicator,
+    trainer: str,
+    settings: Settings,
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+) -> AsyncIterator[asyncoll.Reduction]:
+    async def gradient(round_: int) -> None:
+        started = time.perf_counter()
+        workload.loss().backward()
+        delay_s = settings.imbalance.delay_s(settings.seed, round_, comm.rank, comm.size)
+        # Blocks this rank's loop on purpose: real compute would, and the runtime must answer all the same.
+        time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started)) + delay_s)  # noqa: ASYNC251
+
+    if trainer == "allreduce_sgd":
+        return allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=settings.rounds)
+    return eager_sgd(
+        comm,
+        workload.model,
+        optimizer,
+        gradient,
+        rounds=settings.rounds,
+        partial=settings.partial,
+        average_every=settings.average_every,
+        sync_every=settings.sync_every,
+        seed=settings.seed,
+    )
+
+
+def _progress(comm: asyncoll.Communicator) -> Progress:
+    """A bar on rank 0 and on a terminal; nothing in a pipe, as under the launcher."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=comm.rank != 0 or not console.is_terminal)
