@@ -20,18 +20,14 @@ def main() -> None:
 @main.command(context_settings=THE_PROGRAM)
 @click.option("-n", "size", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
-@click.option(
-    "--log-dir", type=click.Path(path_type=Path), help="Keep each rank's raw rank-R.out and rank-R.err here."
-)
+@click.option("--log-dir", type=click.Path(path_type=Path), help="Keep each rank's raw rank-R.out and rank-R.err here.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     help="Stop the job after so many seconds (exit code 124).",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
-def launch(
-    size: int, module: bool, log_dir: Path | None, timeout: float | None, program: tuple[str, ...]
-) -> None:
+def launch(size: int, module: bool, log_dir: Path | None, timeout: float | None, program: tuple[str, ...]) -> None:
     """Run a Python program as N ranks on this host.
 
     What follows the script's or the module's name belongs to the program. The ranks find each other by the

@@ -109,7 +109,7 @@ class Communicator:
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"
 
-    # -- collectives ------------------------------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------
 
     def allreduce(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` elementwise over all ranks, in place; returns `x`. Same shape and dtype at every rank.
@@ -278,7 +278,7 @@ class Communicator:
         """Return once every rank has called it."""
         return self._start(self._call("barrier", None), dense.barrier)
 
-    # -- point to point ---------------------------------------------------------------------------------------------------
+    # -- point to point ---------------------------------------------------------------------------
 
     def send(self, x: object, dest: int, tag: int = 0) -> Coroutine[Any, Any, None]:
         """Send `x` to `dest`. Messages of one tag between two ranks are received in the order in which they were sent.
@@ -286,7 +286,7 @@ class Communicator:
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
         operand = tensors.operand(x)
-        self._check_rank(dest, "dest")
+        self._check_peer(dest, "dest")
 
         async def body(lane: Lane) -> None:
             await lane.send(dest, 0, operand.flat)
@@ -296,7 +296,7 @@ class Communicator:
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
         operand = tensors.operand(x, writable=True)
-        self._check_rank(source, "source")
+        self._check_peer(source, "source")
 
         async def body(lane: Lane) -> T:
             await lane.recv(source, 0, operand.flat)
@@ -305,7 +305,7 @@ class Communicator:
 
         return self._pairwise(operand, source, self.rank, tag, body)
 
-    # -- wait-avoiding ----------------------------------------------------------------------------------------------------
+    # -- wait-avoiding ----------------------------------------------------------------------------
 
     def solo_allreduce(
         self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0
@@ -360,7 +360,7 @@ class Communicator:
             raise UsageError(f"quorum {quorum} is not between 1 and the number of ranks, {self.size}")
         return self._wait_avoiding(x, name, op, Opening.QUORUM, quorum=quorum, seed=seed, sync_every=sync_every)
 
-    # -- the communicator itself ------------------------------------------------------------------------------------------
+    # -- the communicator itself ------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
         """A communicator of the ranks that gave the same `color`, ordered by (`key`, rank); None for color None.
@@ -403,7 +403,7 @@ class Communicator:
         """
         self._runner.post(lambda: self._abort(reason))
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
     def _abort(self, reason: str) -> None:
         self._endpoint.abort(self._group.communicator, self._group.ranks, reason)
@@ -550,6 +550,11 @@ class Communicator:
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.size:
             raise UsageError(f"{what} {rank} is not one of the ranks 0 to {self.size - 1}")
+
+    def _check_peer(self, rank: int, what: str) -> None:
+        self._check_rank(rank, what)
+        if rank == self.rank:
+            raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
 
     def _check_open(self) -> None:
         if self._endpoint.closed:

@@ -21,7 +21,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from asyncoll import wire
-from asyncoll.errors import AbortedError, AsyncollError, ClosedError, MismatchError, PeerLostError, ProtocolError
+from asyncoll.errors import (
+    AbortedError,
+    AsyncollError,
+    ClosedError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+)
 from asyncoll.matching import Key, Mailbox, Receive
 from asyncoll.tensors import Array
 from asyncoll.transport import Buffer, Transport
@@ -121,7 +128,7 @@ class Endpoint:
         await asyncio.gather(*self._services, return_exceptions=True)
         await self.transport.close(flush=flush)
 
-    # -- executions ---------------------------------------------------------------------------------------------------
+    # -- executions -------------------------------------------------------------------------------
 
     def open(self, identity: Identity) -> Execution:
         """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
@@ -165,7 +172,7 @@ class Endpoint:
         assert execution.identity is not None
         self.check(execution.identity.communicator)
         future = self._loop.create_future()
-        receive.on_complete = lambda: future.done() or future.set_result(None)
+        receive.on_complete = lambda: _set(future)
         execution.waits[future] = None
         try:
             await future
@@ -221,7 +228,7 @@ class Endpoint:
             execution = self._executions[key] = Execution()
         return execution
 
-    # -- persistent operations and services -----------------------------------------------------------------------------
+    # -- persistent operations and services -------------------------------------------------------
 
     def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int) -> None:
         """Tell the handler of `context` at `dest`."""
@@ -260,7 +267,7 @@ class Endpoint:
         if WORLD not in self._failures:
             self.abort(WORLD, tuple(range(self.size)), f"{type(error).__name__}: {error}")
 
-    # -- failures -------------------------------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------
 
     def check(self, communicator: int) -> None:
         """Raise the failure of `communicator`, or of the world, if there is one."""
@@ -334,7 +341,7 @@ class Endpoint:
                 self.tell(member, wire.Mismatch(communicator, text))
         self.fail(lambda: MismatchError(text), communicator)
 
-    # -- what the transport tells ----------------------------------------------------------------------------------------
+    # -- what the transport tells -----------------------------------------------------------------
 
     def received(self, source: int, frames: list[Buffer]) -> None:
         self.traffic.messages_received += 1
@@ -375,8 +382,8 @@ class Endpoint:
             key = (source, header.step)
             execution.granted.add(key)
             for future, awaited in execution.waits.items():
-                if awaited == key and not future.done():
-                    future.set_result(None)
+                if awaited == key:
+                    _set(future)
 
     def _agreed(self, source: int, header: wire.Header) -> Execution | None:
         """The execution that `source` speaks of, if the two agree on what it is."""
@@ -398,8 +405,7 @@ class Endpoint:
         link.outstanding -= amount
         waiters, link.waiters = link.waiters, []
         for future in waiters:
-            if not future.done():
-                future.set_result(None)
+            _set(future)
 
     def _signalled(self, source: int, header: wire.Header) -> None:
         signal = (source, header.number, header.step, header.fingerprint)
@@ -430,7 +436,7 @@ class Endpoint:
         if self._early_count > _EARLY_MAX:
             raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that nobody here has opened")
 
-    # -- sending --------------------------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------
 
     def _send(self, dest: int, frames: list[Buffer]) -> None:
         self.traffic.messages_sent += 1
@@ -455,6 +461,11 @@ def _data_header(execution: Execution, step: int) -> bytes:
 
 def _cost(payload: Buffer) -> int:
     return len(payload) + _MESSAGE_COST
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _break(future: asyncio.Future[Any], make: ErrorFactory) -> None:

@@ -93,9 +93,7 @@ def flatten(model: nn.Module) -> Flat:
     for what, kinds in (("dtype", {p.dtype for p in parameters}), ("device", {p.device for p in parameters})):
         if len(kinds) > 1:
             names = ", ".join(sorted(map(str, kinds)))
-            raise UsageError(
-                f"one flat tensor has one {what}, but the model's parameters have several: {names}"
-            )
+            raise UsageError(f"one flat tensor has one {what}, but the model's parameters have several: {names}")
     trainable = [p for p in parameters if p.requires_grad]
     return Flat(trainable, [p for p in parameters if not p.requires_grad])
 

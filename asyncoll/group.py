@@ -54,7 +54,9 @@ class Lane:
         self._execution = self._endpoint.open(self._identity)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._endpoint.end(self._execution, completed=kind is None)
 
     def next_phase(self) -> None:

@@ -1,7 +1,7 @@
 """How the ranks of a job find each other: what the environment says, and who listens where.
 
-The environment contract is torchrun's. Under `asyncoll launch` all ranks are on one host and their addresses follow from
-the job's folder. Otherwise they meet in the store at MASTER_ADDR:MASTER_PORT (torch's TCPStore: under torchrun that is
+The environment contract is torchrun's. Under `asyncoll launch` all ranks are on one host and their addresses follow
+from the job's folder. Otherwise they meet in the store at MASTER_ADDR:MASTER_PORT (torch's TCPStore: under torchrun that is
 the agent's, elsewhere rank 0 serves it): ranks that share a host talk over ipc, others over tcp.
 """
 
@@ -143,7 +143,7 @@ class _Board:
 
 
 def _open_store(environment: Environment) -> Any:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

@@ -37,7 +37,7 @@ DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
 
 
 class ReduceOp(enum.Enum):
-    """An elementwise reduction. `AVG` is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and"."""
+    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and"."""
 
     SUM = "sum"
     AVG = "avg"

@@ -127,9 +127,7 @@ class Abort:
 
 
 Control: TypeAlias = Announce | Dispute | Mismatch | Abort
-_CONTROLS: Final[dict[str, type[Control]]] = {
-    cls.__name__: cls for cls in (Announce, Dispute, Mismatch, Abort)
-}
+_CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in (Announce, Dispute, Mismatch, Abort)}
 _FIELD_TYPES: Final = {"int": int, "str": str}
 
 

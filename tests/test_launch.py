@@ -49,9 +49,7 @@ def start(*arguments: object, env: Mapping[str, str] = LIGHT, **options: object)
     )
 
 
-def launch(
-    *arguments: object, env: Mapping[str, str] = LIGHT, **options: object
-) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: object, env: Mapping[str, str] = LIGHT, **options: object) -> subprocess.CompletedProcess[str]:
     with start(*arguments, env=env, **options) as process:
         try:
             out, err = process.communicate(timeout=PATIENCE_S)
@@ -137,9 +135,7 @@ def test_module_with_arguments_of_its_own(tmp_path: Path) -> None:
     (package / "__main__.py").write_text(
         "import sys\nfrom . import __name__ as it\nprint(it, __spec__.name, sys.argv[1:], sys.path[0])\n"
     )
-    run = launch(
-        "-n", 2, "-m", "parcel", "--help", "-n", cwd=tmp_path, env={**LIGHT, "PYTHONPATH": str(ROOT)}
-    )
+    run = launch("-n", 2, "-m", "parcel", "--help", "-n", cwd=tmp_path, env={**LIGHT, "PYTHONPATH": str(ROOT)})
     line = f"parcel parcel.__main__ ['--help', '-n'] {tmp_path}"
     assert sorted(run.stdout.splitlines()) == [f"0: {line}", f"1: {line}"]
 
@@ -279,9 +275,7 @@ def test_lines_too_long_to_hold() -> None:
         ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
     ],
 )
-def test_failure_is_told_once_and_stops_the_others(
-    how: str, code: int, said: list[str], tmp_path: Path
-) -> None:
+def test_failure_is_told_once_and_stops_the_others(how: str, code: int, said: list[str], tmp_path: Path) -> None:
     run = launch("-n", 3, "--log-dir", tmp_path, SCRIPTS / "endings.py", how)
     assert run.returncode == code
     place = 0
@@ -339,9 +333,7 @@ def test_supervisor_knows_that_sigkill_comes_from_outside() -> None:
 # How a job is stopped.
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int) -> None:
     forwarded = "SIGINT" if signum == signal.SIGINT else "SIGTERM"
     with start("-n", 2, SCRIPTS / "deaf.py", forwarded) as process:

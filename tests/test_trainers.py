@@ -29,7 +29,7 @@ from trainers.workloads import Digits
 SIZES = [1, 3, 4]
 
 
-# -- imbalance ---------------------------------------------------------------------------------------------
+# -- imbalance -----------------------------------------------------------------------------------
 
 
 def test_durations_and_schedules_are_parsed() -> None:
@@ -46,9 +46,7 @@ def test_bad_durations_say_so(text: str) -> None:
         parse_duration(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "some", "none:1s", "all-skewed:400ms-50ms", "all-skewed:50ms", "one-random"]
-)
+@pytest.mark.parametrize("text", ["", "some", "none:1s", "all-skewed:400ms-50ms", "all-skewed:50ms", "one-random"])
 def test_bad_schedules_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"none of|not a duration|longer to a shorter"):
         parse_imbalance(text)
@@ -79,7 +77,7 @@ def test_all_skewed_spreads_evenly_and_shifts_by_one_rank() -> None:
     assert [sum(of_rank) / size for of_rank in zip(*rounds, strict=True)] == pytest.approx([0.225] * size)
 
 
-# -- the time model ----------------------------------------------------------------------------------------
+# -- the time model ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -104,16 +102,14 @@ def test_the_recursion_predicts_the_protocol_in_virtual_time(partial: Partial) -
         async def gradient(round_: int) -> None:
             await asyncio.sleep(0.1 + imbalance.delay_s(0, round_, comm.rank, size))
 
-        async for _ in eager_sgd(
-            comm, model, optimizer, gradient, rounds=rounds, partial=partial, average_every=25
-        ):
+        async for _ in eager_sgd(comm, model, optimizer, gradient, rounds=rounds, partial=partial, average_every=25):
             pass
 
     measured_s = simulate(size, main).virtual_s / rounds
     assert measured_s == pytest.approx(expected_round_s(partial, 0.1, imbalance, size, 25), rel=0.15)
 
 
-# -- synchronous -------------------------------------------------------------------------------------------
+# -- synchronous ---------------------------------------------------------------------------------
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
@@ -131,10 +127,7 @@ def test_allreduce_sgd_is_sgd_on_the_concatenated_batch(size: int) -> None:
         async def gradient(round_: int) -> None:
             workload.loss().backward()
 
-        done = [
-            step.round
-            async for step in allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=rounds)
-        ]
+        done = [step.round async for step in allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=rounds)]
         assert done == list(range(1, rounds + 1))
         return parameters(workload.model)
 
@@ -169,7 +162,7 @@ def test_the_first_models_need_not_be_equal() -> None:
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
-# -- eager -------------------------------------------------------------------------------------------------
+# -- eager ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("partial", ["solo", "majority"])
@@ -182,9 +175,7 @@ def test_eager_sgd_ends_with_one_model_at_the_last_round(size: int, partial: Par
         async def gradient(round_: int) -> None:
             workload.loss().backward()
 
-        steps = eager_sgd(
-            comm, workload.model, optimizer, gradient, rounds=7, partial=partial, average_every=3
-        )
+        steps = eager_sgd(comm, workload.model, optimizer, gradient, rounds=7, partial=partial, average_every=3)
         seen = [step.round async for step in steps]
         return parameters(workload.model), seen
 
@@ -219,9 +210,7 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
             model(torch.full((1, 2), float(comm.rank))).sum().backward()
             await asyncio.sleep(1.0 + 6.5 * late)
 
-        steps = eager_sgd(
-            comm, model, optimizer, gradient, rounds=rounds, partial=partial, average_every=average_every
-        )
+        steps = eager_sgd(comm, model, optimizer, gradient, rounds=rounds, partial=partial, average_every=average_every)
         seen = [step.round async for step in steps]
         return averages, seen, parameters(model)
 
@@ -234,7 +223,7 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
         assert len(results[-1][1]) < rounds == len(results[0][1])
 
 
-# -- the driver --------------------------------------------------------------------------------------------
+# -- the driver ----------------------------------------------------------------------------------
 
 
 def test_the_rate_rises_and_falls_by_rounds() -> None:
@@ -263,9 +252,7 @@ def test_digits_are_learnt() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
-    report = run_experiment(
-        size, trainer, Settings(rounds=5, target=1.0, report=path, imbalance=OneRandom(0.0))
-    )
+    report = run_experiment(size, trainer, Settings(rounds=5, target=1.0, report=path, imbalance=OneRandom(0.0)))
     assert sum(report.active.values()) == report.rounds == 5
     assert sum(report.lag.values()) <= 5 * size
     assert 0.0 <= report.stale_share < 1.0
@@ -284,7 +271,7 @@ def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp
     assert set(read) == set(Report.__dataclass_fields__)
 
 
-# -- the command line --------------------------------------------------------------------------------------
+# -- the command line ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

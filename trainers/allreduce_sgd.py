@@ -27,8 +27,6 @@ async def allreduce_sgd(
     for t in range(1, rounds + 1):
         flat.zero_gradients()
         await gradient(t)  # G_local = mean gradient of b local samples at w
-        await comm.allreduce(
-            flat.gradients, op=asyncoll.AVG
-        )  # G = sum of G_local / P, when the slowest is here
+        await comm.allreduce(flat.gradients, op=asyncoll.AVG)  # G = sum of G_local / P, when the slowest is here
         optimizer.step()  # w = w + U(G, w, t)
         yield asyncoll.Reduction(round=t, active=comm.size, included=True, skipped=0, synchronous=True)

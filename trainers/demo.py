@@ -94,13 +94,9 @@ def _comparison(runs: list[Run], ranks: int, target: float) -> Table:
         "time per round": [f"{1000 / run.report['steps_per_s']:.0f} ms" for run in runs],
         "  theory expects": [f"{1000 * _expected_s(run, ranks):.0f} ms" for run in runs],
         "rounds, against synchronous": [_ratio(first["wall_s"], run.report["wall_s"]) for run in runs],
-        "  theory allows at most": [
-            f"{_least_s(runs[0], ranks) / _least_s(run, ranks):.2f}x" for run in runs
-        ],
+        "  theory allows at most": [f"{_least_s(runs[0], ranks) / _least_s(run, ranks):.2f}x" for run in runs],
         f"time to {target:.0%}": [seconds(run.report["time_to_target_s"]) for run in runs],
-        "  against synchronous": [
-            _ratio(first["time_to_target_s"], run.report["time_to_target_s"]) for run in runs
-        ],
+        "  against synchronous": [_ratio(first["time_to_target_s"], run.report["time_to_target_s"]) for run in runs],
         "final test accuracy": [f"{run.report['final_score']:.1%}" for run in runs],
         "active ranks per round, mean": [f"{run.report['active_mean']:.1f}" for run in runs],
         "stale contributions": [f"{run.report['stale_share']:.0%}" for run in runs],
@@ -123,9 +119,7 @@ def _least_s(run: Run, ranks: int) -> float:
 
 def _verdict(runs: list[Run], target: float) -> str:
     base_s = runs[0].report["time_to_target_s"]
-    speed_ups = " and ".join(
-        f"{_ratio(base_s, run.report['time_to_target_s'])} with {run.rule}" for run in runs[1:]
-    )
+    speed_ups = " and ".join(f"{_ratio(base_s, run.report['time_to_target_s'])} with {run.rule}" for run in runs[1:])
     scores = [run.report["final_score"] for run in runs]
     spread = 100 * (max(scores) - min(scores))
     return f"Speed-up to {target:.0%}: {speed_ups}; final accuracies lie {spread:.1f} points apart."

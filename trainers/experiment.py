@@ -20,9 +20,7 @@ from trainers.workloads import WORKLOADS, Workload
 async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> Report | None:
     """Train and report: rank 0 gets the report, the others None."""
     workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
-    optimizer = torch.optim.SGD(
-        workload.model.parameters(), lr=learning_rate(0, settings), momentum=settings.momentum
-    )
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=learning_rate(0, settings), momentum=settings.momentum)
     calls: list[Call] = []
     curve: list[Point] = []
     newest = 0

@@ -65,9 +65,7 @@ class Report:
 
     def table(self) -> Table:
         """The numbers for people."""
-        table = Table(
-            "measure", "value", title=f"{self.trainer}, {self.ranks} ranks, {self.settings['workload']}"
-        )
+        table = Table("measure", "value", title=f"{self.trainer}, {self.ranks} ranks, {self.settings['workload']}")
         target = self.settings["target"]
         for measure, value in [
             ("rounds", f"{self.rounds}"),
@@ -94,11 +92,7 @@ async def collect(
 ) -> Report | None:
     """Gather all ranks' calls and sum up at rank 0, which alone has the curve; the others get None."""
     mine = torch.tensor(calls, dtype=torch.int64).flatten()
-    everyone = [
-        Call(*row)
-        for rows in await comm.allgatherv(mine)
-        for row in rows.view(-1, len(Call._fields)).tolist()
-    ]
+    everyone = [Call(*row) for rows in await comm.allgatherv(mine) for row in rows.view(-1, len(Call._fields)).tolist()]
     if comm.rank != 0:
         return None
     active = {call.round: call.active for call in everyone}  # some rank saw each round: whoever opened it

@@ -51,22 +51,16 @@ class Settings:
     The defaults train digits to about 97 % in 100 rounds on 4 to 8 ranks.
     """
 
-    workload: str = field(
-        default="digits", metadata=_flag(click.Choice(sorted(WORKLOADS)), "What is trained.")
-    )
+    workload: str = field(default="digits", metadata=_flag(click.Choice(sorted(WORKLOADS)), "What is trained."))
     rounds: int = field(default=100, metadata=_flag(_POSITIVE, "Rounds to train."))
     batch: int = field(default=32, metadata=_flag(_POSITIVE, "Samples per rank and step."))
     learning_rate: float = field(default=0.5, metadata=_flag(click.FloatRange(min=0.0), "Peak, half-way."))
     momentum: float = field(default=0.5, metadata=_flag(_MOMENTUM, "Momentum of SGD."))
     partial: Partial = field(default="solo", metadata=_flag(_PARTIAL, "Which allreduce.", eager_only=True))
     sync_every: int = field(default=0, metadata=_flag(_NATURAL, _SYNC_HELP, eager_only=True))
-    average_every: int = field(
-        default=25, metadata=_flag(_POSITIVE, "Rounds between averages.", eager_only=True)
-    )
+    average_every: int = field(default=25, metadata=_flag(_POSITIVE, "Rounds between averages.", eager_only=True))
     seed: int = field(default=0, metadata=_flag(_NATURAL, "Of everything drawn; the same at every rank."))
-    compute_s: float = field(
-        default=0.0, metadata=_flag(_DURATION, "Stretch each step to this, as in 100ms.")
-    )
+    compute_s: float = field(default=0.0, metadata=_flag(_DURATION, "Stretch each step to this, as in 100ms."))
     imbalance: Imbalance = field(default=Balanced(), metadata=_flag(_IMBALANCE, _IMBALANCE_HELP))
     target: float = field(default=0.96, metadata=_flag(click.FloatRange(0.0, 1.0), "Score to time."))
     report: Path | None = field(default=None, metadata=_flag(_FILE, "Write the report to this JSON file."))

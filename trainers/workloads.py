@@ -38,9 +38,7 @@ class Digits:
         train, self._test = _digits()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: nn.Module = nn.Sequential(
-                nn.Linear(64, self.HIDDEN), nn.ReLU(), nn.Linear(self.HIDDEN, 10)
-            )
+            self.model: nn.Module = nn.Sequential(nn.Linear(64, self.HIDDEN), nn.ReLU(), nn.Linear(self.HIDDEN, 10))
         self._batches = _batches(train, rank, size, batch, seed)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -65,9 +63,7 @@ def _digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    split = train_test_split(
-        images.astype(np.float32), labels, test_size=0.3, stratify=labels, random_state=0
-    )
+    split = train_test_split(images.astype(np.float32), labels, test_size=0.3, stratify=labels, random_state=0)
     train_images, test_images, train_labels, test_labels = map(torch.from_numpy, split)
     mean, deviation = (
         train_images.mean(dim=0),

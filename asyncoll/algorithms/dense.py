@@ -7,7 +7,7 @@ is copied; so all ranks end with the same bits, run after run. Terms: n elements
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def bounds(count: int, parts: int) -> list[tuple[int, int]]:
     small, larger = divmod(count, parts)
     ends = accumulate(small + (part < larger) for part in range(parts))
     starts = [0, *ends]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def _chunks(x: Array, parts: int) -> list[Array]:
@@ -43,7 +43,7 @@ async def barrier(lane: Lane) -> None:
         distance *= 2
 
 
-# -- allreduce ----------------------------------------------------------------------------------------------------------
+# -- allreduce -----------------------------------------------------------------------------------
 
 
 async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
@@ -82,7 +82,7 @@ async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
 
 
 async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
-    """Recursive halving (reduce-scatter), then recursive doubling (allgather): 2 log2 P messages, 2n(P-1)/P elements."""
+    """Recursive halving (reduce-scatter), then recursive doubling (allgather): 2 log2 P messages, 2n(P-1)/P."""
     power, extra = _fold(lane.size)
     if lane.rank >= power:
         await _lend(lane, x, lane.rank - power)
@@ -126,7 +126,7 @@ async def ring(lane: Lane, x: Array, combine: Combine) -> None:
         await lane.wait(receive)
 
 
-# Algorithms made for powers of two fold the ranks beyond the largest one onto the first ranks: lend before, get back after.
+# Algorithms for powers of two fold the ranks beyond the largest one onto the first: lend before, get back after.
 _FOLD_STEP, _UNFOLD_STEP = (1 << 24) - 2, (1 << 24) - 1
 
 
@@ -150,7 +150,7 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
         await lane.send(lane.rank + power, _UNFOLD_STEP, x)
 
 
-# -- one root -----------------------------------------------------------------------------------------------------------
+# -- one root ------------------------------------------------------------------------------------
 
 
 async def broadcast(lane: Lane, x: Array, root: int) -> None:
@@ -232,7 +232,7 @@ async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -
     mine[...] = blocks[root]
 
 
-# -- every rank a part --------------------------------------------------------------------------------------------------
+# -- every rank a part ---------------------------------------------------------------------------
 
 
 async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, combine: Combine) -> None:

@@ -54,7 +54,14 @@ class Operation:
 
     def fingerprint(self) -> int:
         return digest(
-            self.name, self.dtype, self.count, self.op.name, self.opening.name, self.quorum, self.seed, self.sync_every
+            self.name,
+            self.dtype,
+            self.count,
+            self.op.name,
+            self.opening.name,
+            self.quorum,
+            self.seed,
+            self.sync_every,
         )
 
     def is_synchronous(self, number: int) -> bool:
@@ -155,7 +162,7 @@ class WaitAvoiding:
         """The newest round that has been executed here."""
         return self._latest.number
 
-    # -- opening a round --------------------------------------------------------------------------------------------------
+    # -- opening a round --------------------------------------------------------------------------
 
     @property
     def _number(self) -> int:
@@ -209,7 +216,7 @@ class WaitAvoiding:
     def _send(self, place: int, number: int, step: int) -> None:
         self._endpoint.signal(self._group.ranks[place], self._context, number, step, self._fingerprint)
 
-    # -- executing it -----------------------------------------------------------------------------------------------------
+    # -- executing it -----------------------------------------------------------------------------
 
     async def _reduce(self, number: int) -> None:
         operation, group = self.operation, self._group

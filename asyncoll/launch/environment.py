@@ -54,9 +54,7 @@ def socket_folder() -> Path:
 @contextmanager
 def job_folder() -> Iterator[Path]:
     """A fresh folder, open to this user only, with the job's secret in the file `job`; gone at the end."""
-    with tempfile.TemporaryDirectory(
-        prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True
-    ) as name:
+    with tempfile.TemporaryDirectory(prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True) as name:
         folder = Path(name)
         job = os.open(folder / "job", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(job, "wb") as file:

@@ -65,9 +65,7 @@ def _check(size: int, program: Program, timeout: float | None) -> None:
         raise UsageError(f"the timeout must be positive, not {timeout}")
     files, files_max = 6 * size + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files_max < files:
-        raise UsageError(
-            f"{size} ranks need {files} open files, the limit is {files_max}: raise it (ulimit -n)"
-        )
+        raise UsageError(f"{size} ranks need {files} open files, the limit is {files_max}: raise it (ulimit -n)")
     program.check()
 
 
@@ -209,9 +207,7 @@ class _Launcher:
         if not self._supervisor.stopping:
             self._supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
             late = were(self._supervisor.stopped)
-            self._last_words.append(
-                f"the job ran into its timeout of {self._timeout:g} s; {late} still running"
-            )
+            self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late} still running")
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -50,9 +50,7 @@ class Program:
 def _load_script(path: str, main: types.ModuleType) -> Any:
     _put_on_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
-    main.__dict__.update(
-        __file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute)
-    )
+    main.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
     with io.open_code(absolute) as file:
         return compile(file.read(), absolute, "exec", dont_inherit=True)
 

@@ -80,9 +80,7 @@ def _report(error: BaseException, channel: socket.socket) -> None:
 def _summary(error: BaseException) -> str:
     """One line; it is the last of several for a SyntaxError, and the first for an exception group."""
     lines = traceback.format_exception_only(error)
-    return next(line for line in lines if not line.startswith(" ")).partition("\n")[0][
-        :SUMMARY_CHARACTERS_MAX
-    ]
+    return next(line for line in lines if not line.startswith(" ")).partition("\n")[0][:SUMMARY_CHARACTERS_MAX]
 
 
 def _exit_code(error: BaseException) -> int:

@@ -130,7 +130,9 @@ def _rare_collections() -> Iterator[None]:
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
     lines = [f"  rank {rank}: {line}" for rank, endpoint in endpoints.items() for line in endpoint.waiting()]
-    return DeadlockError("everything waits and no timer is set:\n" + "\n".join(lines or ["  nobody waits for a message"]))
+    return DeadlockError(
+        "everything waits and no timer is set:\n" + "\n".join(lines or ["  nobody waits for a message"])
+    )
 
 
 def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

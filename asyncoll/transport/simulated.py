@@ -32,7 +32,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes between `a` and `b` from `at_s` on. After `duration_s` it all passes at once; by default, never."""
+    """Nothing passes between `a` and `b` from `at_s` on. After `duration_s` all of it passes; by default, never."""
 
     a: int
     b: int
@@ -140,9 +140,8 @@ class SimulatedWorld:
                     arrives += end - sent
                 elif fault.rank == dest and fault.at_s <= arrives < end:
                     arrives = end
-            elif isinstance(fault, Cut):
-                if {fault.a, fault.b} == {source, dest} and fault.at_s <= arrives < end:
-                    arrives = end
+            elif isinstance(fault, Cut) and {fault.a, fault.b} == {source, dest} and fault.at_s <= arrives < end:
+                arrives = end
         return arrives
 
 

@@ -1,7 +1,7 @@
 """An event loop whose clock jumps: waiting costs nothing, and waiting for nothing is a deadlock.
 
 The loop owns its selector. When nothing is ready, the clock moves to the next event or timer instead of sleeping; when
-there is neither, nobody can ever wake up, and `on_deadlock` is asked for the error to raise. Never mix it with real I/O.
+there is neither, nobody can ever wake up, and the deadlock reporter's error is raised. Never mix it with real I/O.
 
 Events are what a simulated network does: plain calls in order of time, without the handle, the context and the turn of
 the loop that a timer costs. A thousand ranks send half a million messages, so this is most of a simulation's time.

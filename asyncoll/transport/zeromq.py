@@ -4,7 +4,7 @@ Every rank binds one ROUTER, which only receives, and connects one DEALER to eac
 drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
 wakes up must read until nothing is left. A peer's death is seen by the monitor of the DEALER to it.
 
-A peer proves that it belongs to the job by its routing id: the job's key and its rank. Messages of strangers are dropped.
+A peer shows that it belongs to the job by its routing id: the job's key and its rank. Messages of strangers are dropped.
 Only this file knows of `zmq`.
 """
 
@@ -96,7 +96,7 @@ class ZeroMQTransport:
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._loop = loop = asyncio.get_running_loop()
-        loop.add_reader(self._router.getsockopt(zmq.FD), self._read)
+        loop.add_reader(self._router.fileno(), self._read)
         for rank, address in enumerate(self.peers):
             if rank != self.rank:
                 self._connect(rank, address)
@@ -137,14 +137,14 @@ class ZeroMQTransport:
             return
         self._closed = True
         if self._receiver is not None:
-            self._loop.remove_reader(self._router.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._router.fileno())
         for peer in self._peers.values():
             self._drop(peer, linger_ms=_FLUSH_MS if flush else 0)
         self._router.close(linger=0)
         # Waits for what lingers, at most a second: the peers' I/O threads take it whatever their loops are doing.
         self._context.term()
 
-    # -- receiving ----------------------------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
@@ -177,7 +177,7 @@ class ZeroMQTransport:
         if not self._closed and self._receiver is not None:
             self._receiver.received(self.rank, list(frames))
 
-    # -- peers --------------------------------------------------------------------------------------------------------------
+    # -- peers ------------------------------------------------------------------------------------
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -191,7 +191,7 @@ class ZeroMQTransport:
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         peer = self._peers[rank] = _Peer(rank, dealer)
-        self._loop.add_reader(peer.monitor.getsockopt(zmq.FD), self._heed, peer)
+        self._loop.add_reader(peer.monitor.fileno(), self._heed, peer)
         dealer.connect(address)
         self._heed(peer)
 
@@ -222,20 +222,20 @@ class ZeroMQTransport:
         peer.gone = True
         loop = self._loop
         if peer.queue:
-            loop.remove_reader(peer.dealer.getsockopt(zmq.FD))
+            loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
-        loop.remove_reader(peer.monitor.getsockopt(zmq.FD))
+        loop.remove_reader(peer.monitor.fileno())
         peer.dealer.disable_monitor()
         peer.monitor.close(linger=0)
         peer.dealer.close(linger=linger_ms)
         peer.connected.cancel()
         self._release(peer)
 
-    # -- a peer that is slower than its senders -------------------------------------------------------------------------------
+    # -- a peer that is slower than its senders ---------------------------------------------------
 
     def _flush_when_writable(self, peer: _Peer) -> None:
         loop = self._loop
-        loop.add_reader(peer.dealer.getsockopt(zmq.FD), self._flush, peer)
+        loop.add_reader(peer.dealer.fileno(), self._flush, peer)
         loop.call_soon(self._flush, peer)  # it may have become writable before anybody watched
 
     def _flush(self, peer: _Peer) -> None:
@@ -245,7 +245,7 @@ class ZeroMQTransport:
             if not _try_send(peer, peer.queue[0]):
                 return
             peer.queue.popleft()
-        self._loop.remove_reader(peer.dealer.getsockopt(zmq.FD))
+        self._loop.remove_reader(peer.dealer.fileno())
         self._release(peer)
 
     def _release(self, peer: _Peer) -> None:
