@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from asyncoll.bench.commands import bench
 from asyncoll.errors import UsageError
 
 THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -52,6 +53,8 @@ def doctor(as_json: bool) -> None:
     findings = examine()
     click.echo(render(findings, as_json))
 
+
+main.add_command(bench)
 
 if __name__ == "__main__":
     main()

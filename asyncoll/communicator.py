@@ -42,9 +42,9 @@ class Reduction:
     round: int  # the round that x now holds the result of; rounds count from 1
     active: int  # ranks whose contribution, fresh or stale, is in it
     included: bool  # this call's contribution is in it; otherwise it is staged for a later round
-    skipped: int  # rounds between the caller's last one and this one, whose results it will never see
+    skipped: int  # rounds between the caller's last one and this one whose results it will never see
     synchronous: bool  # a `sync_every` round: every rank was there
-    missed: tuple[Any, ...] = ()  # always empty until results of skipped rounds are kept
+    missed: tuple[Any, ...] = ()  # with `history`: results of the rounds between, oldest first, tensors like x
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Communicator:
     # -- wait-avoiding ----------------------------------------------------------------------------
 
     def solo_allreduce(
-        self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0
+        self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0, history: int = 0
     ) -> Coroutine[Any, Any, Reduction]:
         """Allreduce that the first rank to arrive starts for all (seed 000, section 4.2): quorum 1.
 
@@ -321,8 +321,11 @@ class Communicator:
         by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the paper
         does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks, which
         bounds staleness by that many rounds. Cancelling the wait leaves the contribution in.
+
+        Every rank keeps the last `history` results before the newest. A rank that comes late by no more rounds gets
+        them in `Reduction.missed`, so that it can apply every result exactly once, as the ranks in time did.
         """
-        return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every)
+        return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
 
     def majority_allreduce(
         self,
@@ -332,6 +335,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
+        history: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
         """Allreduce that starts when one rank, drawn for each round from the shared `seed`, arrives (seed 000, 4.3).
 
@@ -339,7 +343,7 @@ class Communicator:
         a statistical majority, not a quorum. If the drawn rank is the slowest, everybody waits for it. Otherwise as
         `solo_allreduce`.
         """
-        return self._wait_avoiding(x, name, op, Opening.MAJORITY, seed=seed, sync_every=sync_every)
+        return self._wait_avoiding(x, name, op, Opening.MAJORITY, seed=seed, sync_every=sync_every, history=history)
 
     def quorum_allreduce(
         self,
@@ -350,6 +354,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
+        history: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
         """Allreduce that starts when `quorum` ranks have arrived, always: 1 is solo, `size` a full allreduce.
 
@@ -358,7 +363,8 @@ class Communicator:
         """
         if not 1 <= quorum <= self.size:
             raise UsageError(f"quorum {quorum} is not between 1 and the number of ranks, {self.size}")
-        return self._wait_avoiding(x, name, op, Opening.QUORUM, quorum=quorum, seed=seed, sync_every=sync_every)
+        rules = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
+        return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
 
     # -- the communicator itself ------------------------------------------------------------------
 
@@ -448,21 +454,13 @@ class Communicator:
             raise
 
     def _wait_avoiding(
-        self,
-        x: object,
-        name: str,
-        op: ReduceOp,
-        opening: Opening,
-        *,
-        quorum: int = 1,
-        seed: int = 0,
-        sync_every: int = 0,
+        self, x: object, name: str, op: ReduceOp, opening: Opening, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
         operand = tensors.operand(x, writable=True)
         tensors.check_reduction(op, operand.dtype)
-        if sync_every < 0:
-            raise UsageError(f"sync_every is a number of rounds, or 0 for never; got {sync_every}")
-        spec = Operation(name, operand.dtype, operand.flat.size, op, opening, quorum, seed, sync_every)
+        spec = Operation(name, operand.dtype, operand.flat.size, op, opening, **rules)
+        if spec.sync_every < 0 or spec.history < 0:
+            raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
         self._check_open()
         return self._runner.start(self._contribute(spec, operand, _site()))
 
@@ -473,7 +471,15 @@ class Communicator:
         result = delivery.result
         operand.flat[...] = result.value
         self._finish(operand, spec.op)
-        return Reduction(result.number, result.active, delivery.included, delivery.skipped, result.synchronous)
+        missed = tuple(self._copy(old.value, operand, spec.op) for old in delivery.missed)
+        return Reduction(result.number, result.active, delivery.included, delivery.skipped, result.synchronous, missed)
+
+    def _copy(self, value: Array, operand: Operand, op: ReduceOp) -> Any:
+        """A result as a new tensor like the caller's."""
+        flat = value.copy()
+        if op is ReduceOp.AVG:
+            tensors.divide(flat, operand.dtype, self.size)
+        return operand.like(flat, operand.shape)
 
     def _persistent(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
         """The persistent operation `spec.name`, made and announced along the activation tree if it is new here.
@@ -499,6 +505,7 @@ class Communicator:
             spec.quorum,
             spec.seed,
             spec.sync_every,
+            spec.history,
             site,
         )
         for edge in edges(self.size):
@@ -523,6 +530,7 @@ class Communicator:
             message.quorum,
             message.seed,
             message.sync_every,
+            message.history,
         )
         self._persistent(spec, self._group.ranks.index(source), message.site)
 

@@ -1,8 +1,8 @@
 """How the ranks of a job find each other: what the environment says, and who listens where.
 
 The environment contract is torchrun's. Under `asyncoll launch` all ranks are on one host and their addresses follow
-from the job's folder. Otherwise they meet in the store at MASTER_ADDR:MASTER_PORT (torch's TCPStore: under torchrun that is
-the agent's, elsewhere rank 0 serves it): ranks that share a host talk over ipc, others over tcp.
+from the job's folder. Otherwise they meet in the store at MASTER_ADDR:MASTER_PORT (torch's TCPStore: under torchrun
+that is the agent's, elsewhere rank 0 serves it): ranks that share a host talk over ipc, others over tcp.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Meeting:
     transport: ZeroMQTransport
     hosts: tuple[str, ...]
     store: Any = None  # kept alive: where rank 0 serves it, it must outlive the meeting
+    folder: Path | None = None  # of this host's sockets, if this rank made it and must remove it once all are connected
 
 
 def meet(environment: Environment) -> Meeting:
@@ -120,7 +121,8 @@ def _meet_in_store(environment: Environment) -> Meeting:
     tcp = transport.bind(f"tcp://{_own_address(environment.master_addr)}:0") if len(neighbours) < size else ""
     addresses = board.exchange("address", rank, [ipc, tcp])
     transport.peers = [addresses[peer][peer not in neighbours] for peer in range(size)]
-    return Meeting(transport, tuple(name for _, name in machines), store)
+    made = folder if rank == neighbours[0] else None
+    return Meeting(transport, tuple(name for _, name in machines), store, made)
 
 
 class _Board:

@@ -96,6 +96,7 @@ class Announce:
     quorum: int
     seed: int
     sync_every: int
+    history: int
     site: str
 
 

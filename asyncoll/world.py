@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
@@ -61,6 +62,8 @@ async def connect() -> AsyncIterator[Communicator]:
     thread = ProgressThread()
     try:
         async with World(Endpoint(meeting.transport), thread, meeting.hosts) as comm:
+            if meeting.folder is not None:
+                shutil.rmtree(meeting.folder)
             yield comm
     finally:
         thread.stop()
@@ -86,6 +89,7 @@ class World:
     async def _join(self) -> Communicator:
         try:
             await self._endpoint.start()
+            await self._barrier("joining", 1)  # after it everybody is connected to everybody
         except BaseException:
             await self._endpoint.close()
             raise
@@ -106,11 +110,11 @@ class World:
 
         Nothing that still matters to anybody can be on its way after the second, so sockets may close at once.
         """
-        await self._barrier(1)
+        await self._barrier("leaving", 1)
         with contextlib.suppress(PeerLostError):
-            await self._barrier(2)
+            await self._barrier("leaving", 2)
 
-    async def _barrier(self, number: int) -> None:
-        context = digest(self._group.communicator, "part")
-        with Lane(self._endpoint, self._group, context, number, number, lambda: f"leaving, barrier {number}") as lane:
+    async def _barrier(self, why: str, number: int) -> None:
+        context = digest(self._group.communicator, why)
+        with Lane(self._endpoint, self._group, context, number, number, lambda: f"{why}, barrier {number}") as lane:
             await dense.barrier(lane)

@@ -45,7 +45,7 @@ async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: S
 
 
 @main.command("demo")
-@click.option("-n", "--ranks", type=click.IntRange(min=2), default=8, show_default=True, help="Processes to start.")
+@click.option("-n", "--ranks", type=click.IntRange(min=2), default=4, show_default=True, help="Processes to start.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything drawn.")
 @click.option(
     "--folder",
@@ -55,7 +55,7 @@ async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: S
     help="Where reports and plot go.",
 )
 def _demo(ranks: int, seed: int, folder: Path) -> None:
-    """Synchronous against solo against majority: a minute and a half."""
+    """Synchronous against solo against majority: two minutes."""
     _need_matplotlib()
     demo(ranks, seed, folder)
 

@@ -16,11 +16,13 @@ async def allreduce_sgd(
     gradient: Callable[[int], Awaitable[None]],
     *,
     rounds: int,
+    schedule: Callable[[int], None] = lambda round_: None,
 ) -> AsyncIterator[asyncoll.Reduction]:
     """Train `model` for `rounds` rounds; yields after each update.
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
-    gradients are zero when it is called. All ranks leave each round with the same parameters, to the bit.
+    gradients are zero when it is called; `schedule(round)` is called before the result of the round is applied.
+    All ranks leave each round with the same parameters, to the bit.
     """
     flat = asyncoll.flatten(model)
     await comm.broadcast(flat.parameters)  # w is the same everywhere
@@ -28,5 +30,6 @@ async def allreduce_sgd(
         flat.zero_gradients()
         await gradient(t)  # G_local = mean gradient of b local samples at w
         await comm.allreduce(flat.gradients, op=asyncoll.AVG)  # G = sum of G_local / P, when the slowest is here
+        schedule(t)
         optimizer.step()  # w = w + U(G, w, t)
         yield asyncoll.Reduction(round=t, active=comm.size, included=True, skipped=0, synchronous=True)

@@ -1,8 +1,8 @@
 """The demo: synchronous SGD against eager-SGD, solo and majority, with one late rank in each round.
 
-The set-up is the paper's light imbalance (section 6.2.1: eight processes, one of them, drawn at random in
-each step, is late), with shorter times. Steps are stretched to a stated compute time by sleeping, so eight
-ranks fit on two cores.
+The set-up is the paper's light imbalance (section 6.2.1: one process, drawn at random in each step, is late), with
+four processes and shorter times. Steps are stretched to a stated compute time by sleeping, so four ranks fit on two
+cores.
 """
 
 from __future__ import annotations

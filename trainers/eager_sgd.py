@@ -24,8 +24,10 @@ async def eager_sgd(
     gradient: Callable[[int], Awaitable[None]],
     *,
     rounds: int,
+    schedule: Callable[[int], None] = lambda round_: None,
     partial: Partial = "solo",
-    average_every: int,
+    history: int = 0,
+    average_every: int = 0,
     sync_every: int = 0,
     seed: int = 0,
     name: str = "eager-sgd",
@@ -33,9 +35,11 @@ async def eager_sgd(
     """Train `model` until round `rounds`; yields after each update this rank applies.
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
-    gradients are zero when it is called, and `round` is the one it aims at. Whoever fixes a learning rate
-    schedule must go by `Reduction.round`, for a late rank skips rounds: it makes fewer local steps than there
-    are rounds. A second training on the same communicator needs another `name`, for rounds belong to it.
+    gradients are zero when it is called, and `round` is the one it aims at. `schedule(round)` is called before
+    the result of each round is applied: a learning rate must go by rounds, for a late rank makes fewer local
+    steps than there are rounds. With `history`, a rank that is late by no more rounds applies every result it
+    missed, so all replicas stay equal to the bit. Without, models drift apart, and `average_every` rounds (0:
+    only at the end) they are averaged. A second training on one communicator needs another `name`.
     """
     partial_allreduce: Callable[..., Awaitable[asyncoll.Reduction]] = comm.solo_allreduce
     if partial == "majority":
@@ -46,13 +50,16 @@ async def eager_sgd(
     while t < rounds:
         flat.zero_gradients()
         await gradient(t + 1)  # G_local = mean gradient of b local samples at w
-        reduction = await partial_allreduce(flat.gradients, name=name, sync_every=sync_every)  # U_sum
-        flat.gradients.div_(comm.size)  # G = U_sum / P: always P, however many were there (line 7)
-        optimizer.step()  # w = w + U(G, w, t)
-        # A late rank sees the newest result only and misses those before it, so the models drift apart, and
-        # the paper makes them equal every few epochs (section 5). We average, and count boundaries of rounds,
-        # not local steps: each rank averages once for each boundary that it crosses, so all do equally often.
-        for _ in range(t // average_every, reduction.round // average_every):
+        reduction = await partial_allreduce(flat.gradients, name=name, sync_every=sync_every, history=history)
+        results = [*reduction.missed, flat.gradients.clone()]  # U_sum of each round since t that is still known
+        for round_, total in enumerate(results, reduction.round - len(results) + 1):
+            schedule(round_)
+            flat.gradients.copy_(total).div_(comm.size)  # G = U_sum / P: always P, whoever was there (line 7)
+            optimizer.step()  # w = w + U(G, w, t)
+        # A rank that sees only the newest result misses those before it, so the models drift apart, and the
+        # paper makes them equal every few epochs (section 5). We average, and count boundaries of rounds, not
+        # local steps: each rank averages once for each boundary that it crosses, so all do equally often.
+        for _ in range(t // average_every, reduction.round // average_every) if average_every else ():
             await comm.allreduce(flat.parameters, op=asyncoll.AVG)
         t = reduction.round
         yield reduction

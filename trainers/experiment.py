@@ -20,7 +20,7 @@ from trainers.workloads import WORKLOADS, Workload
 async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> Report | None:
     """Train and report: rank 0 gets the report, the others None."""
     workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=learning_rate(0, settings), momentum=settings.momentum)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0, momentum=settings.momentum)
     calls: list[Call] = []
     curve: list[Point] = []
     newest = 0
@@ -31,8 +31,6 @@ async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settin
         async for done in _train(comm, trainer, settings, workload, optimizer):
             calls.append(Call(newest + 1, done.round, done.active, done.included))
             newest = done.round
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(newest, settings)
             if comm.rank == 0:  # scoring takes under a millisecond of a step
                 curve.append(Point(time.perf_counter() - started, newest, workload.score()))
             progress.update(task, completed=newest)
@@ -41,13 +39,13 @@ async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settin
     return await collect(comm, trainer, settings, calls, curve)
 
 
-def learning_rate(newest: int, settings: Settings) -> float:
-    """The rate of the step that aims at the round after `newest`: a triangle over the rounds.
+def learning_rate(round_: int, settings: Settings) -> float:
+    """The rate of the step that applies the result of round `round_`: a triangle over the rounds.
 
     Warm-up, because the global batch is P times the local one; decay, so that runs end converged and can be
     compared. It goes by rounds, not by local steps, so that ranks which skip rounds agree about it.
     """
-    along = (newest + 1) / (settings.rounds + 1)
+    along = round_ / (settings.rounds + 1)
     return settings.learning_rate * 2 * min(along, 1 - along)
 
 
@@ -65,15 +63,21 @@ def _train(
         # Blocks this rank's loop on purpose: real compute would, and the runtime must answer all the same.
         time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started)) + delay_s)  # noqa: ASYNC251
 
+    def schedule(round_: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(round_, settings)
+
     if trainer == "allreduce_sgd":
-        return allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=settings.rounds)
+        return allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=settings.rounds, schedule=schedule)
     return eager_sgd(
         comm,
         workload.model,
         optimizer,
         gradient,
         rounds=settings.rounds,
+        schedule=schedule,
         partial=settings.partial,
+        history=settings.history,
         average_every=settings.average_every,
         sync_every=settings.sync_every,
         seed=settings.seed,

@@ -14,8 +14,9 @@ d more:
   1/P: at least c + d/P.
 
 Solo and majority only reach these if nobody carries lateness into the next round, but a rank that is late by
-d does so for d/c rounds: it may be drawn as initiator while it still computes, and a late call must not open
-a round. How much that costs has no short formula; `expected_round_s` runs the recursion over many draws.
+d does so for d/c rounds: it may be drawn as initiator while it still computes. A late call opens no round,
+unless at least half of the ranks wait for just that caller. How much that costs has no short formula;
+`expected_round_s` runs the recursion over many draws.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def least_round_s(rule: Rule, compute_s: float, late_s: float, ranks: int) -> fl
 def expected_round_s(
     rule: Rule, compute_s: float, imbalance: Imbalance, ranks: int, average_every: int, rounds: int = 4000
 ) -> float:
-    """Mean seconds per round of the recursion above; models are averaged every `average_every` rounds."""
+    """Mean seconds per round of the recursion above; models are averaged every `average_every` rounds (0: never)."""
     initiators = np.random.default_rng(0).integers(ranks, size=rounds + 1)
     newest, end_s = 0, 0.0
     aims = [1] * ranks
@@ -52,7 +53,8 @@ def expected_round_s(
 
     while newest < rounds:
         caller = min((rank for rank in range(ranks) if rank not in waiting), key=lambda rank: calls_s[rank])
-        if aims[caller] <= newest:  # a late call gets the newest round at once and opens nothing
+        awaited = rule == "majority" and caller == initiators[newest + 1] and 2 * len(waiting) >= ranks
+        if aims[caller] <= newest and not awaited:  # a late call gets the newest round at once and opens nothing
             step(caller)
             continue
         waiting.add(caller)
@@ -63,7 +65,7 @@ def expected_round_s(
         }
         if opens[rule]:
             newest, end_s = newest + 1, calls_s[caller]
-            if newest % average_every == 0:  # an average of the models is a synchronous allreduce
+            if average_every and newest % average_every == 0:  # an average of the models is a synchronous allreduce
                 waiting, end_s = set(range(ranks)), max(calls_s)
             for rank in waiting:
                 step(rank)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,18 +52,10 @@ class Operation:
     quorum: int = 1
     seed: int = 0
     sync_every: int = 0
+    history: int = 0  # results kept for ranks that are late
 
     def fingerprint(self) -> int:
-        return digest(
-            self.name,
-            self.dtype,
-            self.count,
-            self.op.name,
-            self.opening.name,
-            self.quorum,
-            self.seed,
-            self.sync_every,
-        )
+        return digest(str(self))
 
     def is_synchronous(self, number: int) -> bool:
         return self.sync_every > 0 and number % self.sync_every == 0
@@ -74,9 +67,10 @@ class Operation:
     def __str__(self) -> str:
         more = f", quorum {self.quorum}" if self.opening is Opening.QUORUM else ""
         every = f", sync_every={self.sync_every}" if self.sync_every else ""
+        kept = f", history={self.history}" if self.history else ""
         return (
             f"{self.opening.value} allreduce {self.name!r} of {self.count} {self.dtype}, "
-            f"{self.op.name}, seed {self.seed}{more}{every}"
+            f"{self.op.name}, seed {self.seed}{more}{every}{kept}"
         )
 
 
@@ -98,6 +92,7 @@ class Delivery:
     result: Result
     included: bool
     skipped: int
+    missed: tuple[Result, ...]  # what `history` has kept of the rounds before `result`, oldest first
 
 
 class WaitAvoiding:
@@ -115,6 +110,7 @@ class WaitAvoiding:
         self._staged: Array | None = None
         self._submitted = 0  # contributions staged here so far
         self._seen = 0  # the newest round that a caller here was given
+        self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, np.empty(0), 0, 0, False)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._early: list[tuple[int, int, int]] = []  # signals for the next round
@@ -132,12 +128,13 @@ class WaitAvoiding:
         async with self._turn:
             self._endpoint.check(self._group.communicator)
             aim = self._seen + 1
-            if self._latest.number >= aim:
-                result = self._latest
+            if self._latest.number < aim or self._is_awaited():
+                result = await self._take_part(self._number)
             else:
-                result = await self._take_part(aim)
+                result = self._latest
             self._seen = result.number
-            return Delivery(result, included=ticket <= result.taken, skipped=result.number - aim)
+            missed = tuple(old for old in self._history if aim <= old.number < result.number)
+            return Delivery(result, ticket <= result.taken, result.number - aim - len(missed), missed)
 
     def _stage(self, x: Array) -> int:
         if self._staged is None:
@@ -175,16 +172,24 @@ class WaitAvoiding:
         return plan.fresh()
 
     def _arrive(self, number: int) -> None:
-        opening = self.operation.opening
-        counter = self.operation.drawn(number, self._group.size)
-        if opening is Opening.SOLO or self.operation.is_synchronous(number):
+        """This rank's caller is here for round `number`: open it, or tell the rank that does."""
+        operation = self.operation
+        drawn = operation.drawn(number, self._group.size)
+        alone = operation.opening is Opening.SOLO or operation.is_synchronous(number)
+        if alone or (operation.opening is Opening.MAJORITY and drawn == self._group.rank):
             self._fire(OPEN)
-        elif opening is Opening.QUORUM:
-            if self._announced < number:
-                self._announced = number
-                self._send(counter, number, ARRIVED)
-        elif counter == self._group.rank:
-            self._fire(OPEN)
+        elif self._announced < number:
+            self._announced = number
+            self._send(drawn, number, ARRIVED)
+
+    def _is_awaited(self) -> bool:
+        """Whether most of the others wait for this late rank, because it is drawn to open the round.
+
+        Then its late call opens the round: to compute another step first would only keep them waiting. If fewer are
+        there, the round would come too early for the rest, and the late rank goes on as any other does.
+        """
+        drawn = self.operation.drawn(self._number, self._group.size) == self._group.rank
+        return drawn and self.operation.opening is Opening.MAJORITY and 2 * self._arrivals >= self._group.size
 
     def _signalled(self, source: int, number: int, step: int, fingerprint: int) -> None:
         if fingerprint != self._fingerprint:
@@ -199,9 +204,9 @@ class WaitAvoiding:
     def _heed(self, step: int) -> None:
         if heard(step) in self._schedule:
             self._fire(heard(step))
-        elif step == ARRIVED and self.operation.opening is Opening.QUORUM:
+        elif step == ARRIVED:
             self._arrivals += 1
-            if self._arrivals == self.operation.quorum:
+            if self.operation.opening is Opening.QUORUM and self._arrivals == self.operation.quorum:
                 self._fire(OPEN)
         else:
             raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
@@ -233,6 +238,8 @@ class WaitAvoiding:
 
     def _publish(self, result: Result) -> None:
         """Hand out the result and re-arm: a persistent schedule makes its own next round."""
+        if self._latest.number:
+            self._history.append(self._latest)
         self._latest = result
         self._schedule = self._arm()
         waiter = self._waiting.get(result.number)

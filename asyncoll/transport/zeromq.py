@@ -4,7 +4,7 @@ Every rank binds one ROUTER, which only receives, and connects one DEALER to eac
 drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
 wakes up must read until nothing is left. A peer's death is seen by the monitor of the DEALER to it.
 
-A peer shows that it belongs to the job by its routing id: the job's key and its rank. Messages of strangers are dropped.
+A peer shows that it belongs to the job by its routing id: the job's key and its rank. Strangers are dropped.
 Only this file knows of `zmq`.
 """
 

@@ -1,0 +1,108 @@
+"""The commands `asyncoll bench …`. What measures is imported when one of them runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
+from asyncoll.errors import UsageError
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
+    """Make of an option what `parse` makes of it; its ValueError is the user's mistake."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str) -> Any:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return convert
+
+
+def _ranks(least: int) -> Callable[[Any], Any]:
+    return click.option(
+        "-n", "ranks", type=click.IntRange(min=least), default=2, show_default=True, help="Number of ranks."
+    )
+
+
+def _sizes(default: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--sizes",
+        callback=_parsed(parse_sizes),
+        default=default,
+        show_default=True,
+        help="Bytes: FROM:TO by factors of 4, or a list such as 4,1K,1M.",
+    )
+
+
+_transport = click.option(
+    "--transport",
+    type=click.Choice(["ipc", "tcp", "inproc"]),
+    default="ipc",
+    show_default=True,
+    help="Processes over unix sockets or loopback tcp, or ranks in one process.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks."""
+
+
+@bench.command()
+@_ranks(1)
+@_sizes("4:100M")
+@_transport
+@_json
+def allreduce(as_json: bool, **plan: Any) -> None:
+    """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them."""
+    _measure(Plan("allreduce", **plan), as_json)
+
+
+@bench.command()
+@_ranks(2)
+@_sizes("4:100M")
+@_transport
+@_json
+def pingpong(as_json: bool, **plan: Any) -> None:
+    """Send and receive between ranks 0 and 1: half a round trip."""
+    _measure(Plan("pingpong", **plan), as_json)
+
+
+@bench.command()
+@_ranks(2)
+@_sizes("4K")
+@_transport
+@_json
+@click.option(
+    "--skew",
+    "skew_s",
+    callback=_parsed(parse_duration),
+    default="1ms",
+    show_default=True,
+    help="Rank r comes r times this late.",
+)
+@click.option("--iterations", type=click.IntRange(min=1), default=64, show_default=True, help="Counted calls.")
+def solo(as_json: bool, **plan: Any) -> None:
+    """Skewed arrivals: how long ranks wait in full, majority, quorum (half) and solo allreduces, and for whom."""
+    _measure(Plan("solo", **plan), as_json)
+
+
+def _measure(plan: Plan, as_json: bool) -> None:
+    from asyncoll.bench.table import show
+    from asyncoll.bench.worlds import run_plan
+
+    try:
+        code, rows = run_plan(plan)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    if code:
+        sys.exit(code)
+    show(plan, rows, as_json=as_json)
+    sys.exit(int(any(row["wrong"] for row in rows)))

@@ -1,0 +1,119 @@
+"""Dense calls, timed one by one from a common start, every result compared with what it must be.
+
+The rows are equal at all ranks. Times are in microseconds. A time is the slowest rank's: each rank takes the median of
+its own calls, and the largest of these medians is reported (of the 99th percentiles likewise).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from asyncoll.bench.plan import ITEM_BYTES, Plan, Row, repeats
+from asyncoll.communicator import Communicator
+from asyncoll.tensors import Array
+
+WARMUP = 3
+PERIOD = 1021  # a prime, so that an element that came from another place is seen
+
+
+def pattern(count: int) -> Array:
+    """1, 2, …, PERIOD, 1, …: small integers, whose sums float32 holds exactly."""
+    return (np.arange(count) % PERIOD + 1).astype(np.float32)
+
+
+async def allreduce(comm: Communicator, plan: Plan) -> list[Row]:
+    return [await _allreduce(comm, size) for size in plan.sizes]
+
+
+async def _allreduce(comm: Communicator, size: int) -> Row:
+    base = pattern(size // ITEM_BYTES)
+    mine, total = base * (comm.rank + 1), base * (comm.size * (comm.size + 1) // 2)
+    x = np.empty_like(base)
+
+    def prepare() -> None:
+        x[...] = mine
+
+    seconds, wrong = await timed(comm, size, prepare, lambda: comm.allreduce(x), lambda: wrong_elements(x, total))
+    median, p99, wrong = await slowest(comm, seconds, wrong)
+    algorithm = size / median / 1e9
+    return {
+        "size": size,
+        "count": base.size,
+        "type": "float32",
+        "redop": "sum",
+        "time_us": median * 1e6,
+        "p99_us": p99 * 1e6,
+        "algbw": algorithm,
+        "busbw": bus_bandwidth(algorithm, comm.size),
+        "wrong": wrong,
+    }
+
+
+def bus_bandwidth(algorithm: float, ranks: int) -> float:
+    """What an allreduce asks of each rank's link, whatever the number of ranks (nccl-tests, PERFORMANCE.md)."""
+    return algorithm * 2 * (ranks - 1) / ranks
+
+
+async def pingpong(comm: Communicator, plan: Plan) -> list[Row]:
+    return [await _pingpong(comm, size) for size in plan.sizes]
+
+
+async def _pingpong(comm: Communicator, size: int) -> Row:
+    mine = pattern(size // ITEM_BYTES)
+    x = np.empty_like(mine)
+
+    async def call() -> None:
+        if comm.rank == 0:
+            await comm.send(mine, 1)
+            await comm.recv(x, 1)
+        elif comm.rank == 1:
+            await comm.recv(x, 0)
+            await comm.send(x, 0)
+
+    def wrong() -> int:
+        return wrong_elements(x, mine) if comm.rank < 2 else 0
+
+    seconds, count = await timed(comm, size, lambda: x.fill(0), call, wrong)
+    median, p99, count = await slowest(comm, seconds if comm.rank == 0 else [0.0], count)
+    return {
+        "size": size,
+        "count": mine.size,
+        "type": "float32",
+        "time_us": median / 2 * 1e6,
+        "p99_us": p99 / 2 * 1e6,
+        "bandwidth": size / (median / 2) / 1e9,
+        "wrong": count,
+    }
+
+
+async def timed(
+    comm: Communicator,
+    size: int,
+    prepare: Callable[[], None],
+    call: Callable[[], Awaitable[object]],
+    wrong: Callable[[], int],
+) -> tuple[list[float], int]:
+    """Seconds of each counted call, and the wrong elements of all; preparing and checking are not timed."""
+    seconds, found = [], 0
+    for _ in range(WARMUP + repeats(size)):
+        prepare()
+        await comm.barrier()
+        start = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - start)
+        found += wrong()
+    return seconds[WARMUP:], found
+
+
+def wrong_elements(x: Array, expected: Array | float) -> int:
+    return int(np.count_nonzero(x != expected))
+
+
+async def slowest(comm: Communicator, seconds: list[float], wrong: int) -> tuple[float, float, int]:
+    """The largest median and 99th percentile of any rank, and the wrong elements of all."""
+    mine = np.array([np.median(seconds), np.percentile(seconds, 99, method="inverted_cdf"), wrong])
+    everyones = await comm.allgather(mine)
+    return float(everyones[:, 0].max()), float(everyones[:, 1].max()), int(everyones[:, 2].sum())

@@ -1,0 +1,77 @@
+"""What to measure: sizes, durations, and the order that every rank gets."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+ITEM_BYTES = 4  # float32
+FACTOR = 4
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # binary, as in nccl-tests
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One benchmark, the same at every rank."""
+
+    benchmark: str
+    ranks: int
+    sizes: tuple[int, ...]
+    transport: str = "ipc"
+    skew_s: float = 0.0
+    iterations: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        fields = json.loads(text)
+        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`4,1K,1M` is a list; `4:100M` goes up by factors of 4 and ends with 100M. Raises ValueError."""
+    if ":" not in text:
+        return tuple(_size(part) for part in text.split(","))
+    first, _, final = text.partition(":")
+    size, last = _size(first), _size(final)
+    if size > last:
+        raise ValueError(f"{text!r} goes down")
+    sizes = []
+    while size < last:
+        sizes.append(size)
+        size *= FACTOR
+    return (*sizes, last)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 4, 16K or 1M")
+    size = int(match[1]) * UNITS[match[2].upper()]
+    if size < ITEM_BYTES or size % ITEM_BYTES:
+        raise ValueError(f"{text!r} is not a positive multiple of {ITEM_BYTES} bytes, one float32")
+    return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `1ms`, `500us`, `0.1s`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a duration such as 1ms, 500us or 0.1s")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def repeats(size: int) -> int:
+    """Counted calls of `size` bytes: enough for a median, without waiting long for it."""
+    if size <= 16 << 10:
+        return 300
+    if size <= 256 << 10:
+        return 60
+    return 10 if size <= 16 << 20 else 5

@@ -1,0 +1,114 @@
+"""The micro-benchmark of seed 000 (figures 8 and 9): rank r comes r times the skew late; who waits for whom?
+
+Between two measured calls every rank takes part in one round that waits for all, with nothing to add. It brings in what
+came too late for the measured round, so that in every measured round a rank takes part if and only if it came in time.
+As each contributes 1.0, the received sum is the number of active processes (NAP), and what it lacks to P must turn up
+in the round after it: nothing lost, nothing counted twice. Both are checked.
+
+If round t is opened when rank k arrives, rank r <= k waits (k - r) skews, later ones not at all, and k + 1 ranks are
+active. Without the cost of communication the mean wait is therefore, in skews:
+
+    full      (k = P-1)         (P - 1) / 2               active P
+    quorum Q  (k = Q-1)         Q (Q - 1) / (2 P)         active Q
+    solo      (k = 0)           0                         active 1
+    majority  (k uniform)       (P^2 - 1) / (6 P)         active (P + 1) / 2, on average
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from asyncoll.bench.dense import wrong_elements
+from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
+from asyncoll.communicator import Communicator, Reduction
+from asyncoll.tensors import Array
+
+MODES = ("full", "majority", "quorum", "solo")
+WARMUP = 2
+
+Pause = Callable[[float], Awaitable[None]]
+Call = Callable[[Array], Awaitable[int]]
+
+
+def expected(mode: str, ranks: int) -> tuple[float, float]:
+    """The mean wait in skews, and the mean number of active processes, that theory gives."""
+    if mode == "majority":
+        return (ranks * ranks - 1) / (6 * ranks), (ranks + 1) / 2
+    quorum = {"full": ranks, "quorum": half(ranks), "solo": 1}[mode]
+    return quorum * (quorum - 1) / (2 * ranks), float(quorum)
+
+
+def half(ranks: int) -> int:
+    return max(1, ranks // 2)
+
+
+async def solo(comm: Communicator, plan: Plan, pause: Pause) -> list[Row]:
+    rows = []
+    for size in plan.sizes:
+        full_s = 0.0
+        for mode in MODES:
+            row = await _measure(comm, plan, size, mode, pause)
+            full_s = full_s or row["mean_us"]
+            rows.append({**row, "ratio": full_s / row["mean_us"]})
+    return rows
+
+
+async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: Pause) -> Row:
+    x = np.empty(size // ITEM_BYTES, np.float32)
+    call, waits, active, wrong = _call(comm, mode, size), [], [], 0
+    for _ in range(WARMUP + plan.iterations):
+        x.fill(1)
+        await comm.barrier()
+        await pause(comm.rank * plan.skew_s)
+        start = time.perf_counter()
+        taking_part = await call(x)
+        waits.append(time.perf_counter() - start)
+        active.append(taking_part)
+        wrong += wrong_elements(x, taking_part)
+        if mode != "full":
+            x.fill(0)
+            await call(x)
+            wrong += wrong_elements(x, comm.size - taking_part)
+    everyones = await comm.allgather(np.array([waits[WARMUP:], active[WARMUP:]], np.float64))
+    total = await comm.allgather(np.array(wrong))
+    mean_skews, nap = expected(mode, comm.size)
+    return {
+        "size": size,
+        "mode": mode,
+        "mean_us": float(everyones[:, 0].mean()) * 1e6,
+        "median_us": float(np.median(everyones[:, 0])) * 1e6,
+        "expected_us": mean_skews * plan.skew_s * 1e6,
+        "nap": float(everyones[:, 1].mean()),
+        "expected_nap": nap,
+        "wrong": int(total.sum()),
+    }
+
+
+def _call(comm: Communicator, mode: str, size: int) -> Call:
+    """A call of this mode that returns how many ranks are in its result. Every second round waits for all."""
+    name = f"bench {mode} {size}"
+
+    async def full(x: Array) -> int:
+        await comm.allreduce(x)
+        return comm.size
+
+    def majority(x: Array) -> Awaitable[Reduction]:
+        return comm.majority_allreduce(x, name=name, sync_every=2)
+
+    def quorum(x: Array) -> Awaitable[Reduction]:
+        return comm.quorum_allreduce(x, name=name, quorum=half(comm.size), sync_every=2)
+
+    def earliest(x: Array) -> Awaitable[Reduction]:
+        return comm.solo_allreduce(x, name=name, sync_every=2)
+
+    if mode == "full":
+        return full
+    reduce = {"majority": majority, "quorum": quorum, "solo": earliest}[mode]
+
+    async def wait_avoiding(x: Array) -> int:
+        return (await reduce(x)).active
+
+    return wait_avoiding

@@ -1,0 +1,101 @@
+"""Rows as a table on a terminal, aligned text in a pipe, or one JSON object each; and the line above them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+
+import asyncoll
+from asyncoll.bench.plan import Plan, Row
+from asyncoll.bench.worlds import TRANSPORTS
+
+Column = tuple[str, str, str]  # key, heading, format
+
+_DENSE: list[Column] = [("size", "size (B)", "d"), ("count", "count", "d"), ("type", "type", "s")]
+_TIMES: list[Column] = [("time_us", "time (us)", ".1f"), ("p99_us", "p99 (us)", ".1f")]
+_WRONG: Column = ("wrong", "#wrong", "d")
+COLUMNS: dict[str, list[Column]] = {
+    "allreduce": [
+        *_DENSE,
+        ("redop", "redop", "s"),
+        *_TIMES,
+        ("algbw", "algbw (GB/s)", ".3f"),
+        ("busbw", "busbw (GB/s)", ".3f"),
+        _WRONG,
+    ],
+    "pingpong": [*_DENSE, *_TIMES, ("bandwidth", "bandwidth (GB/s)", ".3f"), _WRONG],
+    "solo": [
+        ("size", "size (B)", "d"),
+        ("mode", "mode", "s"),
+        ("mean_us", "mean wait (us)", ".0f"),
+        ("median_us", "median (us)", ".0f"),
+        ("expected_us", "expected mean (us)", ".0f"),
+        ("nap", "NAP", ".2f"),
+        ("expected_nap", "expected NAP", ".2f"),
+        ("ratio", "full/this", ".2f"),
+        _WRONG,
+    ],
+}
+NOTES = {
+    "allreduce": "times: each rank's median, then the slowest rank's",
+    "pingpong": "times: half a round trip, median at rank 0",
+    "solo": "waits of all ranks; the expected mean leaves out the cost of communication",
+}
+
+
+def headline(plan: Plan) -> str:
+    """Where and with what: no number is worth anything without it."""
+    versions = " ".join(f"{package} {version(package)}" for package in ("numpy", "pyzmq", "uvloop"))
+    return (
+        f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}); "
+        f"{len(os.sched_getaffinity(0))} cores, {_cpu()}; "
+        f"asyncoll {asyncoll.__version__}, Python {platform.python_version()}, {versions}; {NOTES[plan.benchmark]}"
+    )
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            click.echo(
+                json.dumps({"benchmark": plan.benchmark, "ranks": plan.ranks, "transport": plan.transport} | row)
+            )
+        return
+    click.echo(headline(plan))
+    columns = COLUMNS[plan.benchmark]
+    cells = [[format(row[key], form) for key, _, form in columns] for row in rows]
+    headings = [heading for _, heading, _ in columns]
+    if sys.stdout.isatty():
+        _rich(headings, cells)
+    else:
+        click.echo(aligned([headings, *cells]))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of plain text, to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _rich(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for line in cells:
+        table.add_row(*line)
+    Console().print(table)

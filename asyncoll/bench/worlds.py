@@ -1,0 +1,66 @@
+"""Where a benchmark runs: in real processes under the launcher, or in ranks that share one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import asyncoll
+from asyncoll.bench import dense, skewed
+from asyncoll.bench.plan import Plan, Row
+from asyncoll.communicator import Communicator
+from asyncoll.errors import UsageError
+from asyncoll.launch import launch
+from asyncoll.testing import run_ranks
+
+TRANSPORTS = {
+    "ipc": "real processes over unix sockets",
+    "tcp": "real processes over loopback tcp",
+    "inproc": "ranks in one process",
+}
+
+
+def run_plan(plan: Plan) -> tuple[int, list[Row]]:
+    """The exit code of the job, and its rows."""
+    if plan.transport == "inproc":
+        return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
+    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
+        results = Path(folder) / "rows"
+        code = launch(plan.ranks, ["asyncoll.bench", plan.to_json(), folder], module=True)
+        return code, [json.loads(line) for line in results.read_text().splitlines()] if code == 0 else []
+
+
+def rank_main() -> None:
+    """The program of a rank. Rank 0 leaves the rows in the folder."""
+    plan, folder = Plan.from_json(sys.argv[1]), Path(sys.argv[2])
+    if plan.transport == "tcp":
+        _pretend_to_be_elsewhere(folder)
+    rows = asyncoll.run(measure, plan)
+    if int(os.environ["RANK"]) == 0:
+        (folder / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _pretend_to_be_elsewhere(folder: Path) -> None:
+    """Without the job's folder, and with a temporary folder of its own, a rank is taken for another host's."""
+    os.environ.pop("ASYNCOLL_FOLDER", None)
+    tempfile.tempdir = tempfile.mkdtemp(dir=folder)
+
+
+async def measure(comm: Communicator, plan: Plan) -> list[Row]:
+    if plan.benchmark == "solo":
+        return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
+    if plan.benchmark == "pingpong":
+        return await dense.pingpong(comm, plan)
+    if plan.benchmark == "allreduce":
+        return await dense.allreduce(comm, plan)
+    raise UsageError(f"no benchmark {plan.benchmark!r}")
+
+
+async def _compute(seconds: float) -> None:
+    """Keep the loop busy, as a trainer does that computes on it: progress has to come from elsewhere."""
+    time.sleep(seconds)  # noqa: ASYNC251

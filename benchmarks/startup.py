@@ -1,0 +1,62 @@
+"""From the command to the first and to the last line of N ranks that import torch: `asyncoll launch` and torchrun.
+
+    python benchmarks/startup.py [--ranks 8] [--rounds 3]
+
+The two take turns; every rank imports torch and prints one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from asyncoll.bench.table import aligned
+
+SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__, flush=True)\n"
+ASYNCOLL = [sys.executable, "-m", "asyncoll.cli", "launch", "-n"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    times: dict[str, list[tuple[float, float]]] = {"asyncoll launch": [], "torchrun": []}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "first_output.py"
+        script.write_text(SCRIPT)
+        for _ in range(arguments.rounds):
+            for name, command in (("asyncoll launch", ASYNCOLL), ("torchrun", TORCHRUN)):
+                times[name].append(start([*command, str(arguments.ranks), str(script)], arguments.ranks))
+    print(f"# {arguments.ranks} ranks that import torch; {len(os.sched_getaffinity(0))} cores; seconds, every round")
+    lines = [["", "first line: median", "all", "last line: median", "all"]]
+    for name, runs in times.items():
+        first, last = zip(*runs, strict=True)
+        lines.append([name, *show(first), *show(last)])
+    print(aligned(lines))
+
+
+def show(seconds: tuple[float, ...]) -> tuple[str, str]:
+    return f"{statistics.median(seconds):.2f}", " ".join(f"{value:.2f}" for value in seconds)
+
+
+def start(command: list[str], ranks: int) -> tuple[float, float]:
+    """Seconds until the first and the last rank's line."""
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        seconds = [time.perf_counter() - begin for line in process.stdout if "rank" in line]
+    if process.returncode or len(seconds) != ranks:
+        sys.exit(f"{' '.join(command)}: exit code {process.returncode}, {len(seconds)} lines")
+    return seconds[0], seconds[-1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The floors of the house: who may import whom, and what stays outside."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asyncoll
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "asyncoll"
+
+# Every room and the rooms it may use, from the ground up: a room uses only what stands above it in this table.
+# The launcher, the test kit and the benchmarks are one room each.
+ROOMS: dict[str, set[str]] = {
+    # ground and protocol
+    "errors": set(),
+    "tensors": {"errors"},
+    "wire": {"errors"},
+    "matching": {"errors", "tensors", "wire"},
+    "schedule": set(),
+    "transport": {"errors", "wire"},
+    "transport.inproc": {"transport"},
+    "transport.zeromq": {"errors", "transport"},
+    "transport.virtual_time": {"errors"},
+    "transport.simulated": {"errors", "transport", "transport.virtual_time"},
+    # runtime
+    "endpoint": {"errors", "tensors", "wire", "matching", "transport"},
+    "group": {"endpoint", "matching", "tensors"},
+    "progress": {"transport.virtual_time"},
+    # algorithms
+    "algorithms": set(),
+    "algorithms.dense": {"group", "tensors"},
+    "algorithms.activation": {"schedule"},
+    "algorithms.wait_avoiding": {
+        "errors",
+        "tensors",
+        "wire",
+        "schedule",
+        "endpoint",
+        "group",
+        "algorithms",
+        "algorithms.dense",
+        "algorithms.activation",
+    },
+    # facade
+    "flat": {"errors"},
+    "communicator": {
+        "errors",
+        "tensors",
+        "wire",
+        "endpoint",
+        "group",
+        "progress",
+        "algorithms",
+        "algorithms.dense",
+        "algorithms.activation",
+        "algorithms.wait_avoiding",
+    },
+    "rendezvous": {"errors", "transport.zeromq"},
+    "world": {
+        "errors",
+        "wire",
+        "transport",
+        "transport.inproc",
+        "endpoint",
+        "group",
+        "progress",
+        "algorithms",
+        "algorithms.dense",
+        "communicator",
+        "rendezvous",
+    },
+    "launch": {"errors"},
+    "": {"communicator", "errors", "flat", "progress", "tensors", "world"},  # asyncoll/__init__.py
+    # roof
+    "testing": {
+        "errors",
+        "wire",
+        "transport",
+        "transport.inproc",
+        "transport.zeromq",
+        "transport.virtual_time",
+        "transport.simulated",
+        "endpoint",
+        "progress",
+        "communicator",
+        "world",
+    },
+    "doctor": {"errors", "launch", ""},
+    "bench": {"errors", "tensors", "communicator", "launch", "testing", ""},
+    "cli": {"errors", "launch", "doctor", "bench"},
+}
+SANS_IO = ("wire", "matching", "schedule")
+SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
+TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
+ZMQ = {"transport.zeromq", "doctor"}
+FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj"}
+
+modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+modules = {name.removesuffix("__init__").removesuffix("."): path for name, path in modules.items()}
+every_module = pytest.mark.parametrize("module", sorted(modules), ids=lambda module: module or "asyncoll")
+outsiders = sorted([*ROOT.glob("trainers/**/*.py"), *ROOT.glob("examples/**/*.py")])
+
+
+def room(module: str) -> str:
+    top = module.partition(".")[0]
+    return top if top in ("launch", "testing", "bench") else module
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything imported below `tree`; the name is empty for `import module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def imported_at_once(tree: ast.Module) -> Iterator[str]:
+    """The packages that importing this module imports: not those in functions or under TYPE_CHECKING."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (module.partition(".")[0] for module, _ in imports(node))
+        pending += ast.iter_child_nodes(node)
+
+
+def rooms_used(tree: ast.AST) -> set[str]:
+    used = set()
+    for module, name in imports(tree):
+        if module.partition(".")[0] == "asyncoll":
+            inside = module.removeprefix("asyncoll").removeprefix(".")
+            deeper = f"{inside}.{name}".strip(".")
+            used.add(room(deeper if deeper in modules else inside))
+    return used
+
+
+def packages_used(tree: ast.AST) -> set[str]:
+    return {module.partition(".")[0] for module, _ in imports(tree)}
+
+
+@every_module
+def test_every_arrow_is_in_the_table(module):
+    used = rooms_used(parse(modules[module])) - {room(module)}
+    assert used <= ROOMS[room(module)], "draw it in ROOMS, if it goes down"
+
+
+@pytest.mark.parametrize("name", ROOMS, ids=lambda name: name or "asyncoll")
+def test_arrows_only_go_down(name):
+    below = list(ROOMS)[: list(ROOMS).index(name)]
+    assert ROOMS[name] <= set(below)
+
+
+def test_the_table_has_no_room_or_arrow_that_is_gone():
+    assert set(map(room, modules)) == set(ROOMS)
+    drawn = {(name, used) for name in ROOMS for used in ROOMS[name]}
+    real = {(room(module), used) for module, path in modules.items() for used in rooms_used(parse(path))}
+    assert drawn <= real
+
+
+@pytest.mark.parametrize("module", SANS_IO)
+def test_the_protocol_has_no_loop_no_clock_and_no_socket(module):
+    assert not packages_used(parse(modules[module])) & SANS_IO_FORBIDDEN
+
+
+@every_module
+def test_zmq_and_torch_stay_in_their_rooms(module):
+    used = packages_used(parse(modules[module]))
+    assert "zmq" not in used or room(module) in ZMQ
+    assert "torch" not in used or room(module) in TORCH
+
+
+@every_module
+def test_torch_is_imported_when_it_is_needed(module):
+    assert "torch" not in set(imported_at_once(parse(modules[module])))
+
+
+@every_module
+def test_nothing_in_the_package_unpickles_evaluates_or_listens_to_the_world(module):
+    for node in ast.walk(parse(modules[module])):
+        names = {getattr(node, "id", ""), getattr(node, "attr", "")}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {part for pair in imports(node) for dotted in pair for part in dotted.split(".")}
+        assert not names & FORBIDDEN_NAMES
+        assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "eval")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert "tcp://*" not in node.value
+            assert "tcp://0.0.0.0" not in node.value
+
+
+@pytest.mark.parametrize("path", outsiders, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_trainers_and_examples_use_public_names_only(path):
+    tree = parse(path)
+    for module, name in imports(tree):
+        if module.partition(".")[0] == "asyncoll":
+            assert module in ("asyncoll", "asyncoll.testing")
+            assert not name or name in asyncoll.__all__ or module == "asyncoll.testing" or name == "testing"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "asyncoll":
+            assert node.attr in [*asyncoll.__all__, "testing"]
+
+
+@pytest.mark.parametrize("name", asyncoll.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    value = getattr(asyncoll, name)
+    assert not inspect.ismodule(value)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        assert inspect.getdoc(value)
+        assert value.__doc__, "a docstring of its own, not an inherited one"
+
+
+PUBLIC_CLASSES = [name for name in asyncoll.__all__ if inspect.isclass(getattr(asyncoll, name))]
+
+
+@pytest.mark.parametrize("name", PUBLIC_CLASSES)
+def test_every_public_method_is_documented(name):
+    for attribute, value in vars(getattr(asyncoll, name)).items():
+        if not attribute.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            assert value.__doc__, attribute
+
+
+def test_what_is_not_public_is_not_an_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = asyncoll.no_such_name

@@ -1,0 +1,790 @@
+"""What goes wrong, and that everybody hears of it: errors that name who and where, and never a hang.
+
+Most worlds here are simulated: there a wait that nobody will end is a DeadlockError, not a test that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncoll import (
+    AVG,
+    MAX,
+    SUM,
+    AbortedError,
+    AsyncollError,
+    ClosedError,
+    Communicator,
+    DeadlockError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UsageError,
+    wire,
+)
+from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
+from asyncoll.transport import MAX_FRAME_BYTES
+
+Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
+JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
+
+
+def run_zmq(size: int, main: Act) -> None:
+    run_ranks(size, main, transport="zmq")
+
+
+def run_simulated(size: int, main: Act) -> None:
+    simulate(size, main, JITTERY)
+
+
+def failures(
+    size: int, act: Act, run: Callable[[int, Act], object] = run_simulated, survivors: int = 0
+) -> dict[int, Exception]:
+    """What `act(comm)` raised at each rank. None leaves before all have been told."""
+    raised: dict[int, Exception] = {}
+    begin, end = asyncio.Barrier(size), asyncio.Barrier(survivors or size)
+
+    async def main(comm: Communicator) -> None:
+        await begin.wait()
+        try:
+            await act(comm)
+        except AsyncollError as error:
+            raised[comm.rank] = error
+        await end.wait()
+
+    with contextlib.suppress(AsyncollError):  # whether a failed communicator can be left is another test
+        run(size, main)
+    return raised
+
+
+# -- ranks that call different things ------------------------------------------------------------
+
+
+async def skip_one(comm: Communicator) -> None:
+    if comm.rank:
+        await comm.allreduce(np.ones(3))
+    await comm.barrier()
+
+
+async def other_order(comm: Communicator) -> None:
+    calls = [lambda: comm.allreduce(np.ones(3)), lambda: comm.allgather(np.ones(3))]
+    for call in calls if comm.rank else reversed(calls):
+        await call()
+
+
+def differ(zero: Callable[[Communicator], Any], others: Callable[[Communicator], Any]) -> Act:
+    async def act(comm: Communicator) -> None:
+        await (zero if comm.rank == 0 else others)(comm)
+        await comm.barrier()  # some ranks may have done their part before anybody can know
+
+    return act
+
+
+MISMATCHES: dict[str, tuple[Act, str, str]] = {
+    "operation": (
+        differ(lambda c: c.allgather(np.ones(3)), lambda c: c.allreduce(np.ones(3))),
+        "allgather #1 of 3 float64",
+        "allreduce #1 of 3 float64, SUM",
+    ),
+    "order": (other_order, "allgather #1", "allreduce #1"),
+    "skipped call": (skip_one, "barrier #1", "allreduce #1"),
+    "dtype": (
+        differ(lambda c: c.allreduce(np.ones(3, "f4")), lambda c: c.allreduce(np.ones(3, "f8"))),
+        "of 3 float32",
+        "of 3 float64",
+    ),
+    "count": (
+        differ(lambda c: c.allreduce(np.ones(3)), lambda c: c.allreduce(np.ones(4))),
+        "of 3 float64",
+        "of 4 float64",
+    ),
+    "long count": (
+        differ(lambda c: c.allreduce(np.ones(3)), lambda c: c.allreduce(np.ones(1 << 19))),
+        "of 3 float64",
+        "of 524288 float64",
+    ),
+    "reduction": (
+        differ(lambda c: c.allreduce(np.ones(3), MAX), lambda c: c.allreduce(np.ones(3), SUM)),
+        "float64, MAX",
+        "float64, SUM",
+    ),
+    "root": (
+        differ(lambda c: c.broadcast(np.ones(3), 1), lambda c: c.broadcast(np.ones(3), 2)),
+        "root 1",
+        "root 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size):
+    act, zero, others = MISMATCHES[kind]
+    raised = failures(size, act)
+    assert sorted(raised) == list(range(size))
+    for error in raised.values():
+        assert type(error) is MismatchError
+        text = str(error)
+        assert zero in text
+        assert others in text
+        assert text.count("test_failures.py:") == 2
+        assert "rank 0 called" in text
+
+
+def test_a_mismatch_over_sockets():
+    raised = failures(3, MISMATCHES["dtype"][0], run_zmq)
+    assert {type(error) for error in raised.values()} == {MismatchError}
+
+
+def test_a_mismatch_names_the_lines_of_the_calls():
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 0:
+            await comm.reduce(np.ones(2), 0)  # one side
+        else:
+            await comm.reduce(np.ones(2), 1)  # the other
+
+    first = act.__code__.co_firstlineno
+    for error in failures(3, act).values():
+        assert f"root 0 at test_failures.py:{first + 2}" in str(error)
+        assert f"root 1 at test_failures.py:{first + 4}" in str(error)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_point_to_point_mismatch_reaches_both_ends(size):
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 0:
+            await comm.send(np.ones(3), 1)
+        elif comm.rank == 1:
+            await comm.recv(np.ones(4), 0)
+        await comm.barrier()
+
+    for error in failures(size, act).values():
+        assert type(error) is MismatchError
+        assert "of 3 float64" in str(error)
+        assert "of 4 float64" in str(error)
+
+
+SOLO = {"x": np.ones(3), "name": "g"}
+OPTIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "sync_every": ("solo", {"sync_every": 2}, "solo", {"sync_every": 3}),
+    "seed": ("majority", {"seed": 1}, "majority", {"seed": 2}),
+    "quorum": ("quorum", {"quorum": 1}, "quorum", {"quorum": 2}),
+    "opening": ("solo", {}, "majority", {}),
+    "reduction": ("solo", {"op": MAX}, "solo", {}),
+    "count": ("solo", {"x": np.ones(2)}, "solo", {}),
+    "dtype": ("solo", {"x": np.ones(3, "f4")}, "solo", {}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("what", OPTIONS)
+def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size):
+    ours, our_options, theirs, their_options = OPTIONS[what]
+
+    async def act(comm: Communicator) -> None:
+        opening, options = (ours, our_options) if comm.rank == 0 else (theirs, their_options)
+        while True:  # a rank may have been in a round before it hears of the mismatch
+            given = {**SOLO, **options}
+            await getattr(comm, f"{opening}_allreduce")(given.pop("x").copy(), **given)
+
+    raised = failures(size, act)
+    assert sorted(raised) == list(range(size))
+    for error in raised.values():
+        assert type(error) is MismatchError
+        assert str(error).count("test_failures.py:") == 2
+        assert str(error).count("allreduce 'g'") == 2
+
+
+# -- after the end -------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[Communicator], Any]] = {
+    "allreduce": lambda c: c.allreduce(np.ones(2)),
+    "broadcast": lambda c: c.broadcast(np.ones(2)),
+    "reduce": lambda c: c.reduce(np.ones(2)),
+    "reduce_scatter": lambda c: c.reduce_scatter(np.ones(c.size)),
+    "allgather": lambda c: c.allgather(np.ones(2)),
+    "allgatherv": lambda c: c.allgatherv(np.ones(c.rank)),
+    "gather": lambda c: c.gather(np.ones(2)),
+    "scatter": lambda c: c.scatter([np.ones(2)] * c.size),
+    "alltoall": lambda c: c.alltoall(np.ones(c.size)),
+    "alltoallv": lambda c: c.alltoallv([np.ones(2)] * c.size),
+    "barrier": lambda c: c.barrier(),
+    "send and recv": lambda c: c.send(np.ones(2), 1) if c.rank == 0 else c.recv(np.ones(2), 0),
+    "solo": lambda c: c.solo_allreduce(np.ones(2)),
+    "majority": lambda c: c.majority_allreduce(np.ones(2)),
+    "quorum": lambda c: c.quorum_allreduce(np.ones(2), quorum=1),
+    "split": lambda c: c.split(0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_use_after_close(call):
+    async def main(comm: Communicator) -> Communicator:
+        return comm
+
+    for comm in run_ranks(2, main):
+
+        async def late(comm: Communicator = comm) -> None:
+            await CALLS[call](comm)
+
+        with pytest.raises(ClosedError):
+            asyncio.run(late())
+        comm.abort("too late")  # says nothing to anybody
+        assert comm.statistics().rank == comm.rank
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_abort_ends_every_call_everywhere(call):
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 2:
+            comm.abort("enough")
+            comm.abort("more than enough")
+        while True:
+            await CALLS[call](comm)
+            await comm.barrier()
+
+    raised = failures(3, act)
+    assert sorted(raised) == [0, 1, 2]
+    for error in raised.values():
+        assert type(error) is AbortedError
+        assert (error.rank, error.reason) == (2, "enough")
+
+
+def test_abort_of_a_part_is_its_own():
+    async def main(comm: Communicator) -> None:
+        part = await comm.split(comm.rank % 2)
+        assert part is not None
+        if comm.rank == 2:
+            part.abort("the even ones give up")
+        if comm.rank % 2 == 0:
+            with pytest.raises(AbortedError, match="rank 2 aborted: the even ones give up"):
+                await asyncio.gather(*(part.barrier() for _ in range(9)))
+            with pytest.raises(AbortedError):
+                await part.solo_allreduce(np.ones(1))
+        else:
+            assert (await part.allreduce(np.ones(1)))[0] == part.size
+        assert (await comm.allreduce(np.ones(1)))[0] == comm.size
+
+    simulate(5, main, JITTERY)
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_zmq, run_simulated], ids=["inproc", "zmq", "simulated"])
+def test_the_error_of_a_rank_is_raised_as_it_is(run):
+    class OwnError(Exception):
+        pass
+
+    original = OwnError("rank 1 is unwell")
+
+    async def main(comm: Communicator) -> None:
+        await comm.barrier()
+        if comm.rank == 1:
+            raise original
+        await comm.barrier()
+
+    with pytest.raises(OwnError) as caught:
+        run(3, main)
+    assert caught.value is original
+
+
+def test_survivors_are_told_why_before_they_are_stopped():
+    told = []
+
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise KeyError("lost it")
+        try:
+            await comm.barrier()
+        except AbortedError as error:
+            told.append((comm.rank, error.rank, error.reason))
+            raise
+
+    with pytest.raises(KeyError, match="lost it"):
+        run_ranks(3, main)
+    assert sorted(told) == [(0, 1, "KeyError: 'lost it'"), (2, 1, "KeyError: 'lost it'")]
+
+
+# -- faults of a simulated world -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_crash_is_told_to_every_survivor(call, size):
+    async def act(comm: Communicator) -> None:
+        while True:
+            await CALLS[call](comm)
+            await comm.barrier()
+
+    def run(size: int, main: Act) -> None:
+        simulate(size, main, Network(faults=[Crash(rank=1, at_s=1e-3)]))
+
+    raised = failures(size, act, run, survivors=size - 1)
+    assert sorted(raised) == [rank for rank in range(size) if rank != 1]
+    for error in raised.values():
+        assert type(error) is PeerLostError
+        assert (error.rank, error.cause) == (1, "it crashed")
+
+
+def test_who_has_handled_a_failure_may_leave():
+    """There is nothing left to serve. A rank that crashed has no result, the others have theirs."""
+
+    async def main(comm: Communicator) -> str:
+        with pytest.raises(PeerLostError):
+            await asyncio.gather(*(comm.barrier() for _ in range(9)))
+        return "saved what there was"
+
+    report = simulate(3, main, Network(faults=[Crash(rank=1, at_s=6e-5)]))
+    assert report.results == ["saved what there was", None, "saved what there was"]
+
+
+def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
+    async def main(comm: Communicator) -> None:
+        await asyncio.sleep(1)
+        if comm.rank == 0:
+            await comm.send(np.ones(1), 1, tag=7)
+        elif comm.rank == 1:
+            await comm.recv(np.ones(1), 0, tag=7)
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(2, main, Network(faults=[Cut(0, 1, at_s=0.5)]))
+    text = str(caught.value)
+    assert "rank 1: send/recv #1 of 1 float64, from rank 0 to rank 1, tag 7 at test_failures.py:" in text
+    assert "step 0 from rank 0" in text
+    assert "rank 0: leaving, barrier 1" in text
+
+
+def test_a_deadlock_names_long_sends_and_rounds_too():
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            await comm.send(np.ones(1 << 18), 1)
+        elif comm.rank == 1:
+            await comm.quorum_allreduce(np.ones(1), quorum=2, name="grads")
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(3, main)
+    text = str(caught.value)
+    assert "rank 0: send/recv #1 of 262144 float64" in text
+    assert "rank 1 has not posted its receive" in text
+    assert "rank 1: quorum allreduce 'grads'" in text
+    assert "round 1" in text
+
+
+@pytest.mark.parametrize("fault", [Pause(1, 0.0, 2.0), Cut(0, 1, 0.0, 2.0)], ids=["pause", "cut"])
+def test_a_pause_or_a_cut_that_heals_only_delays(fault):
+    async def main(comm: Communicator) -> list[float]:
+        sums = [(await comm.allreduce(np.full(2, comm.rank + 1.0)))[0] for _ in range(5)]
+        return [*sums, (await comm.solo_allreduce(np.ones(1), sync_every=1)).active]
+
+    plain = simulate(3, main)
+    delayed = simulate(3, main, Network(faults=[fault]))
+    assert delayed.results == plain.results == [[6.0] * 5 + [3]] * 3
+    assert plain.virtual_s < 2 <= delayed.virtual_s
+
+
+# -- cancellation --------------------------------------------------------------------------------
+
+SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quorum", "send and recv")]
+
+
+@pytest.mark.parametrize("how", ["wait_for", "cancel"])
+@pytest.mark.parametrize("call", SYNCHRONOUS)
+def test_cancelling_a_collective_aborts_it_for_everybody(call, how):
+    outcomes = set()
+
+    for seed in range(12):
+        patience_s = random.Random(seed).uniform(0, 300e-6)
+
+        async def cancelled(comm: Communicator, patience_s: float = patience_s) -> None:
+            if how == "wait_for":
+                await asyncio.wait_for(CALLS[call](comm), patience_s)
+                return
+            task = asyncio.create_task(CALLS[call](comm))
+            await asyncio.sleep(patience_s)
+            task.cancel()
+            await task
+
+        async def act(comm: Communicator) -> None:
+            if comm.rank == 1:
+                try:
+                    await cancelled(comm)
+                except (TimeoutError, asyncio.CancelledError):
+                    outcomes.add("cancelled")
+                else:
+                    outcomes.add("in time")
+                    comm.abort(f"{call} came in time")
+            while True:
+                await CALLS[call](comm)
+                await comm.barrier()  # what a root does alone takes no time
+
+        raised = failures(3, act)
+        assert sorted(raised) == [0, 1, 2]
+        for error in raised.values():
+            assert type(error) is AbortedError
+            assert error.rank == 1
+            assert call in error.reason
+    assert "cancelled" in outcomes
+
+
+def test_what_was_cancelled_no_longer_touches_the_callers_memory():
+    async def act(comm: Communicator) -> None:
+        x = np.ones(1 << 17)
+        if comm.rank == 1:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(comm.allreduce(x), 1e-5)
+            x[:] = 7
+        else:
+            await asyncio.sleep(1e-5)
+            await comm.allreduce(x)
+        with pytest.raises(AbortedError):
+            await comm.barrier()
+        assert set(x) == {7.0}
+        await comm.barrier()
+
+    simulated = failures(3, act)
+    assert type(simulated[1]) is AbortedError
+
+
+def wait_avoiding(comm: Communicator, opening: str, x: np.ndarray) -> Coroutine[Any, Any, Any]:
+    options = {"quorum": 2} if opening == "quorum" else {}
+    return getattr(comm, f"{opening}_allreduce")(x, name="g", **options)
+
+
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeypatch):
+    """Every contribution is a power of two of its own, so a sum shows which of them are in it, and how often."""
+    calls = 60 // size
+    rounds: dict[int, set[int]] = {}
+    publish = WaitAvoiding._publish
+
+    def observe(self: WaitAvoiding, result: Result) -> None:
+        rounds.setdefault(result.number, set()).add(int(result.value[0]))
+        publish(self, result)
+
+    monkeypatch.setattr(WaitAvoiding, "_publish", observe)
+    cancelled = []
+
+    async def main(comm: Communicator) -> None:
+        draw = random.Random(f"{seed} {comm.rank}")
+        for call in range(calls):
+            x = np.array([1 << (comm.rank * calls + call)])
+            patience_s = draw.choice([1.0, draw.uniform(0, 200e-6)])
+            try:
+                await asyncio.wait_for(wait_avoiding(comm, opening, x), patience_s)
+            except TimeoutError:
+                cancelled.append((comm.rank, call))
+            x[:] = -1  # ours again
+            await asyncio.sleep(draw.uniform(0, 100e-6))
+        await comm.barrier()  # all is staged: the round after next has all of it
+        newest = np.array([comm.statistics().rounds["g"]])
+        last = int((await comm.allreduce(newest, MAX))[0]) + 2
+        while (await wait_avoiding(comm, opening, np.array([0]))).round < last:
+            pass
+        await comm.barrier()
+        assert comm._operations["g"]._staged is None or not comm._operations["g"]._staged.any()
+        assert not comm._operations["g"]._waiting
+
+    simulate(size, main, JITTERY, seed)
+    assert cancelled
+    assert {len(values) for values in rounds.values()} == {1}, "ranks disagree"
+    assert sum(value for values in rounds.values() for value in values) == (1 << (size * calls)) - 1
+
+
+# -- bad inputs ----------------------------------------------------------------------------------
+
+ones = np.ones(4)
+frozen = np.ones(4)
+frozen.flags.writeable = False
+BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "a list": (lambda c: c.allreduce([1, 2]), "numpy|torch"),
+    "None": (lambda c: c.allreduce(None), "numpy|torch"),
+    "objects": (lambda c: c.allgather(np.array([object()])), "dtype"),
+    "texts": (lambda c: c.broadcast(np.array(["a"])), "dtype"),
+    "read-only": (lambda c: c.allreduce(frozen), "read-only|writ"),
+    "read-only into recv": (lambda c: c.recv(frozen, (c.rank + 1) % 3), "read-only|writ"),
+    "sparse": (lambda c: c.allreduce(torch.ones(2).to_sparse()), "dense"),
+    "on no device": (lambda c: c.allreduce(torch.ones(2, device="meta")), "meta|cpu|CPU"),
+    "expanded": (lambda c: c.allreduce(torch.ones(1).expand(3)), "clone|overlap|expand|contiguous"),
+    "reduction by name": (lambda c: c.allreduce(ones, "sum"), "unknown reduction"),
+    "average of whole numbers": (lambda c: c.allreduce(np.ones(2, int), AVG), "use SUM"),
+    "reduce: reduction": (lambda c: c.reduce(ones, 0, None), "unknown reduction"),
+    "reduce_scatter: reduction": (lambda c: c.reduce_scatter(ones, 3), "unknown reduction"),
+    "solo: reduction": (lambda c: c.solo_allreduce(ones, op="max"), "unknown reduction"),
+    "broadcast: root": (lambda c: c.broadcast(ones, 3), "ranks 0 to 2"),
+    "broadcast: negative root": (lambda c: c.broadcast(ones, -1), "ranks 0 to 2"),
+    "broadcast: root None": (lambda c: c.broadcast(ones, None), "root"),
+    "broadcast: root 1.5": (lambda c: c.broadcast(ones, 1.5), "root"),
+    "broadcast: root by name": (lambda c: c.broadcast(ones, "0"), "root"),
+    "reduce: root": (lambda c: c.reduce(ones, 3), "ranks 0 to 2"),
+    "gather: root": (lambda c: c.gather(ones, 3), "ranks 0 to 2"),
+    "scatter: root": (lambda c: c.scatter([ones] * 3, 3), "ranks 0 to 2"),
+    "reduce_scatter: 0-d": (lambda c: c.reduce_scatter(np.array(1.0)), "reshape"),
+    "alltoall: 0-d": (lambda c: c.alltoall(np.array(1.0)), "reshape"),
+    "alltoall: rows": (lambda c: c.alltoall(np.ones(4)), "alltoallv"),
+    "alltoallv: too few": (lambda c: c.alltoallv([ones]), "each of the 3 ranks, got 1"),
+    "alltoallv: None": (lambda c: c.alltoallv(None), "each of the 3 ranks, got None"),
+    "alltoallv: a number": (lambda c: c.alltoallv(3), "each of the 3 ranks"),
+    "alltoallv: dtypes": (lambda c: c.alltoallv([ones, ones, ones.astype("f4")]), "one dtype"),
+    "alltoallv: a list inside": (lambda c: c.alltoallv([ones, ones, [1]]), "numpy|torch"),
+    "send: dest": (lambda c: c.send(ones, 3), "ranks 0 to 2"),
+    "send: dest None": (lambda c: c.send(ones, None), "dest"),
+    "send: to itself": (lambda c: c.send(ones, c.rank), "itself"),
+    "recv: source": (lambda c: c.recv(ones, -1), "ranks 0 to 2"),
+    "recv: from itself": (lambda c: c.recv(ones, c.rank), "itself"),
+    "send: tag": (lambda c: c.send(ones, (c.rank + 1) % 3, tag="a"), "tag"),
+    "split: color": (lambda c: c.split("red"), "color"),
+    "split: color too large": (lambda c: c.split(1 << 70), "color"),
+    "split: key": (lambda c: c.split(0, key="first"), "key"),
+    "solo: sync_every": (lambda c: c.solo_allreduce(ones, sync_every=-1), "sync_every"),
+    "solo: sync_every None": (lambda c: c.solo_allreduce(ones, sync_every=None), "sync_every"),
+    "solo: sync_every 1.5": (lambda c: c.solo_allreduce(ones, sync_every=1.5), "sync_every"),
+    "solo: name": (lambda c: c.solo_allreduce(ones, name=3), "name"),
+    "solo: a novel as name": (lambda c: c.solo_allreduce(ones, name="x" * 10_000), "name"),
+    "solo: a list": (lambda c: c.solo_allreduce([1.0]), "numpy|torch"),
+    "majority: seed": (lambda c: c.majority_allreduce(ones, seed="x"), "seed"),
+    "majority: seed too large": (lambda c: c.majority_allreduce(ones, seed=1 << 70), "seed"),
+    "quorum: 0": (lambda c: c.quorum_allreduce(ones, quorum=0), "between 1 and"),
+    "quorum: 4": (lambda c: c.quorum_allreduce(ones, quorum=4), "between 1 and"),
+    "quorum: 1.5": (lambda c: c.quorum_allreduce(ones, quorum=1.5), "quorum"),
+    "quorum: None": (lambda c: c.quorum_allreduce(ones, quorum=None), "quorum"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_with_advice_and_takes_no_number(what):
+    call, advice = BAD[what]
+
+    async def main(comm: Communicator) -> None:
+        if comm.rank != 1:
+            with pytest.raises(UsageError, match=advice):
+                await call(comm)
+        await comm.barrier()
+        assert (await comm.allreduce(np.ones(1)))[0] == 3
+        assert (await comm.solo_allreduce(np.ones(1), sync_every=1)).active == 3
+
+    simulate(3, main)
+
+
+def test_scatter_asks_the_root_alone_for_its_parts():
+    async def main(comm: Communicator) -> None:
+        for parts in (None, [np.ones(1)]):
+            if comm.rank == 0:
+                with pytest.raises(UsageError, match="each of the 3 ranks"):
+                    await comm.scatter(parts)
+        assert (await comm.scatter([np.ones(1)] * 3 if comm.rank == 0 else None))[0] == 1
+
+    simulate(3, main)
+
+
+def test_an_abort_without_words_or_with_strange_ones_is_told_all_the_same():
+    for reason in ["", "caf\udce9", "x" * 100_000, ValueError("an object")]:
+
+        async def act(comm: Communicator, reason: Any = reason) -> None:
+            if comm.rank == 0:
+                comm.abort(reason)
+            await comm.barrier()
+
+        raised = failures(3, act)
+        assert {type(error) for error in raised.values()} == {AbortedError}
+
+
+def test_numbers_of_numpy_are_numbers():
+    """A rank that came out of an array names the same execution as an int does."""
+
+    async def main(comm: Communicator) -> None:
+        number = np.int64 if comm.rank == 0 else int
+        x = np.array([float(comm.rank)])
+        if comm.rank == 0:
+            await comm.send(x, np.int64(1), tag=np.int64(3))
+        elif comm.rank == 1:
+            await comm.recv(x, np.int32(0), tag=3)
+        await comm.broadcast(x, number(2))
+        part = await comm.split(number(5), key=number(0))
+        assert part is not None
+        assert (await part.allreduce(np.ones(1)))[0] == comm.size
+        assert (await comm.quorum_allreduce(x, quorum=number(3), seed=number(4), sync_every=number(2))).active == 3
+
+    simulate(3, main)
+
+
+# -- bytes that nobody should have sent ----------------------------------------------------------
+
+
+def routers_address(comm: Communicator, rank: int) -> str:
+    return comm._endpoint.transport.peers[rank]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def visit(address: str, frames: list[bytes], done: Callable[[zmq.Socket], bool], identity: bytes = b"") -> None:
+    """Send `frames` as somebody from outside, and stay until `done`."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        if identity:
+            dealer.routing_id = identity
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            dealer.connect(address)
+            dealer.send_multipart(frames)
+            await until(lambda: done(monitor))
+        finally:
+            dealer.disable_monitor()
+            monitor.close()
+
+
+def disconnected(monitor: zmq.Socket) -> bool:
+    return monitor.poll(0) > 0 and parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
+
+
+STRANGE = {
+    "garbage": [b"\xff" * 100],
+    "nothing": [b""],
+    "a valid message": [wire.encode(wire.SIGNAL, 1, 2, 3)],
+    "an abort": wire.encode_control(wire.Abort(0, 1, "for fun")),
+    "many frames": [b""] * 1000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("identity", [b"", b"asyncoll", b"asyncoll" + bytes(8)], ids=["none", "short", "wrong"])
+@pytest.mark.parametrize("what", STRANGE)
+def test_strangers_are_dropped_and_logged(what, identity, caplog):
+    caplog.set_level(logging.WARNING, "asyncoll")
+
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            frames = STRANGE[what]
+            await visit(routers_address(comm, 1), frames, lambda _: "stranger" in caplog.text, identity)
+            assert f"rank 1 dropped a message from a stranger ({len(frames)} frames)" in caplog.text
+        assert (await comm.allreduce(np.ones(3)))[0] == comm.size
+
+    run_zmq(3, main)
+
+
+@pytest.mark.slow
+def test_a_strangers_oversized_frame_ends_its_connection_and_nothing_else():
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            await visit(routers_address(comm, 1), [b"", bytes(MAX_FRAME_BYTES + 1)], disconnected)
+        assert (await comm.allreduce(np.ones(3)))[0] == comm.size
+
+    run_zmq(3, main)
+
+
+@pytest.mark.slow
+def test_nobody_can_speak_for_a_rank_that_is_there():
+    """ZeroMQ keeps the first connection of a routing id, and drops what comes on a second."""
+
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            identity = comm._endpoint.transport._routing_ids[2]
+            frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
+            barriers = iter([comm.barrier() for _ in range(20)])
+            await visit(routers_address(comm, 1), frames, lambda _: next(barriers, None) is None, identity)
+        else:
+            for _ in range(20):
+                await comm.barrier()
+        assert (await comm.allreduce(np.ones(3)))[0] == comm.size
+
+    run_zmq(3, main)
+
+
+def announced(**fields: Any) -> list[bytes]:
+    """An announcement that is well-formed; `fields` make it impossible."""
+    plain = {"name": "g", "dtype": "float32", "count": 1, "op": "SUM", "opening": "SOLO", "quorum": 1}
+    values = {field.name: "" if field.type == "str" else 0 for field in dataclasses.fields(wire.Announce)}
+    return wire.encode_control(wire.Announce(**values | {"communicator": wire.digest("world")} | plain | fields))
+
+
+GARBAGE = {
+    "garbage": [b"\xff" * 100],
+    "nothing": [b""],
+    "truncated": [wire.encode(wire.SIGNAL)[:-1]],
+    "too many frames": [wire.encode(wire.SIGNAL), b""],
+    "too few frames": [wire.encode(wire.DATA)],
+    "no msgpack": [wire.encode(wire.CONTROL), b"\xc1"],
+    "wrong field": [wire.encode(wire.CONTROL), b"\x94\xa5Abort\x01\x02\x03"],
+    "credit out of nothing": [wire.encode(wire.CREDIT, number=1 << 40)],
+    "impossible dtype": announced(dtype="float13"),
+    "impossible reduction": announced(op="SUMS"),
+    "senseless reduction": announced(op="AVG", dtype="int8"),
+    "negative count": announced(count=-5),
+    "impossible quorum": announced(opening="QUORUM", quorum=9),
+    "negative sync_every": announced(sync_every=-1),
+}
+
+
+def sends(frames: list[bytes]) -> Act:
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm._endpoint.transport.send(2, frames)
+        while True:
+            await comm.barrier()
+
+    return act
+
+
+@pytest.mark.parametrize("run", [run_simulated, pytest.param(run_zmq, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", GARBAGE)
+def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, caplog):
+    raised: dict[int, Exception] = {}
+
+    async def main(comm: Communicator) -> None:
+        try:
+            await sends(GARBAGE[what])(comm)
+        except AsyncollError as error:
+            raised[comm.rank] = error
+            raise
+
+    with pytest.raises(ProtocolError, match="rank 1 broke the protocol") as caught:
+        run(3, main)
+    assert caught.value.source == 1
+    assert raised[2] is caught.value
+
+
+@pytest.mark.parametrize("what", ["garbage", "wrong field"])
+def test_all_ranks_hear_of_a_broken_protocol(what):
+    """Also those that wait for the offended rank, even if it goes on."""
+    raised = failures(3, sends(GARBAGE[what]))
+    assert type(raised[2]) is ProtocolError
+    assert {type(raised[rank]) for rank in (0, 1)} <= {ProtocolError, AbortedError, PeerLostError}
+
+
+@pytest.mark.parametrize("first", ["posted", "arrived"])
+@pytest.mark.parametrize("payload", [b"", b"x" * 3, b"x" * 100], ids=len)
+def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, first):
+    """The header is right: only the payload does not fit. Both a plain receive and a round's own buffer."""
+
+    async def act(comm: Communicator) -> None:
+        x = np.ones(4)
+        await comm.solo_allreduce(x, sync_every=1)
+        operation = comm._operations["solo"]
+        if comm.rank == 1:
+            header = wire.encode(wire.DATA, operation._context, 2, 0, operation._fingerprint)
+            comm._endpoint.transport.send(0, [header, payload])
+            await asyncio.sleep(1)
+        elif first == "arrived":
+            await asyncio.sleep(0.5)
+        await comm.solo_allreduce(x, sync_every=1)
+
+    raised = failures(2, act)
+    assert sorted(raised) == [0, 1]
+    assert type(raised[0]) is ProtocolError
+    assert raised[0].source == 1

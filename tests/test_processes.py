@@ -1,0 +1,133 @@
+"""Ranks as real processes: the same scripts alone, launched, under torchrun, and between what looks like hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+PATIENCE_S = 60  # a safety net, never reached
+OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment that describes no world, with a folder of its own for sockets, which must be empty in the end."""
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    yield plain | {"TMPDIR": str(temporary), "ASYNCOLL_PRELOAD": "", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": ""}
+    left = [path.name for path in temporary.iterdir() if path.name.startswith("asyncoll")]
+    assert left == [], "folders of sockets are left"
+
+
+def run(env: dict[str, str], *command: object) -> str:
+    done = subprocess.run(
+        [*map(str, command)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def launch(env: dict[str, str], size: int, script: str, *arguments: object) -> str:
+    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", size, SCRIPTS / script]
+    return run(env, *command, *arguments)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def world(env: dict[str, str], size: int, *command: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are told of each other by the environment alone."""
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            process = subprocess.Popen(
+                [sys.executable, "-W", "error", *map(str, command)],
+                env=env | place | {"RANK": str(rank)},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield ranks
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+def test_every_collective_over_ipc(env):
+    told = sorted(launch(env, 3, "every_collective.py").splitlines())
+    assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
+
+
+def test_every_collective_between_hosts(env):
+    with world(env, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
+        for process in ranks:
+            code, out, err = finish(process)
+            assert (code, out.endswith("all right\n")) == (0, True), err
+
+
+def test_every_collective_from_the_environment_alone(env):
+    with world(env, 3, SCRIPTS / "every_collective.py") as ranks:
+        for process in ranks:
+            code, out, err = finish(process)
+            assert (code, out.endswith("all right\n")) == (0, True), err
+
+
+def test_a_blocked_rank_takes_part_in_the_rounds_of_others(env, tmp_path):
+    assert launch(env, 3, "blocked.py", tmp_path) == "2: the others went on\n"
+
+
+def test_one_script_gives_the_same_sums_everywhere(env):
+    script = SCRIPTS / "sums.py"
+    alone = run(env, sys.executable, script)
+    assert alone == "sums 499500 499500\n"
+    assert run(env, TORCHRUN, "--standalone", "--nproc-per-node", 2, script) == alone
+    assert launch(env, 3, "sums.py") == f"0: {alone}"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("hosts", [(), (SCRIPTS / "hosts.py",)], ids=["one host", "hosts"])
+def test_survivors_of_a_killed_rank_name_it(env, hosts, victim):
+    with world(env, 3, *hosts, SCRIPTS / "mourners.py") as ranks:
+        for rank, process in enumerate(ranks):
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{rank} is ready\n"
+        ranks[victim].send_signal(signal.SIGKILL)
+        for rank, process in enumerate(ranks):
+            code, out, err = finish(process)
+            if rank == victim:
+                assert code == -signal.SIGKILL
+            else:
+                assert (code, out) == (1, f"{rank} lost {victim}\n")
+                assert f"PeerLostError: rank {victim} is gone" in err
+
+
+def test_survivors_of_an_error_are_told_of_it(env):
+    with world(env, 3, SCRIPTS / "last_words.py") as ranks:
+        for rank, process in enumerate(ranks):
+            code, out, err = finish(process)
+            assert code == 1
+            assert out == ("" if rank == 1 else f"{rank} heard of 1: KeyError: 'lost it'\n")
+            assert ("KeyError: 'lost it'" if rank == 1 else "AbortedError: rank 1 aborted") in err

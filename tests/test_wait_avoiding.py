@@ -1,0 +1,328 @@
+"""The laws of wait-avoiding rounds, over hundreds of seeds in virtual time.
+
+Rank r contributes 2^(r + size * k) at its k-th call, or as floats so few that sums are exact: a sum shows who is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from conftest import SIZES
+
+from asyncoll import AVG, MAX, SUM
+from asyncoll.testing import Network, Pause, run_ranks, simulate
+
+ROUNDS = 12
+JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
+KINDS = {
+    "solo": lambda comm, x, **more: comm.solo_allreduce(x, **more),
+    "majority": lambda comm, x, **more: comm.majority_allreduce(x, seed=7, **more),
+    "quorum": lambda comm, x, **more: comm.quorum_allreduce(x, quorum=(comm.size + 1) // 2, **more),
+    "full": lambda comm, x, **more: comm.quorum_allreduce(x, quorum=comm.size, **more),
+}
+
+
+@dataclass
+class Record:
+    """What one rank saw."""
+
+    submitted: np.ndarray
+    results: dict[int, np.ndarray] = field(default_factory=dict)  # round: its result, newest and missed alike
+    active: dict[int, int] = field(default_factory=dict)
+    included: list[tuple[int, int, bool]] = field(default_factory=list)  # (call, round returned, included)
+    skipped: int = 0
+    late: int = 0
+    synchronous: list[int] = field(default_factory=list)
+
+
+def slots(size: int) -> int:
+    return size * 64
+
+
+async def take_part(comm, kind: str, seed: int, *, rounds: int = ROUNDS, **options) -> Record:
+    """Call until round `rounds` is seen, at random moments; every call contributes to a slot of its own.
+
+    The last round is synchronous, so nothing stays staged and conservation can be exact.
+    """
+    generator = np.random.default_rng([seed, comm.rank])
+    slow = 5 if comm.rank == seed % comm.size else 1
+    record = Record(np.zeros(slots(comm.size), np.int64))
+    newest, call = 0, 0
+    while newest < rounds:
+        await asyncio.sleep(slow * generator.exponential(0.01))
+        x = np.zeros(slots(comm.size), np.int64)
+        x[comm.rank + comm.size * min(call, 63)] = 1
+        record.submitted += x
+        reduction = await KINDS[kind](comm, x, sync_every=rounds, **options)
+        assert reduction.round == newest + 1 + reduction.skipped + len(reduction.missed)
+        for number, old in enumerate(reduction.missed, newest + 1 + reduction.skipped):
+            record.results[number] = old
+        newest = reduction.round
+        record.results[newest] = x
+        record.active[newest] = reduction.active
+        record.included.append((call, newest, reduction.included))
+        record.skipped += reduction.skipped
+        record.late += bool(reduction.skipped or reduction.missed)
+        if reduction.synchronous:
+            record.synchronous.append(newest)
+        call += 1
+    return record
+
+
+def check_laws(size: int, records: list[Record]) -> None:
+    everything = {}
+    for record in records:
+        for number, result in record.results.items():  # agreement: one value per round, whoever saw it
+            np.testing.assert_array_equal(everything.setdefault(number, result), result)
+    submitted = sum(record.submitted for record in records)
+    for rank, record in enumerate(records):
+        for call, number, included in record.included:  # inclusion: the flag says what the sum says
+            in_sum = everything[number][rank + size * min(call, 63)]
+            assert bool(in_sum) == included or call >= 63
+        for number, active in record.active.items():  # the count of contributors is that of the sum
+            per_rank = everything[number].reshape(-1, size).sum(0)
+            assert active == np.count_nonzero(per_rank)
+        assert record.synchronous == [ROUNDS]
+    if len(everything) == ROUNDS:  # somebody saw each round: conservation and exactly-once, to the bit
+        np.testing.assert_array_equal(sum(everything.values()), submitted)
+
+
+@pytest.mark.parametrize("size", [*SIZES[1:], 12, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws(size, kind):
+    complete = 0
+    for seed in range(max(4, 60 // size)):
+        records = simulate(size, lambda comm, s=seed: take_part(comm, kind, s), JITTER, seed).results
+        check_laws(size, records)
+        seen = set().union(*(record.results for record in records))
+        complete += len(seen) == ROUNDS
+    assert complete  # conservation was checked at least once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_over_many_seeds(kind):
+    for seed in range(200):
+        size = 2 + seed % 8
+        check_laws(size, simulate(size, lambda comm, s=seed: take_part(comm, kind, s), JITTER, seed).results)
+
+
+@pytest.mark.parametrize("kind", ["solo", "majority", "quorum"])
+def test_history_delivers_every_missed_result_once(kind):
+    late = 0
+    for seed in range(40):
+        size = 2 + seed % 6
+        records = simulate(size, lambda c, s=seed: take_part(c, kind, s, history=ROUNDS), JITTER, seed).results
+        check_laws(size, records)
+        for record in records:
+            assert sorted(record.results) == list(range(1, ROUNDS + 1))
+            assert record.skipped == 0
+        late += sum(record.late for record in records)
+    assert late > 40
+
+
+def test_short_history_says_what_it_no_longer_has():
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10.5)
+        newest = 0
+        while newest < 10:
+            x = np.ones(1)
+            reduction = await comm.solo_allreduce(x, history=3)
+            newest = reduction.round
+            if comm.rank == 1:
+                return reduction.round, reduction.skipped, len(reduction.missed)
+            await asyncio.sleep(1)
+        return None
+
+    assert simulate(2, main).results[1] == (10, 6, 3)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_sleeping_trainer_delays_nobody_and_its_gift_counts_later(size):
+    async def main(comm):
+        loop = asyncio.get_running_loop()
+        if comm.rank == 1:
+            await asyncio.sleep(100)  # before its first call: its runtime must take part all the same
+        sums = []
+        newest = 0
+        while newest < 20:
+            await asyncio.sleep(0.01)
+            x = np.ones(3)
+            newest = (await comm.solo_allreduce(x)).round
+            sums.append(x[0])
+        return loop.time(), sums
+
+    results = simulate(size, main).results
+    assert max(when for rank, (when, _) in enumerate(results) if rank != 1) < 1
+    assert results[1][1] == results[0][1][-1:]
+
+
+def test_quorum_is_a_promise_and_majority_an_expectation():
+    async def main(comm, kind):
+        seen = []
+        for _ in range(100):
+            await comm.barrier()
+            await asyncio.sleep(comm.rank * 0.01)
+            seen.append((await kind(comm)).active)
+            await asyncio.sleep(1)
+        return seen
+
+    fresh = np.ones
+    quorum = simulate(8, lambda comm: main(comm, lambda c: c.quorum_allreduce(fresh(1), quorum=5))).results
+    assert all(active >= 5 for seen in quorum for active in seen)
+    majority = simulate(8, lambda comm: main(comm, lambda c: c.majority_allreduce(fresh(1)))).results[0]
+    assert min(majority) < 4 < max(majority)
+
+
+def test_sync_every_waits_for_all_and_flushes_what_was_stale():
+    async def main(comm):
+        newest, active = 0, {}
+        while newest < 12:
+            await asyncio.sleep(1 if comm.rank == 2 else 0.1)
+            reduction = await comm.solo_allreduce(np.ones(1), sync_every=4)
+            newest = reduction.round
+            active[newest] = (reduction.active, reduction.synchronous)
+        return active
+
+    for active in simulate(3, main).results:
+        for number, (count, synchronous) in active.items():
+            assert synchronous == (number % 4 == 0)
+            assert count == 3 or not synchronous
+
+
+def test_a_late_rank_heals():
+    """After one long delay a rank is in step again: the round is its clock, not its own count."""
+
+    async def main(comm):
+        newest, late = 0, []
+        while newest < 40:
+            await asyncio.sleep(1.0 if comm.rank == 0 and newest == 5 else 0.1)
+            reduction = await comm.solo_allreduce(np.ones(1))
+            late.append(reduction.skipped)
+            newest = reduction.round
+        return late
+
+    late = simulate(4, main, Network(jitter_s=1e-5)).results[0]
+    assert max(late) >= 8
+    assert late[-20:] == [0] * 20
+
+
+def test_an_awaited_initiator_opens_its_round_late():
+    """Most ranks wait for the drawn rank, which comes late for an older round: it does not keep them for a step more."""
+
+    async def main(comm):
+        loop = asyncio.get_running_loop()
+        newest = 0
+        while newest < 30:
+            late = comm.rank == newest % comm.size
+            await asyncio.sleep(0.3 if late else 0.1)
+            newest = (await comm.majority_allreduce(np.ones(1), history=30)).round
+        return loop.time()
+
+    assert max(simulate(4, main).results) < 30 * 0.2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bool", "int16", "complex64"])
+@pytest.mark.parametrize("count", [0, 1, 40_000])
+def test_dtypes_sizes_and_layouts(dtype, count):
+    async def main(comm):
+        base = np.ones((count, 2), dtype)
+        x = base[:, 1]
+        reduction = await comm.solo_allreduce(x, op=MAX if dtype != "complex64" else SUM, sync_every=1)
+        assert reduction.active == comm.size
+        return base
+
+    for base in run_ranks(5, main):
+        np.testing.assert_array_equal(base[:, 0], np.ones(count, dtype))
+        np.testing.assert_array_equal(base[:, 1], np.full(count, 5 if dtype == "complex64" else 1, dtype))
+
+
+def test_average_divides_by_size_in_the_missed_results_too():
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+        values, newest = [], 0
+        while newest < 3:
+            x = np.full(2, 6.0)
+            reduction = await comm.solo_allreduce(x, op=AVG, history=5)
+            values += [old[0] for old in reduction.missed] + [x[0]]
+            newest = reduction.round
+        return values
+
+    assert simulate(2, main).results == [[3.0, 3.0, 3.0]] * 2
+
+
+def test_operations_and_communicators_do_not_disturb_each_other():
+    async def main(comm):
+        half = await comm.split(comm.rank % 2)
+        calls = [
+            comm.solo_allreduce(np.full(4, 1.0), name="a", sync_every=1),
+            comm.majority_allreduce(np.full(9, 2), name="b", sync_every=1),
+            half.solo_allreduce(np.full(2, 3.0), name="a", sync_every=1),
+            comm.allreduce(np.ones(3)),
+        ]
+        return [getattr(done, "active", None) for done in await asyncio.gather(*calls)]
+
+    assert simulate(6, main, JITTER).results == [[6, 6, 3, None]] * 6
+
+
+def test_calls_on_one_name_take_turns():
+    async def main(comm):
+        done = await asyncio.gather(*(comm.solo_allreduce(np.ones(1), sync_every=1) for _ in range(5)))
+        return [reduction.round for reduction in done]
+
+    assert simulate(3, main).results == [[1, 2, 3, 4, 5]] * 3
+
+
+def test_a_paused_rank_delays_a_round_but_loses_nothing():
+    network = Network(faults=[Pause(1, at_s=0.02, duration_s=5.0)])
+    records = simulate(4, lambda comm: take_part(comm, "solo", 3), network).results
+    check_laws(4, records)
+
+
+def test_same_seed_same_trace():
+    def run(seed: int):
+        return simulate(9, lambda comm: take_part(comm, "majority", 1), JITTER, seed)
+
+    assert run(5).trace == run(5).trace
+    assert run(5).trace != run(6).trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_over_real_sockets(kind):
+    check_laws(5, run_ranks(5, lambda comm: take_part(comm, kind, 2), transport="zmq"))
+
+
+def test_statistics_count_rounds_and_traffic():
+    async def main(comm):
+        for _ in range(3):
+            await comm.solo_allreduce(np.ones(8), name="mine", sync_every=1)
+        return comm.statistics()
+
+    for rank, statistics in enumerate(run_ranks(2, main)):
+        assert statistics.rank == rank
+        assert statistics.rounds == {"mine": 3}
+        assert statistics.bytes_sent >= 3 * 64
+        assert statistics.messages_received > 3
+
+
+def test_a_thousand_ranks():
+    """Twenty solo rounds of 1,024 ranks, one of them five times slower (BENCHMARKS.md has the wall time)."""
+
+    async def main(comm):
+        newest, counts = 0, Counter()
+        while newest < 20:
+            await asyncio.sleep(0.05 if comm.rank == 7 else 0.01)
+            reduction = await comm.solo_allreduce(np.ones(1, np.int64))
+            newest = reduction.round
+            counts[reduction.active] += 1
+        return counts
+
+    results = simulate(1024, main, Network(jitter_s=1e-6), seed=1).results
+    assert all(sum(counts.values()) == 20 for rank, counts in enumerate(results) if rank != 7)
+    assert sum(results[7].values()) <= 6

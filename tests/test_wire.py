@@ -1,0 +1,198 @@
+"""Frames: what is encoded comes back, and bytes that nobody encoded are a ProtocolError and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncoll import wire
+from asyncoll.errors import ProtocolError
+
+KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL]
+WITH_PAYLOAD = (wire.DATA, wire.CONTROL)
+words = st.integers(0, 2**64 - 1)
+steps = st.integers(0, 2**32 - 1)
+
+
+def message(kind: int, payload: bytes = b"", **fields: int) -> list[bytes]:
+    return [wire.encode(kind, **fields), payload][: 2 if kind in WITH_PAYLOAD else 1]
+
+
+def reads_or_refuses(frames: list[bytes]) -> None:
+    """Anything but ProtocolError escapes and fails the test."""
+    try:
+        header = wire.decode(frames)
+        if header.kind == wire.CONTROL:
+            wire.decode_control(frames[1])
+    except ProtocolError:
+        return
+    assert wire.encode(header.kind, header.context, header.number, header.step, header.fingerprint) == frames[0]
+
+
+@given(st.sampled_from(KINDS), words, words, steps, words, st.binary(max_size=50))
+def test_header_comes_back(kind, context, number, step, fingerprint, payload):
+    fields = {"context": context, "number": number, "step": step, "fingerprint": fingerprint}
+    header = wire.decode(message(kind, payload, **fields))
+    assert header._asdict() == {"kind": kind, **fields}
+
+
+@given(st.lists(st.binary(max_size=80), max_size=4))
+def test_random_frames_are_read_or_refused(frames):
+    reads_or_refuses(frames)
+
+
+@given(st.sampled_from(KINDS), st.integers(0, wire.HEADER_BYTES - 1), st.integers(0, 255), st.binary(max_size=50))
+def test_mutated_headers_are_read_or_refused(kind, place, value, payload):
+    frames = message(kind, payload)
+    frames[0] = frames[0][:place] + bytes([value]) + frames[0][place + 1 :]
+    reads_or_refuses(frames)
+
+
+@given(st.binary(max_size=200))
+def test_random_control_payloads_are_read_or_refused(payload):
+    reads_or_refuses(message(wire.CONTROL, payload))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 1, wire.HEADER_BYTES - 1, wire.HEADER_BYTES + 1, 1000])
+def test_a_header_of_another_length_is_refused(kind, length):
+    frames = message(kind)
+    frames[0] = (frames[0] * 40)[:length]
+    with pytest.raises(ProtocolError, match="one frame of"):
+        wire.decode(frames)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_too_many_or_too_few_is_refused(kind):
+    frames = message(kind)
+    with pytest.raises(ProtocolError, match="frames"):
+        wire.decode([*frames, b""])
+    with pytest.raises(ProtocolError, match="frames"):
+        wire.decode([frames[0], *[b""] * (kind not in WITH_PAYLOAD)])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x06", "kind")],
+)
+def test_a_strange_header_is_explained(place, value, complaint):
+    header = bytearray(wire.encode(wire.SIGNAL))
+    header[place : place + 1] = value
+    with pytest.raises(ProtocolError, match=complaint):
+        wire.decode([bytes(header)])
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(wire.DATA, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)])
+def test_the_largest_payload_passes_and_one_byte_more_does_not(kind, limit):
+    assert wire.decode(message(kind, bytes(limit))).kind == kind
+    with pytest.raises(ProtocolError, match=f"more than {limit}"):
+        wire.decode(message(kind, bytes(limit + 1)))
+
+
+# -- control messages ----------------------------------------------------------------------------
+
+numbers = st.integers(-(2**63), 2**64 - 1)
+texts = st.text(max_size=30)
+CONTROLS = [wire.Announce, wire.Dispute, wire.Mismatch, wire.Abort]
+controls = st.one_of(
+    st.builds(cls, *[numbers if field.type == "int" else texts for field in dataclasses.fields(cls)])
+    for cls in CONTROLS
+)
+ABORT = ["Abort", 1, 2, "tired"]
+
+
+@given(controls)
+def test_control_message_comes_back(control):
+    frames = wire.encode_control(control)
+    assert wire.decode(frames).kind == wire.CONTROL
+    assert wire.decode_control(frames[1]) == control
+
+
+@pytest.mark.parametrize("letter", ["a", "\N{GREEK SMALL LETTER ALPHA}", "\N{SNOWMAN}", "\N{BUG}"])
+@pytest.mark.parametrize("cls", CONTROLS)
+def test_long_texts_are_cut_to_fit(cls, letter):
+    long = letter * 100_000
+    control = cls(*[long if field.type == "str" else 2**63 for field in dataclasses.fields(cls)])
+    frames = wire.encode_control(control)
+    assert wire.decode(frames).kind == wire.CONTROL
+    assert type(wire.decode_control(frames[1])) is cls
+
+
+def test_a_text_that_is_not_unicode_is_sent_all_the_same():
+    """The names of files, and so call sites, may hold any bytes, which Python shows as lone surrogates."""
+    frames = wire.encode_control(wire.Abort(1, 2, "at caf\udce9.py:3"))
+    assert "at caf" in wire.decode_control(frames[1]).reason
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        None,
+        7,
+        "Abort",
+        {"Abort": 1},
+        ["Abort"],
+        ["Abort", 1, 2],
+        [*ABORT, 3],
+        ["Abort", "1", 2, "tired"],
+        ["Abort", 1, True, "tired"],
+        ["Abort", 1, 2.0, "tired"],
+        ["Abort", 1, None, "tired"],
+        ["Abort", 1, 2, b"tired"],
+        ["Abort", 1, 2, ["tired"]],
+        ["Abort", 1, 2, {"tired": 1}],
+        ["Control", 1, 2, "tired"],
+        ["__class__"],
+        [["Abort"], 1, 2, "tired"],
+        [None, 1, 2, "tired"],
+        list(range(65)),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_control_message_is_refused(values):
+    with pytest.raises(ProtocolError):
+        wire.decode_control(msgpack.packb(values))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 60_000,  # nested as deep as it goes
+        b"\xdd\xff\xff\xff\xff",  # an array of 2^32 - 1 elements
+        b"\xdb\xff\xff\xff\xff",  # a text of as many bytes
+        b"\xc7\x08\xff" + bytes(8),  # a time stamp
+        msgpack.packb(ABORT)[:-1],
+        msgpack.packb(ABORT) + b"\x00",
+        msgpack.packb(["Abort", 1, 2, "x" * 8]).replace(b"x", b"\xff"),
+    ],
+    ids=["nothing", "reserved", "nested", "huge array", "huge text", "extension", "cut", "trailing", "not unicode"],
+)
+def test_malicious_msgpack_is_refused(payload):
+    with pytest.raises(ProtocolError):
+        wire.decode_control(payload)
+
+
+# -- digests -------------------------------------------------------------------------------------
+
+DIGEST = 3295537554666469659
+
+
+def test_digest_is_the_same_in_every_process():
+    assert wire.digest("world", 1, "é") == DIGEST
+    code = "from asyncoll.wire import digest; print(digest('world', 1, 'é'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) == DIGEST
+
+
+@given(st.lists(st.one_of(texts, numbers), max_size=4), st.lists(st.one_of(texts, numbers), max_size=4))
+def test_digests_tell_values_apart(parts, others):
+    assert (wire.digest(*parts) == wire.digest(*others)) == (parts == others)
