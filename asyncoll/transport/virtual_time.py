@@ -65,6 +65,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self.set_debug(False)  # what debug mode times is real; and it makes a simulation several times longer
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
         self._events = self._jumping.events
         self._count = itertools.count()  # events of equal time happen in the order in which they were made
