@@ -43,7 +43,6 @@ ROOMS: dict[str, set[str]] = {
         "schedule",
         "endpoint",
         "group",
-        "algorithms",
         "algorithms.dense",
         "algorithms.activation",
     },
@@ -56,7 +55,6 @@ ROOMS: dict[str, set[str]] = {
         "endpoint",
         "group",
         "progress",
-        "algorithms",
         "algorithms.dense",
         "algorithms.activation",
         "algorithms.wait_avoiding",
@@ -65,12 +63,10 @@ ROOMS: dict[str, set[str]] = {
     "world": {
         "errors",
         "wire",
-        "transport",
         "transport.inproc",
         "endpoint",
         "group",
         "progress",
-        "algorithms",
         "algorithms.dense",
         "communicator",
         "rendezvous",
@@ -80,7 +76,6 @@ ROOMS: dict[str, set[str]] = {
     # roof
     "testing": {
         "errors",
-        "wire",
         "transport",
         "transport.inproc",
         "transport.zeromq",
