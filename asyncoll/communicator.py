@@ -12,6 +12,8 @@ communicator, because its peers cannot be left waiting; cancelling a wait-avoidi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from asyncoll.tensors import MAX_DIMENSIONS, Array, Operand, ReduceOp
 from asyncoll.wire import Announce, digest
 
 T = TypeVar("T")
+_MAX_NAME = 200
 _SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, then each
 
 
@@ -129,7 +132,7 @@ class Communicator:
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
         operand = tensors.operand(x, writable=True)
-        self._check_rank(root, "root")
+        root = self._place(root, "root")
 
         async def body(lane: Lane) -> T:
             await dense.broadcast(lane, operand.flat, root)
@@ -140,7 +143,7 @@ class Communicator:
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
-        self._check_rank(root, "root")
+        root = self._place(root, "root")
         operand = tensors.operand(x, writable=self.rank == root)
         combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
 
@@ -206,7 +209,7 @@ class Communicator:
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
         operand = tensors.operand(x)
-        self._check_rank(root, "root")
+        root = self._place(root, "root")
 
         async def body(lane: Lane) -> T | None:
             if self.rank != root:
@@ -224,7 +227,7 @@ class Communicator:
 
         `xs` holds `size` tensors of one dtype, whose shapes may differ.
         """
-        self._check_rank(root, "root")
+        root = self._place(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
 
         async def body(lane: Lane) -> T:
@@ -286,7 +289,7 @@ class Communicator:
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
         operand = tensors.operand(x)
-        self._check_peer(dest, "dest")
+        dest, tag = self._peer(dest, "dest"), _whole(tag, "tag")
 
         async def body(lane: Lane) -> None:
             await lane.send(dest, 0, operand.flat)
@@ -296,7 +299,7 @@ class Communicator:
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
         operand = tensors.operand(x, writable=True)
-        self._check_peer(source, "source")
+        source, tag = self._peer(source, "source"), _whole(tag, "tag")
 
         async def body(lane: Lane) -> T:
             await lane.recv(source, 0, operand.flat)
@@ -361,6 +364,7 @@ class Communicator:
         A rank drawn for each round from `seed` counts the arrivals; its caller need not be there. Otherwise as
         `solo_allreduce`.
         """
+        quorum = _whole(quorum, "quorum")
         if not 1 <= quorum <= self.size:
             raise UsageError(f"quorum {quorum} is not between 1 and the number of ranks, {self.size}")
         rules = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
@@ -373,6 +377,8 @@ class Communicator:
 
         Every rank must call it. The new one numbers its own calls; it closes with the world.
         """
+        color = None if color is None else _whole(color, "color")
+        key = _whole(key, "key")
         call = self._call("split", None)
 
         async def body(lane: Lane) -> Communicator | None:
@@ -407,7 +413,7 @@ class Communicator:
 
         Local, immediate, idempotent; never blocks.
         """
-        self._runner.post(lambda: self._abort(reason))
+        self._runner.post(lambda: self._abort(str(reason)))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -458,6 +464,9 @@ class Communicator:
     ) -> Coroutine[Any, Any, Reduction]:
         operand = tensors.operand(x, writable=True)
         tensors.check_reduction(op, operand.dtype)
+        if not isinstance(name, str) or len(name) > _MAX_NAME:
+            raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(name)[:50]!r}")
+        rules = {rule: _whole(value, rule) for rule, value in rules.items()}
         spec = Operation(name, operand.dtype, operand.flat.size, op, opening, **rules)
         if spec.sync_every < 0 or spec.history < 0:
             raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
@@ -519,7 +528,8 @@ class Communicator:
             op, opening = ReduceOp[message.op], Opening[message.opening]
             tensors.check_reduction(op, message.dtype)
             tensors.storage(message.dtype)
-        except (KeyError, TypeError, UsageError) as error:
+            caller = self._group.ranks.index(source)
+        except (KeyError, TypeError, ValueError, UsageError) as error:
             raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
         spec = Operation(
             message.name,
@@ -532,7 +542,10 @@ class Communicator:
             message.sync_every,
             message.history,
         )
-        self._persistent(spec, self._group.ranks.index(source), message.site)
+        if spec.count < 0 or not 1 <= spec.quorum <= self.size or spec.sync_every < 0 or spec.history < 0:
+            raise ProtocolError(f"an announcement of an impossible operation: {spec}")
+        with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
+            self._persistent(spec, caller, message.site)
 
     def _finish(self, operand: Operand, op: ReduceOp) -> None:
         if op is ReduceOp.AVG:
@@ -540,9 +553,10 @@ class Communicator:
         operand.write_back()
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
-        if xs is None or len(xs) != self.size:
-            given = "None" if xs is None else f"{len(xs)}"
-            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {given}")
+        if not isinstance(xs, Sequence) and not hasattr(xs, "__len__"):
+            raise UsageError(f"{operation} needs a sequence of {self.size} tensors, one for each rank, got {xs!r}")
+        if len(xs) != self.size:
+            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {len(xs)}")
         operands = [tensors.operand(x) for x in xs]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
@@ -555,18 +569,32 @@ class Communicator:
         rows = operand.shape[0]
         return rows, operand.flat.size // rows if rows else 0
 
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.size:
-            raise UsageError(f"{what} {rank} is not one of the ranks 0 to {self.size - 1}")
+    def _place(self, rank: object, what: str) -> int:
+        place = _whole(rank, what)
+        if not 0 <= place < self.size:
+            raise UsageError(f"{what} {place} is not one of the ranks 0 to {self.size - 1}")
+        return place
 
-    def _check_peer(self, rank: int, what: str) -> None:
-        self._check_rank(rank, what)
-        if rank == self.rank:
-            raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
+    def _peer(self, rank: object, what: str) -> int:
+        place = self._place(rank, what)
+        if place == self.rank:
+            raise UsageError(f"{what} {place} is this rank itself: keep the tensor instead")
+        return place
 
     def _check_open(self) -> None:
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
+
+
+def _whole(value: object, what: str) -> int:
+    """`value` as a Python int (a numpy integer prints, and so hashes, differently); UsageError if it is none."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(f"{what} {number} does not fit into 64 bits")
+    return number
 
 
 def _site() -> str:

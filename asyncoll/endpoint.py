@@ -159,7 +159,12 @@ class Endpoint:
         """Post a receive from world rank `source`."""
         identity = execution.identity
         assert identity is not None
-        early = execution.mailbox.post((source, step), receive)
+        try:
+            early = execution.mailbox.post((source, step), receive)
+        except ProtocolError as error:
+            self._broken(source, error)
+            self.check(identity.communicator)
+            raise
         if receive.into.nbytes > SEGMENT_BYTES:
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._send(source, [header])
@@ -309,6 +314,10 @@ class Endpoint:
         finally:
             del self._watched[future]
 
+    def has_failed(self, communicator: int) -> bool:
+        """Whether `communicator`, or the world, has failed."""
+        return WORLD in self._failures or communicator in self._failures
+
     def waiting(self) -> list[str]:
         """What this rank waits for, one line each."""
         lines = []
@@ -359,9 +368,17 @@ class Endpoint:
             else:
                 self._told(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
-            text = f"rank {source} broke the protocol: {error}"
-            logger.error(text)
-            self.fail(lambda: ProtocolError(text, source))
+            self._broken(source, error)
+
+    def _broken(self, source: int, error: ProtocolError) -> None:
+        """`source` broke the protocol: nothing it says can be trusted, so the world ends, and everybody hears why."""
+        text = f"rank {source} broke the protocol: {error}"
+        logger.error(text)
+        if WORLD not in self._failures:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    self.tell(peer, wire.Abort(WORLD, self.rank, text))
+        self.fail(lambda: ProtocolError(text, source))
 
     def lost(self, source: int, cause: str) -> None:
         self.fail(lambda: PeerLostError(source, cause))

@@ -135,8 +135,13 @@ _FIELD_TYPES: Final = {"int": int, "str": str}
 def encode_control(message: Control) -> list[Buffer]:
     """The frames of a control message. Long texts are cut, so that it always fits."""
     values = [getattr(message, field.name) for field in dataclasses.fields(message)]
-    short = [value[:8192] if isinstance(value, str) else value for value in values]
+    short = [_short(value) if isinstance(value, str) else value for value in values]
     return [encode(CONTROL), msgpack.packb([type(message).__name__, *short])]
+
+
+def _short(text: str) -> str:
+    """At most 8 KiB of `text`, in characters that msgpack can write."""
+    return text.encode("utf-8", "backslashreplace")[:8192].decode("utf-8", "ignore")
 
 
 def decode_control(payload: Buffer) -> Control:

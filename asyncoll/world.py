@@ -63,10 +63,12 @@ async def connect() -> AsyncIterator[Communicator]:
     try:
         async with World(Endpoint(meeting.transport), thread, meeting.hosts) as comm:
             if meeting.folder is not None:
-                shutil.rmtree(meeting.folder)
+                shutil.rmtree(meeting.folder, ignore_errors=True)
             yield comm
     finally:
         thread.stop()
+        if meeting.folder is not None:
+            shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
 class World:
@@ -97,13 +99,16 @@ class World:
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
-            if error is None:
+            if error is not None:
+                self._endpoint.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
+            elif not self._failed():
                 await self._part()
-            else:
-                reason = f"{type(error).__name__}: {error}"
-                self._endpoint.abort(WORLD, self._group.ranks, reason)
         finally:
-            await self._endpoint.close(flush=error is not None)
+            await self._endpoint.close(flush=self._failed())
+
+    def _failed(self) -> bool:
+        """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
+        return self._endpoint.has_failed(self._group.communicator)
 
     async def _part(self) -> None:
         """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.

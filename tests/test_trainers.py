@@ -228,7 +228,7 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
 
 def test_the_rate_rises_and_falls_by_rounds() -> None:
     settings = Settings(rounds=9, learning_rate=0.5)
-    rates = [learning_rate(newest, settings) for newest in range(settings.rounds)]
+    rates = [learning_rate(round_, settings) for round_ in range(1, settings.rounds + 1)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.4, 0.3, 0.2, 0.1])
 
 
@@ -282,7 +282,7 @@ def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp
         (["eager_sgd", "--partial", "some"], "'some' is not one of"),
         (["allreduce_sgd", "--partial", "solo"], "No such option"),
         (["allreduce_sgd", "--workload", "cats"], "'cats' is not"),
-        (["eager_sgd", "--average-every", "0"], "0 is not in the range"),
+        (["eager_sgd", "--average-every", "-1"], "-1 is not in the range"),
         (["demo", "--ranks", "1"], "1 is not in the range"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_late_rank_heals():
 
 
 def test_an_awaited_initiator_opens_its_round_late():
-    """Most ranks wait for the drawn rank, which comes late for an older round: it does not keep them for a step more."""
+    """Most ranks wait for the drawn rank, which comes late for an older round: it keeps them no step longer."""
 
     async def main(comm):
         loop = asyncio.get_running_loop()

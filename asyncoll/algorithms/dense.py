@@ -16,9 +16,9 @@ from asyncoll.tensors import Array, Combine
 
 # Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
 # `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
-DOUBLING_MAX_BYTES = 1 << 15
-RABENSEIFNER_MAX_BYTES = 1 << 19
-SMALL_MAX_BYTES = 1 << 15
+DOUBLING_MAX_BYTES = 1 << 18
+RABENSEIFNER_MAX_BYTES = 1 << 21
+SMALL_MAX_BYTES = 1 << 20
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:

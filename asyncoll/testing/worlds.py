@@ -64,6 +64,8 @@ class SimReport:
 def simulate(size: int, main: Main[Any], network: Network | None = None, seed: int = 0) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time: same seed, same trace.
 
+    Time passes only when everybody waits: a rank that never does (a root that only broadcasts) stops the clock.
+
     Raises the first error of a rank, or DeadlockError, listing who waits for what, if nothing can ever happen again.
     `main` must not touch the real world: `asyncio.sleep` is how a rank computes.
     """
