@@ -553,11 +553,14 @@ class Communicator:
         operand.write_back()
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
-        if not isinstance(xs, Sequence) and not hasattr(xs, "__len__"):
-            raise UsageError(f"{operation} needs a sequence of {self.size} tensors, one for each rank, got {xs!r}")
-        if len(xs) != self.size:
-            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {len(xs)}")
-        operands = [tensors.operand(x) for x in xs]
+        try:
+            given = list(xs)  # type: ignore[arg-type]
+        except TypeError:
+            given = []
+        if len(given) != self.size:
+            what = f"{len(given)}" if given else f"{xs!r:.60}"
+            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
+        operands = [tensors.operand(x) for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

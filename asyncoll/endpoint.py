@@ -161,6 +161,8 @@ class Endpoint:
         assert identity is not None
         try:
             early = execution.mailbox.post((source, step), receive)
+            if early:
+                _check_whole(receive)
         except ProtocolError as error:
             self._broken(source, error)
             self.check(identity.communicator)
@@ -390,6 +392,7 @@ class Endpoint:
         receive = execution.mailbox.posted.get((source, header.step))
         if execution.mailbox.arrive((source, header.step), payload):
             assert receive is not None
+            _check_whole(receive)
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
 
@@ -474,6 +477,12 @@ def _data_header(execution: Execution, step: int) -> bytes:
     identity = execution.identity
     assert identity is not None
     return wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
+
+
+def _check_whole(receive: Receive) -> None:
+    """A short array comes in one piece; part of one is not the array that was asked for."""
+    if receive.into.nbytes <= SEGMENT_BYTES and not receive.complete:
+        raise ProtocolError(f"a segment of {receive.filled} elements; {receive.into.size} were expected")
 
 
 def _cost(payload: Buffer) -> int:

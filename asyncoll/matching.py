@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncoll.errors import ProtocolError
 from asyncoll.tensors import Array, Combine
-from asyncoll.wire import SEGMENT_BYTES, Buffer
+from asyncoll.wire import Buffer
 
 Key = tuple[int, int]  # (source rank in the world, step)
 
@@ -37,13 +37,15 @@ class Receive:
         into = self.into
         data = _as_array(payload, into)
         target = into[self.filled : self.filled + data.size]
-        whole = into.size if into.nbytes <= SEGMENT_BYTES else min(SEGMENT_BYTES // into.itemsize, target.size)
-        if data.size != whole or target.size != data.size:
+        if target.size != data.size or (into.size and not data.size):
             raise ProtocolError(f"a segment of {data.size} elements; {into.size - self.filled} were expected")
         if self.combine is None:
             target[...] = data
         else:
-            self.combine(target, data)
+            try:
+                self.combine(target, data)
+            except ValueError as error:  # a piece that the reduction cannot take apart
+                raise ProtocolError(f"a segment of {data.size} elements: {error}") from None
         self.filled += data.size
         if self.filled == into.size:
             self.complete = True

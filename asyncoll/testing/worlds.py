@@ -26,6 +26,7 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world import World
 
 T = TypeVar("T")
+_HEARD_S = 0.05  # time for the others to hear of a failure, and to fail with its cause, before they are cancelled
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
 _WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Sequence[Transport]]]] = {
     "inproc": lambda size: contextlib.nullcontext(inproc.world(size)),
@@ -103,12 +104,13 @@ async def _run_all(
 
 
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
-    async with world as comm:
-        try:
+    try:
+        async with world as comm:
             return await main(comm)
-        except Exception as error:
-            errors.append(error)
-            raise
+    except Exception as error:
+        errors.append(error)
+        await asyncio.sleep(_HEARD_S)
+        raise
 
 
 def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> None:
