@@ -741,6 +741,7 @@ GARBAGE = {
 
 def sends(frames: list[bytes]) -> Act:
     async def act(comm: Communicator) -> None:
+        await comm.barrier()  # everybody has joined
         if comm.rank == 1:
             comm._endpoint.transport.send(2, frames)
         for _ in range(20):
