@@ -29,7 +29,7 @@ GRANT: Final = 2  # the receive for a long array is posted: send it
 CREDIT: Final = 3  # so many bytes of yours have been consumed
 SIGNAL: Final = 4  # header only, for the handler of a persistent operation
 CONTROL: Final = 5  # msgpack, rare
-_KINDS: Final = frozenset({DATA, GRANT, CREDIT, SIGNAL, CONTROL})
+_PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: 0, CONTROL: CONTROL_BYTES}
 
 _HEADER: Final = struct.Struct("<2sBBIQQQ")
 HEADER_BYTES: Final = _HEADER.size
@@ -63,19 +63,15 @@ def decode(frames: list[Buffer]) -> Header:
     if version != VERSION:
         raise ProtocolError(f"wire version {version}, expected {VERSION}: run the same asyncoll at every rank")
     header = Header._make(fields)
-    if header.kind not in _KINDS:
+    limit = _PAYLOAD_LIMITS.get(header.kind)
+    if limit is None:
         raise ProtocolError(f"unknown kind of message {header.kind}")
-    _check_payload(header.kind, frames)
-    return header
-
-
-def _check_payload(kind: int, frames: list[Buffer]) -> None:
-    expected = 2 if kind in (DATA, CONTROL) else 1
+    expected = 2 if limit else 1
     if len(frames) != expected:
-        raise ProtocolError(f"a message of kind {kind} has {expected} frames, got {len(frames)}")
-    limit = SEGMENT_BYTES if kind == DATA else CONTROL_BYTES
-    if expected == 2 and len(frames[1]) > limit:
+        raise ProtocolError(f"a message of kind {header.kind} has {expected} frames, got {len(frames)}")
+    if limit and len(frames[1]) > limit:
         raise ProtocolError(f"a payload of more than {limit} bytes")
+    return header
 
 
 def digest(*parts: object) -> int:

@@ -172,7 +172,9 @@ class WaitAvoiding:
         return plan.fresh()
 
     def _arrive(self, number: int) -> None:
-        """This rank's caller is here for round `number`: open it, or tell the rank that does."""
+        """This rank's caller is here for round `number`, which may run already: open it, or tell the rank that does."""
+        if REDUCE in self._schedule.fired:
+            return
         operation = self.operation
         drawn = operation.drawn(number, self._group.size)
         alone = operation.opening is Opening.SOLO or operation.is_synchronous(number)
@@ -202,8 +204,8 @@ class WaitAvoiding:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
 
     def _heed(self, step: int) -> None:
-        if heard(step) in self._schedule:
-            self._fire(heard(step))
+        if (edge := heard(step)) in self._schedule:
+            self._fire(edge)
         elif step == ARRIVED:
             self._arrivals += 1
             if self.operation.opening is Opening.QUORUM and self._arrivals == self.operation.quorum:

@@ -125,7 +125,7 @@ def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> No
 def _rare_collections() -> Iterator[None]:
     """Collect garbage seldom: the live objects of a thousand ranks make each collection long and find nothing."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, *thresholds[1:])
+    gc.set_threshold(100_000, 50, 100)
     try:
         yield
     finally:

@@ -85,6 +85,7 @@ class SimulatedWorld:
             ranks = (fault.a, fault.b) if isinstance(fault, Cut) else (fault.rank,)
             if any(not 0 <= rank < size for rank in ranks):
                 raise UsageError(f"{fault} names a rank outside a world of {size}")
+        self.size = size
         self.network = network
         self.traffic = Traffic([])
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
@@ -150,14 +151,11 @@ class SimulatedTransport:
 
     def __init__(self, rank: int, world: SimulatedWorld) -> None:
         self.rank = rank
+        self.size = world.size
         self._world = world
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
         self._closed = False
-
-    @property
-    def size(self) -> int:
-        return len(self._world.transports)
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
