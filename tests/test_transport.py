@@ -27,6 +27,38 @@ def test_zeromq(loop):
     check_transport(zeromq.local_world, loop)
 
 
+@contextlib.contextmanager
+def over_tcp(size):
+    transports = [zeromq.ZeroMQTransport(rank, size, b"test") for rank in range(size)]
+    addresses = [transport.bind("tcp://127.0.0.1:0") for transport in transports]
+    for transport in transports:
+        transport.peers = addresses
+    yield transports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
+def test_zeromq_over_tcp(loop):
+    check_transport(over_tcp, loop)
+
+
+class Forgetful(inproc.InprocTransport):
+    """Drops a frame now and then: the contract must notice."""
+
+    def send(self, dest, frames):
+        super().send(dest, frames if len(frames[-1]) != 3 else frames[:1])
+
+
+def test_the_contract_notices_a_broken_promise():
+    def world(size):
+        peers = []
+        peers.extend(Forgetful(rank, peers) for rank in range(size))
+        return contextlib.nullcontext(peers)
+
+    with pytest.raises(AssertionError, match="in order, whole and unchanged"):
+        check_transport(world)
+
+
 @pytest.mark.parametrize(
     "network",
     [Network(), Network(latency_s=1e-3, jitter_s=5e-3), Network(bandwidth_bytes_per_s=1e6, jitter_s=1e-4)],

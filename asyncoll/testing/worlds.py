@@ -71,8 +71,8 @@ def simulate(size: int, main: Main[Any], network: Network | None = None, seed: i
     `main` must not touch the real world: `asyncio.sleep` is how a rank computes.
     """
     _check_size(size)
-    loop = VirtualTimeLoop()
     world = SimulatedWorld(size, network or Network(), seed)
+    loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
@@ -106,9 +106,12 @@ async def _run_all(
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
     try:
         async with world as comm:
-            return await main(comm)
-    except Exception as error:
-        errors.append(error)
+            try:
+                return await main(comm)
+            except Exception as error:
+                errors.append(error)
+                raise
+    except Exception:
         await asyncio.sleep(_HEARD_S)
         raise
 

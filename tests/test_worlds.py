@@ -1,0 +1,92 @@
+"""The worlds of the test kit themselves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncoll import UsageError, offload
+from asyncoll.testing import Network, Pause, run_ranks, simulate
+
+
+async def total(comm):
+    await asyncio.sleep(0)
+    return int((await comm.allreduce(np.array([comm.rank])))[0])
+
+
+@pytest.mark.asyncio
+async def test_worlds_run_inside_a_running_loop_too():
+    assert run_ranks(4, total) == [6] * 4
+    assert simulate(5, total).results == [10] * 5
+    await asyncio.sleep(0)  # the outer loop is unharmed
+
+
+@pytest.mark.asyncio
+async def test_errors_come_out_of_the_inner_world():
+    async def fail(comm):
+        await comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("rank 1")
+        await comm.barrier()
+
+    with pytest.raises(ValueError, match="rank 1"):
+        run_ranks(3, fail)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_has_a_rank(size):
+    for world in (run_ranks, simulate):
+        with pytest.raises(UsageError, match="at least one rank"):
+            world(size, total)
+
+
+def test_unknown_transports_are_named():
+    with pytest.raises(UsageError, match="unknown transport 'smoke': use one of inproc, zmq"):
+        run_ranks(2, total, transport="smoke")
+
+
+def test_virtual_time_costs_nothing_and_is_reported():
+    async def main(comm):
+        await asyncio.sleep(1e6)
+        return await offload(lambda: comm.rank)
+
+    report = simulate(3, main, Network(latency_s=0.25))
+    assert report.results == [0, 1, 2]
+    assert 1e6 < report.virtual_s < 1e6 + 10
+
+
+def test_bandwidth_is_what_a_long_message_costs():
+    async def main(comm):
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await comm.broadcast(np.zeros(250_000, "f4"))
+        return loop.time() - start
+
+    slow = simulate(2, main, Network(latency_s=0, bandwidth_bytes_per_s=1e6)).results[1]
+    assert 1.0 <= slow < 1.1
+    assert simulate(2, main, Network(latency_s=0)).results[1] < 0.01
+
+
+def test_words_and_messages_are_counted():
+    async def main(comm):
+        if comm.rank == 0:
+            await comm.send(np.zeros(1000, "f4"), 1)
+        else:
+            await comm.recv(np.zeros(1000, "f4"), 0)
+
+    async def idle(comm):
+        pass
+
+    busy, nothing = simulate(2, main), simulate(2, idle)
+    assert busy.words - nothing.words == 1000
+    assert busy.messages - nothing.messages == 1
+    assert len(busy.trace) == busy.messages
+
+
+def test_faults_must_name_ranks_of_the_world():
+    with pytest.raises(UsageError, match="outside a world of 2"):
+        simulate(2, total, Network(faults=[Pause(2, at_s=0, duration_s=1)]))
+    with pytest.raises(UsageError, match="latency"):
+        Network(latency_s=-1)
