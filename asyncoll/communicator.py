@@ -318,7 +318,8 @@ class Communicator:
         `x` is this rank's contribution and comes back as the result of `Reduction.round`, the same bits at every rank.
         Ranks that have not arrived give what they staged before, or nothing. A contribution that comes too late is
         added to the next one and enters a later round: none is lost or counted twice. A caller that is behind gets the
-        newest result at once, so it should count rounds (`Reduction.round`), never its own calls.
+        newest result at once, so it must count rounds (`Reduction.round`), never its own calls: otherwise it would
+        call on for rounds that the others no longer take part in. What is still staged when the world ends is dropped.
 
         `name` tells operations apart; each has its own rounds, and its dtype, number of elements and options are fixed
         by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the paper
@@ -407,6 +408,10 @@ class Communicator:
             bytes_received=traffic.bytes_received,
             rounds={name: operation.executed for name, operation in self._operations.items()},
         )
+
+    def leave(self) -> Coroutine[Any, Any, None]:
+        """A barrier as the last call of a rank; the end of `run` and `connect` makes it."""
+        return self._start(self._call("the end of its program", None), dense.barrier)
 
     def abort(self, reason: str) -> None:
         """Give up: every pending and later call on this communicator raises AbortedError, at every rank.

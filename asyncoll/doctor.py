@@ -127,7 +127,9 @@ def _first_text(*files: Path) -> str:
 def _transports() -> dict[str, str]:
     import zmq
 
-    curve = "can be encrypted (CURVE)" if zmq.has("curve") else "cannot be encrypted: libzmq has no CURVE"
+    curve = (
+        "not encrypted yet (this libzmq has CURVE)" if zmq.has("curve") else "not encrypted (this libzmq has no CURVE)"
+    )
     return {
         "inproc": "yes, ranks of one process",
         "ipc": "yes, ranks of one host" if zmq.has("ipc") else "no: libzmq was built without it",

@@ -111,6 +111,8 @@ class Endpoint:
         self._early_announcements: dict[int, list[tuple[int, wire.Announce]]] = {}
         self._early_count = 0
         self._services: set[asyncio.Task[None]] = set()
+        self._departures: list[Callable[[], None]] = []
+        self.departed = False
         self.closed = False
 
     async def start(self) -> None:
@@ -259,15 +261,27 @@ class Endpoint:
             self._early_count -= 1
             listener(source, message)
 
-    def spawn(self, service: Coroutine[Any, Any, None]) -> None:
-        """Run `service` beside everything else. Its failure is the world's."""
+    def on_depart(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when this rank has made its last call and only serves the others."""
+        self._departures.append(callback)
+
+    def depart(self) -> None:
+        """This rank has made its last call."""
+        self.departed = True
+        for callback in self._departures:
+            callback()
+
+    def spawn(self, service: Coroutine[Any, Any, None], communicator: int) -> None:
+        """Run `service` beside everything else. Its own failure is the world's; that of `communicator` is not."""
         task = self._loop.create_task(service)
         self._services.add(task)
-        task.add_done_callback(self._served)
+        task.add_done_callback(lambda task: self._served(task, communicator))
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _served(self, task: asyncio.Task[None], communicator: int) -> None:
         self._services.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, AsyncollError) and self.has_failed(communicator):
             return
         if not isinstance(error, AsyncollError):
             logger.error("a service of rank %d failed", self.rank, exc_info=error)

@@ -91,18 +91,17 @@ class World:
     async def _join(self) -> Communicator:
         try:
             await self._endpoint.start()
-            await self._barrier("joining", 1)  # after it everybody is connected to everybody
+            await self._barrier("joining")  # after it everybody is connected to everybody
         except BaseException:
             await self._endpoint.close()
             raise
-        return Communicator(self._endpoint, self._group, self._runner, self._hosts)
+        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts)
+        return self._comm
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
-            if error is not None:
-                self._endpoint.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
-            elif not self._failed():
-                await self._part()
+            if not self._failed():
+                await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
 
@@ -110,16 +109,21 @@ class World:
         """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
         return self._endpoint.has_failed(self._group.communicator)
 
-    async def _part(self) -> None:
+    async def _part(self, error: BaseException | None) -> None:
         """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.
 
-        Nothing that still matters to anybody can be on its way after the second, so sockets may close at once.
+        The first is numbered like a call, so a rank that calls on while others leave is a MismatchError. Nothing that
+        still matters to anybody can be on its way after the second, so sockets may close at once.
         """
-        await self._barrier("leaving", 1)
+        if error is not None:
+            self._endpoint.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
+            return
+        self._endpoint.depart()
+        await self._comm.leave()
         with contextlib.suppress(PeerLostError):
-            await self._barrier("leaving", 2)
+            await self._barrier("leaving")
 
-    async def _barrier(self, why: str, number: int) -> None:
+    async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)
-        with Lane(self._endpoint, self._group, context, number, number, lambda: f"{why}, barrier {number}") as lane:
+        with Lane(self._endpoint, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
             await dense.barrier(lane)

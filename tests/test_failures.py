@@ -369,7 +369,7 @@ def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
     text = str(caught.value)
     assert "rank 1: send/recv #1 of 1 float64, from rank 0 to rank 1, tag 7 at test_failures.py:" in text
     assert "step 0 from rank 0" in text
-    assert "rank 0: leaving, barrier 1" in text
+    assert "rank 0: the end of its program #1" in text
 
 
 def test_a_deadlock_names_long_sends_and_rounds_too():
@@ -797,3 +797,16 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
     assert sorted(raised) == [0, 1]
     assert type(raised[0]) is ProtocolError
     assert raised[0].source == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_to_call_on_when_others_have_left_is_a_mismatch(size):
+    async def main(comm: Communicator) -> None:
+        await comm.barrier()
+        if comm.rank == 0:
+            await comm.barrier()
+
+    with pytest.raises(
+        MismatchError, match=r"barrier #2.*the end of its program #2|the end of its program #2.*barrier #2"
+    ):
+        simulate(size, main)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import SIZES
 
-from asyncoll import AVG, MAX, SUM
+from asyncoll import AVG, MAX, SUM, AbortedError
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 
 ROUNDS = 12
@@ -322,3 +322,44 @@ def test_a_thousand_ranks():
     results = simulate(1024, main, Network(jitter_s=1e-6), seed=1).results
     assert all(sum(counts.values()) == 20 for rank, counts in enumerate(results) if rank != 7)
     assert sum(results[7].values()) <= 6
+
+
+def test_overlapping_calls_of_one_rank_each_count_in_their_own_round():
+    async def main(comm):
+        if comm.rank == 0:
+            x, y = np.array([1]), np.array([10])
+            done = await asyncio.gather(*(comm.quorum_allreduce(z, quorum=2) for z in (x, y)))
+        else:
+            x, y = np.array([1000]), np.array([10000])
+            done = [await comm.quorum_allreduce(z, quorum=2) for z in (x, y)]
+        return [(x[0], y[0]), [(reduction.active, reduction.included) for reduction in done]]
+
+    assert simulate(2, main).results == [[(1001, 10010), [(2, True)] * 2]] * 2
+
+
+def test_a_failed_part_leaves_the_whole_alone():
+    async def main(comm):
+        half = await comm.split(comm.rank % 2)
+        if comm.rank == 0:
+            call = half.solo_allreduce(np.ones(1))
+            await asyncio.sleep(5e-6)
+            half.abort("give up")
+            with pytest.raises(AbortedError, match="give up"):
+                await call
+        await asyncio.sleep(1)
+        return int((await comm.allreduce(np.array([1])))[0])
+
+    assert simulate(4, main).results == [4] * 4
+
+
+def test_a_rank_that_has_finished_still_opens_rounds_for_the_others():
+    """Everybody counts its own calls, which it should not: those who are done first must not keep the late one."""
+
+    async def main(comm):
+        for _ in range(6):
+            await asyncio.sleep(3 if comm.rank == 0 else 0.2)
+            last = await comm.majority_allreduce(np.ones(1))
+        return last.round
+
+    for seed in range(10):
+        assert simulate(4, main, JITTER, seed).results[0] >= 6

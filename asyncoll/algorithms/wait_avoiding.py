@@ -113,28 +113,39 @@ class WaitAvoiding:
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, np.empty(0), 0, 0, False)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
-        self._early: list[tuple[int, int, int]] = []  # signals for the next round
+        self._early: list[int] = []  # signals for the next round
         self._arrivals = 0
         self._announced = 0  # the newest round whose counter has been told that this rank is here
         self._schedule = self._arm()
         endpoint.on_signal(self._context, self._signalled)
+        endpoint.on_depart(self._open_for_others)
 
     async def call(self, x: Array) -> Delivery:
-        """Contribute `x` and wait for the round it aims at. `x` is not written and is free once this is staged.
+        """Contribute `x` and wait for the round it aims at. `x` is read when this rank's earlier calls are done.
 
         Cancelling the wait leaves the contribution in: the round belongs to the runtime.
         """
+        try:
+            await self._turn.acquire()
+        except asyncio.CancelledError:
+            self._stage(x)
+            raise
+        try:
+            return await self._call(x)
+        finally:
+            self._turn.release()
+
+    async def _call(self, x: Array) -> Delivery:
+        self._endpoint.check(self._group.communicator)
+        aim = self._seen + 1
         ticket = self._stage(x)
-        async with self._turn:
-            self._endpoint.check(self._group.communicator)
-            aim = self._seen + 1
-            if self._latest.number < aim or self._is_awaited():
-                result = await self._take_part(self._number)
-            else:
-                result = self._latest
-            self._seen = result.number
-            missed = tuple(old for old in self._history if aim <= old.number < result.number)
-            return Delivery(result, ticket <= result.taken, result.number - aim - len(missed), missed)
+        if self._latest.number < aim or self._is_awaited():
+            result = await self._take_part(self._number)
+        else:
+            result = self._latest
+        self._seen = result.number
+        missed = tuple(old for old in self._history if aim <= old.number < result.number)
+        return Delivery(result, ticket <= result.taken, result.number - aim - len(missed), missed)
 
     def _stage(self, x: Array) -> int:
         if self._staged is None:
@@ -199,7 +210,7 @@ class WaitAvoiding:
         if number == self._number:
             self._heed(step)
         elif number == self._number + 1:
-            self._early.append((source, number, step))
+            self._early.append(step)
         elif number > self._number:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
 
@@ -210,15 +221,23 @@ class WaitAvoiding:
             self._arrivals += 1
             if self.operation.opening is Opening.QUORUM and self._arrivals == self.operation.quorum:
                 self._fire(OPEN)
+            elif self._endpoint.departed:
+                self._open_for_others()
         else:
             raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
+
+    def _open_for_others(self) -> None:
+        """This rank makes no more calls. A round that only it may open is open as soon as anybody is there."""
+        drawn = self.operation.drawn(self._number, self._group.size) == self._group.rank
+        if drawn and self._arrivals and self.operation.opening is Opening.MAJORITY:
+            self._fire(OPEN)
 
     def _fire(self, step: Step) -> None:
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
                 self._send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
             elif fired == REDUCE:
-                self._endpoint.spawn(self._reduce(self._number))
+                self._endpoint.spawn(self._reduce(self._number), self._group.communicator)
 
     def _send(self, place: int, number: int, step: int) -> None:
         self._endpoint.signal(self._group.ranks[place], self._context, number, step, self._fingerprint)
@@ -248,7 +267,7 @@ class WaitAvoiding:
         if waiter is not None and not waiter.done():
             waiter.set_result(result)
         early, self._early = self._early, []
-        for _, _, step in early:
+        for step in early:
             self._heed(step)
 
 

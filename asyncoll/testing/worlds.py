@@ -40,7 +40,7 @@ def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
     `transport` is "inproc" or "zmq" (real sockets). When a rank raises, the others are cancelled and its error is
     raised here.
     """
-    _check_size(size)
+    _check(size, main)
     if transport not in _WORLDS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
 
@@ -70,7 +70,7 @@ def simulate(size: int, main: Main[Any], network: Network | None = None, seed: i
     Raises the first error of a rank, or DeadlockError, listing who waits for what, if nothing can ever happen again.
     `main` must not touch the real world: `asyncio.sleep` is how a rank computes.
     """
-    _check_size(size)
+    _check(size, main)
     world = SimulatedWorld(size, network or Network(), seed)
     loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
@@ -171,6 +171,8 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def _check_size(size: int) -> None:
-    if size < 1:
-        raise UsageError(f"a world has at least one rank, got {size}")
+def _check(size: object, main: object) -> None:
+    if not isinstance(size, int) or size < 1:
+        raise UsageError(f"a world has at least one rank, got {size!r}")
+    if not callable(main):
+        raise UsageError(f"main must be an `async def main(comm)`, got {main!r}")
