@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncoll import tensors
+from asyncoll import shapes, tensors
 from asyncoll.algorithms import dense
 from asyncoll.algorithms.activation import edges
 from asyncoll.algorithms.wait_avoiding import Opening, Operation, WaitAvoiding
@@ -30,12 +31,11 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError, MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
-from asyncoll.tensors import MAX_DIMENSIONS, Array, Operand, ReduceOp
+from asyncoll.tensors import Array, Operand, ReduceOp
 from asyncoll.wire import Announce, digest
 
 T = TypeVar("T")
 _MAX_NAME = 200
-_SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, then each
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Communicator:
         operand = tensors.operand(x)
 
         async def body(lane: Lane) -> T:
-            stacked, blocks = _blocks(operand, self.size)
+            stacked, blocks = shapes.blocks(operand, self.size)
             blocks[self.rank][...] = operand.flat
             await dense.allgather(lane, blocks)
             result: T = operand.like(stacked, (self.size, *operand.shape))
@@ -195,14 +195,14 @@ class Communicator:
         operand = tensors.operand(x)
 
         async def body(lane: Lane) -> list[T]:
-            _, rows = _matrix(self.size)
-            rows[self.rank][...] = _encode_shape(operand.shape)
+            rows = shapes.rows(self.size)
+            rows[self.rank][...] = shapes.encode_shape(operand.shape)
             await dense.allgather(lane, rows)
             lane.next_phase()
-            blocks, shapes = _receptacles(operand.dtype, rows)
+            blocks, extents = shapes.receptacles(operand.dtype, rows)
             blocks[self.rank][...] = operand.flat
             await dense.allgather_ring(lane, blocks)
-            return [operand.like(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+            return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
         return self._start(self._call("allgatherv", operand, any_count=True), body)
 
@@ -215,7 +215,7 @@ class Communicator:
             if self.rank != root:
                 await dense.gather(lane, operand.flat, [], root)
                 return None
-            stacked, blocks = _blocks(operand, self.size)
+            stacked, blocks = shapes.blocks(operand, self.size)
             await dense.gather(lane, operand.flat, blocks, root)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
@@ -231,12 +231,12 @@ class Communicator:
         operands = self._operands(xs, "scatter") if self.rank == root else []
 
         async def body(lane: Lane) -> T:
-            heads = [_encode_head(operand) for operand in operands]
-            head = np.empty(2 + _SHAPE_WORDS, np.int64)
+            heads = [shapes.encode_head(operand) for operand in operands]
+            head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
             await dense.scatter(lane, heads, head, root)
             lane.next_phase()
-            dtype, shape = tensors.DTYPES[head[0]], _decode_shape(head[2:])
-            mine = np.empty(_count(shape), tensors.storage(dtype))
+            dtype, shape = tensors.DTYPES[head[0]], shapes.decode_shape(head[2:])
+            mine = np.empty(shapes.count(shape), tensors.storage(dtype))
             await dense.scatter(lane, [operand.flat for operand in operands], mine, root)
             result: T = tensors.build(mine, dtype, shape, as_torch=bool(head[1]))
             return result
@@ -268,12 +268,12 @@ class Communicator:
         operands = self._operands(xs, "alltoallv")
 
         async def body(lane: Lane) -> list[T]:
-            _, rows = _matrix(self.size)
-            await dense.alltoall(lane, [_encode_shape(operand.shape) for operand in operands], rows)
+            rows = shapes.rows(self.size)
+            await dense.alltoall(lane, [shapes.encode_shape(operand.shape) for operand in operands], rows)
             lane.next_phase()
-            blocks, shapes = _receptacles(operands[0].dtype, rows)
+            blocks, extents = shapes.receptacles(operands[0].dtype, rows)
             await dense.alltoall(lane, [operand.flat for operand in operands], blocks)
-            return [operands[0].like(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+            return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
         return self._start(self._call("alltoallv", operands[0], any_count=True), body)
 
@@ -383,7 +383,7 @@ class Communicator:
         call = self._call("split", None)
 
         async def body(lane: Lane) -> Communicator | None:
-            _, rows = _matrix(self.size, 3)
+            rows = shapes.rows(self.size, 3)
             rows[self.rank][...] = (color is not None, color or 0, key)
             await dense.allgather(lane, rows)
             if color is None:
@@ -509,19 +509,7 @@ class Communicator:
                 self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
                 raise MismatchError(text)
             return known
-        message = Announce(
-            self._group.communicator,
-            spec.name,
-            spec.dtype,
-            spec.count,
-            spec.op.name,
-            spec.opening.name,
-            spec.quorum,
-            spec.seed,
-            spec.sync_every,
-            spec.history,
-            site,
-        )
+        message = _announcement(self._group.communicator, spec, site)
         for edge in edges(self.size):
             self._endpoint.tell(self._group.ranks[(self.rank + (1 << edge)) % self.size], message)
         operation = WaitAvoiding(self._endpoint, self._group, spec, lambda: text)
@@ -529,28 +517,11 @@ class Communicator:
         return operation
 
     def _announced(self, source: int, message: Announce) -> None:
-        try:
-            op, opening = ReduceOp[message.op], Opening[message.opening]
-            tensors.check_reduction(op, message.dtype)
-            tensors.storage(message.dtype)
-            caller = self._group.ranks.index(source)
-        except (KeyError, TypeError, ValueError, UsageError) as error:
-            raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
-        spec = Operation(
-            message.name,
-            message.dtype,
-            message.count,
-            op,
-            opening,
-            message.quorum,
-            message.seed,
-            message.sync_every,
-            message.history,
-        )
-        if spec.count < 0 or not 1 <= spec.quorum <= self.size or spec.sync_every < 0 or spec.history < 0:
+        spec = _announced_operation(message)
+        if source not in self._group.ranks or spec.quorum > self.size:
             raise ProtocolError(f"an announcement of an impossible operation: {spec}")
         with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
-            self._persistent(spec, caller, message.site)
+            self._persistent(spec, self._group.ranks.index(source), message.site)
 
     def _finish(self, operand: Operand, op: ReduceOp) -> None:
         if op is ReduceOp.AVG:
@@ -594,6 +565,25 @@ class Communicator:
             raise ClosedError("this communicator is closed")
 
 
+def _announcement(communicator: int, spec: Operation, site: str) -> Announce:
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return Announce(**values | {"op": spec.op.name, "opening": spec.opening.name}, communicator=communicator, site=site)
+
+
+def _announced_operation(message: Announce) -> Operation:
+    """What `_announcement` was made from. Raises ProtocolError for what no honest rank announces."""
+    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
+    try:
+        spec = Operation(**values | {"op": ReduceOp[message.op], "opening": Opening[message.opening]})
+        tensors.check_reduction(spec.op, spec.dtype)
+        tensors.storage(spec.dtype)
+    except (KeyError, TypeError, UsageError) as error:
+        raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
+    if min(spec.count, spec.quorum - 1, spec.sync_every, spec.history) < 0:
+        raise ProtocolError(f"an announcement of an impossible operation: {spec}")
+    return spec
+
+
 def _whole(value: object, what: str) -> int:
     """`value` as a Python int (a numpy integer prints, and so hashes, differently); UsageError if it is none."""
     try:
@@ -611,37 +601,3 @@ def _site() -> str:
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-def _blocks(operand: Operand, size: int) -> tuple[Array, list[Array]]:
-    """Memory for `size` tensors like `operand`, and each of them flat."""
-    count = operand.flat.size
-    stacked = np.empty(size * count, operand.flat.dtype)
-    return stacked, [stacked[place * count : (place + 1) * count] for place in range(size)]
-
-
-def _matrix(rows: int, columns: int = _SHAPE_WORDS) -> tuple[Array, list[Array]]:
-    matrix = np.zeros((rows, columns), np.int64)
-    return matrix, list(matrix)
-
-
-def _receptacles(dtype: str, rows: Sequence[Array]) -> tuple[list[Array], list[tuple[int, ...]]]:
-    """Flat arrays for tensors of the shapes encoded in `rows`, and the shapes."""
-    shapes = [_decode_shape(row) for row in rows]
-    return [np.empty(_count(shape), tensors.storage(dtype)) for shape in shapes], shapes
-
-
-def _encode_shape(shape: tuple[int, ...]) -> Array:
-    return np.array([len(shape), *shape, *[0] * (MAX_DIMENSIONS - len(shape))], np.int64)
-
-
-def _decode_shape(row: Array) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in row[1 : 1 + int(row[0])])
-
-
-def _encode_head(operand: Operand) -> Array:
-    return np.concatenate([[tensors.DTYPES.index(operand.dtype), operand.is_torch], _encode_shape(operand.shape)])
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))

@@ -22,6 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "tensors": {"errors"},
     "wire": {"errors"},
     "matching": {"errors", "tensors", "wire"},
+    "shapes": {"tensors"},
     "schedule": set(),
     "transport": {"errors", "wire"},
     "transport.inproc": {"transport"},
@@ -50,6 +51,7 @@ ROOMS: dict[str, set[str]] = {
     "flat": {"errors"},
     "communicator": {
         "errors",
+        "shapes",
         "tensors",
         "wire",
         "endpoint",
