@@ -26,11 +26,11 @@ async def main(comm: asyncoll.Communicator) -> None:
         torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
         # Computing blocks the loop, and so does this: now and then some rank is late.
         time.sleep(0.02 if torch.rand(()) < 0.1 else 0.002)  # noqa: ASYNC251
-        reduction = await comm.solo_allreduce(flat.gradients)
-        flat.gradients.div_(comm.size)
-        optimizer.step()
+        reduction = await comm.solo_allreduce(flat.gradients, op=asyncoll.AVG, history=ROUNDS)
+        for gradients in (*reduction.missed, flat.gradients.clone()):  # each round's result once: weights stay equal
+            flat.gradients.copy_(gradients)
+            optimizer.step()
         done = reduction.round
-    await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # ranks that skipped rounds missed their results
     print(f"rank {comm.rank}: weights {[round(w, 3) for w in flat.parameters.tolist()]}")
 
 

@@ -314,3 +314,27 @@ def test_the_launcher_runs_a_trainer_that_plots(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["ranks"] == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("partial", ["solo", "majority"])
+def test_with_history_late_replicas_stay_equal_to_the_bit(partial: Partial) -> None:
+    """No average before the comparison: every rank has applied every result once, in order."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[bytes, int]:
+        workload = Digits(comm.rank, comm.size, batch=8, seed=1)
+        optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
+
+        async def gradient(round_: int) -> None:
+            workload.loss().backward()
+            await asyncio.sleep(0.5 if (round_ + comm.rank) % 5 == 0 else 0.1)
+
+        lags, weights = 0, b""
+        steps = eager_sgd(comm, workload.model, optimizer, gradient, rounds=25, partial=partial, history=25)
+        async for reduction in steps:
+            lags += len(reduction.missed)
+            weights = b"".join(p.detach().numpy().tobytes() for p in workload.model.parameters())
+        return weights, lags
+
+    results = simulate(3, main).results
+    assert len({weights for weights, _ in results}) == 1
+    assert sum(lags for _, lags in results) > 0
