@@ -37,7 +37,7 @@ def test_allreduce(size, count):
 
 
 @sizes
-@pytest.mark.parametrize("algorithm", [dense.recursive_doubling, dense.rabenseifner, dense.ring])
+@pytest.mark.parametrize("algorithm", [dense.tree, dense.recursive_doubling, dense.rabenseifner, dense.ring])
 @pytest.mark.parametrize("count", [0, 1, 5, 100, 3001])
 def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, monkeypatch):
     data = np.random.default_rng(count).standard_normal((size, count)).astype("complex64") * (1 + 0.3j)

@@ -87,7 +87,7 @@ def check_laws(size: int, records: list[Record]) -> None:
         np.testing.assert_array_equal(sum(everything.values()), submitted)
 
 
-@pytest.mark.parametrize("size", [*SIZES[1:], 12, 16])
+@pytest.mark.parametrize("size", [*SIZES[1:], 12, 16, 33])
 @pytest.mark.parametrize("kind", KINDS)
 def test_laws(size, kind):
     complete = 0

@@ -20,6 +20,11 @@ DOUBLING_MAX_BYTES = 1 << 18
 RABENSEIFNER_MAX_BYTES = 1 << 21
 SMALL_MAX_BYTES = 1 << 20
 
+# Among many ranks a tiny array goes through a tree: 4 messages a rank on average instead of 2 log2 P, and every message
+# takes the GIL from the rank's own computation. Up to 8 ranks the tree was measured no faster than doubling.
+TREE_MIN_RANKS = 32
+TREE_MAX_BYTES = 1 << 12
+
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
     """Where each of `parts` consecutive chunks of `count` elements begins and ends; sizes differ by at most one."""
@@ -51,11 +56,26 @@ async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
     if lane.size == 1:
         return
     if x.nbytes <= DOUBLING_MAX_BYTES or x.size < lane.size:
-        await recursive_doubling(lane, x, combine)
+        await short_allreduce(lane, x, combine)
     elif x.nbytes <= RABENSEIFNER_MAX_BYTES:
         await rabenseifner(lane, x, combine)
     else:
         await ring(lane, x, combine)
+
+
+async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
+    """Reduce a short `x`, or one that must not be cut into chunks, in place at every rank."""
+    if lane.size >= TREE_MIN_RANKS and x.nbytes <= TREE_MAX_BYTES:
+        await tree(lane, x, combine)
+    else:
+        await recursive_doubling(lane, x, combine)
+
+
+async def tree(lane: Lane, x: Array, combine: Combine) -> None:
+    """Binomial reduce and broadcast: 2(P-1) messages in all, 2 log2 P of them one after another."""
+    await _binomial_reduce(lane, x, combine, 0)
+    lane.next_phase()
+    await _binomial_broadcast(lane, x, 0)
 
 
 async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:

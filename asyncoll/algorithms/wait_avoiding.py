@@ -276,7 +276,7 @@ async def _counted_allreduce(lane: Lane, value: Array, active: Array, combine: C
     if value.nbytes > dense.DOUBLING_MAX_BYTES:
         await dense.allreduce(lane, value, combine)
         lane.next_phase()
-        await dense.recursive_doubling(lane, active, combiner(ReduceOp.SUM, "int64"))
+        await dense.short_allreduce(lane, active, combiner(ReduceOp.SUM, "int64"))
         return
     both = np.concatenate([active.view(np.uint8), value.view(np.uint8)])
     head = active.nbytes
@@ -286,6 +286,6 @@ async def _counted_allreduce(lane: Lane, value: Array, active: Array, combine: C
         count += other[:head].view(np.int64)
         combine(into[head:].view(value.dtype), other[head:].view(value.dtype))
 
-    await dense.recursive_doubling(lane, both, combine_both)
+    await dense.short_allreduce(lane, both, combine_both)
     active[...] = both[:head].view(np.int64)
     value[...] = both[head:].view(value.dtype)
