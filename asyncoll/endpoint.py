@@ -141,6 +141,7 @@ class Endpoint:
         execution.identity = identity
         for source, fingerprint in execution.spoken.items():
             if fingerprint != identity.fingerprint:
+                execution.mailbox.forget(source)  # it is part of something else
                 self._dispute(source, identity)
         return execution
 

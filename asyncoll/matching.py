@@ -90,6 +90,11 @@ class Mailbox:
             del self.posted[key]
         return True
 
+    def forget(self, source: int) -> None:
+        """Drop the early segments of `source`."""
+        for key in [key for key in self._arrived if key[0] == source]:
+            del self._arrived[key]
+
     def waiting_for(self) -> list[Key]:
         """What is posted and has not come."""
         return list(self.posted)

@@ -149,6 +149,19 @@ def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size):
         assert "rank 0 called" in text
 
 
+@pytest.mark.parametrize("kind", MISMATCHES)
+@pytest.mark.parametrize("late", range(3))
+def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(kind, late):
+    """What its peers sent before it called belongs to something else, whatever its size: it must not be used."""
+
+    async def act(comm: Communicator) -> None:
+        await asyncio.sleep(comm.rank == late)
+        await MISMATCHES[kind][0](comm)
+
+    raised = failures(3, act)
+    assert {type(error) for error in raised.values()} == {MismatchError}
+
+
 def test_a_mismatch_over_sockets():
     raised = failures(3, MISMATCHES["dtype"][0], run_zmq)
     assert {type(error) for error in raised.values()} == {MismatchError}
