@@ -9,7 +9,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncoll.communicator import Communicator as Communicator
-    from asyncoll.communicator import Reduction as Reduction
     from asyncoll.communicator import Statistics as Statistics
     from asyncoll.errors import AbortedError as AbortedError
     from asyncoll.errors import AsyncollError as AsyncollError
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import UsageError as UsageError
     from asyncoll.flat import Flat as Flat
     from asyncoll.flat import flatten as flatten
+    from asyncoll.persistent import Reduction as Reduction
     from asyncoll.progress import offload as offload
     from asyncoll.tensors import ReduceOp as ReduceOp
     from asyncoll.world import connect as connect
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
-    "communicator": ("Communicator", "Reduction", "Statistics"),
+    "communicator": ("Communicator", "Statistics"),
     "errors": (
         "AbortedError",
         "AsyncollError",
@@ -42,6 +42,7 @@ _HOMES = {
         "UsageError",
     ),
     "flat": ("Flat", "flatten"),
+    "persistent": ("Reduction",),
     "progress": ("offload",),
     "tensors": ("ReduceOp",),
     "world": ("connect", "run"),

@@ -12,8 +12,6 @@ communicator, because its peers cannot be left waiting; cancelling a wait-avoidi
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -25,29 +23,18 @@ import numpy as np
 
 from asyncoll import shapes, tensors
 from asyncoll.algorithms import dense
-from asyncoll.algorithms.activation import edges
-from asyncoll.algorithms.wait_avoiding import Opening, Operation, WaitAvoiding
+from asyncoll.algorithms.operation import Opening, Operation
+from asyncoll.algorithms.tally import OperationStatistics
+from asyncoll.bundle import bundle
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError, MismatchError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.group import Group, Lane
+from asyncoll.persistent import Operations, Reduction, check
 from asyncoll.progress import Runner
-from asyncoll.tensors import Array, Operand, ReduceOp
-from asyncoll.wire import Announce, digest
+from asyncoll.tensors import Operand, ReduceOp
+from asyncoll.wire import digest
 
 T = TypeVar("T")
-_MAX_NAME = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """What a wait-avoiding allreduce did. Its result is in `x`."""
-
-    round: int  # the round that x now holds the result of; rounds count from 1
-    active: int  # ranks whose contribution, fresh or stale, is in it
-    included: bool  # this call's contribution is in it; otherwise it is staged for a later round
-    skipped: int  # rounds between the caller's last one and this one whose results it will never see
-    synchronous: bool  # a `sync_every` round: every rank was there
-    missed: tuple[Any, ...] = ()  # with `history`: results of the rounds between, oldest first, tensors like x
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class Statistics:
     messages_received: int
     bytes_sent: int
     bytes_received: int
-    rounds: dict[str, int]  # executed rounds of each wait-avoiding operation of this communicator
+    operations: dict[str, OperationStatistics]  # the wait-avoiding operations of this communicator, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +83,7 @@ class Communicator:
         self._runner = runner
         self._number = 0
         self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
-        self._operations: dict[str, WaitAvoiding] = {}
-        endpoint.on_announce(group.communicator, self._announced)
+        self._operations = Operations(endpoint, group)
 
     @property
     def local_rank(self) -> int:
@@ -318,16 +304,19 @@ class Communicator:
         `x` is this rank's contribution and comes back as the result of `Reduction.round`, the same bits at every rank.
         Ranks that have not arrived give what they staged before, or nothing. A contribution that comes too late is
         added to the next one and enters a later round: none is lost or counted twice. A caller that is behind gets the
-        newest result at once, so it must count rounds (`Reduction.round`), never its own calls: otherwise it would
-        call on for rounds that the others no longer take part in. What is still staged when the world ends is dropped.
+        newest result at once, so it must count rounds (`Reduction.round`), never its own calls. What is still staged
+        when the world ends is dropped. `x` may be a list of tensors, of any dtypes: buckets that share one round.
 
-        `name` tells operations apart; each has its own rounds, and its dtype, number of elements and options are fixed
-        by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the paper
-        does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks, which
-        bounds staleness by that many rounds. Cancelling the wait leaves the contribution in.
+        `name` tells operations apart; each has its own rounds, and its dtypes, numbers of elements and options are
+        fixed by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the
+        paper does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks,
+        which bounds staleness by that many rounds. Cancelling the wait leaves the contribution in.
 
         Every rank keeps the last `history` results before the newest. A rank that comes late by no more rounds gets
         them in `Reduction.missed`, so that it can apply every result exactly once, as the ranks in time did.
+
+        A rank that has ended its program is there for every round that others would wait for it in, with nothing more
+        to give: synchronous rounds and quorums then include fewer ranks, but nobody waits for ever.
         """
         return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
 
@@ -335,19 +324,28 @@ class Communicator:
         self,
         x: object,
         *,
+        candidates: int = 1,
         name: str = "majority",
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
         history: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
-        """Allreduce that starts when one rank, drawn for each round from the shared `seed`, arrives (seed 000, 4.3).
+        """Allreduce that starts when a rank arrives that was drawn for the round (seed 000, section 4.3).
 
-        On average at least half of the ranks have arrived by then, but in a single round it may be any number from 1:
-        a statistical majority, not a quorum. If the drawn rank is the slowest, everybody waits for it. Otherwise as
-        `solo_allreduce`.
+        All ranks draw the same `candidates` ranks for each round from `seed`; the first of these to arrive opens it.
+
+        Guaranteed: one of the candidates was there. Not guaranteed: a majority. If the ranks' order of arrival is
+        random, (size + 1) / (candidates + 1) of them have arrived on average, but with one candidate each number from
+        1 to `size` is as likely as any other, so about half of the rounds have fewer than half of the ranks. And if
+        all candidates are slow, everybody waits for the first of them. `quorum_allreduce` keeps a number instead. One
+        candidate is the paper's majority; as many as ranks are solo (seed 000, section 8, asks for what is between).
+
+        A candidate that comes late for an older round, while at least half of the ranks wait for it, opens the round
+        at once. Otherwise as `solo_allreduce`.
         """
-        return self._wait_avoiding(x, name, op, Opening.MAJORITY, seed=seed, sync_every=sync_every, history=history)
+        rules: dict[str, Any] = {"candidates": candidates, "seed": seed, "sync_every": sync_every, "history": history}
+        return self._wait_avoiding(x, name, op, Opening.MAJORITY, **rules)
 
     def quorum_allreduce(
         self,
@@ -362,14 +360,38 @@ class Communicator:
     ) -> Coroutine[Any, Any, Reduction]:
         """Allreduce that starts when `quorum` ranks have arrived, always: 1 is solo, `size` a full allreduce.
 
-        A rank drawn for each round from `seed` counts the arrivals; its caller need not be there. Otherwise as
-        `solo_allreduce`.
+        A rank drawn for each round from `seed` counts the arrivals; its caller need not be there. Ranks that have
+        ended their program count as arrived. Otherwise as `solo_allreduce`.
         """
-        quorum = _whole(quorum, "quorum")
-        if not 1 <= quorum <= self.size:
-            raise UsageError(f"quorum {quorum} is not between 1 and the number of ranks, {self.size}")
-        rules = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
+        rules: dict[str, Any] = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
         return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
+
+    def group_allreduce(
+        self,
+        x: object,
+        *,
+        group_size: int,
+        name: str = "group",
+        op: ReduceOp = ReduceOp.SUM,
+        fixed: bool = False,
+        sync_every: int = 0,
+    ) -> Coroutine[Any, Any, Reduction]:
+        """Allreduce within the groups of a round, started for all by the first rank to arrive (seed 002, section 3).
+
+        For models rather than gradients: a contribution replaces this rank's earlier one and stays, so a rank that
+        has not arrived gives its newest `x` again, or nothing before its first call. `x` comes back as the result of
+        `Reduction.group`, the ranks of this rank's group; `Reduction.active` of them had something to give, and AVG
+        divides by that. Unless `Reduction.included`, this rank's own part in it is an older `x`: it is stale.
+
+        The groups of a round are of `group_size` ranks, or, where that does not divide `size`, ceil(size / group_size)
+        groups of nearly equal size. They change from round to round so that an update reaches all ranks in about
+        log(size) / log(group_size) rounds (`asyncoll.algorithms.grouping`); `fixed` groups never change.
+        Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
+        """
+        size = _whole(group_size, "group_size")
+        if not 1 <= size <= self.size:
+            raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
+        return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
 
     # -- the communicator itself ------------------------------------------------------------------
 
@@ -406,7 +428,7 @@ class Communicator:
             messages_received=traffic.messages_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
-            rounds={name: operation.executed for name, operation in self._operations.items()},
+            operations=self._operations.statistics(),
         )
 
     def leave(self) -> Coroutine[Any, Any, None]:
@@ -465,63 +487,14 @@ class Communicator:
             raise
 
     def _wait_avoiding(
-        self, x: object, name: str, op: ReduceOp, opening: Opening, **rules: int
+        self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
-        operand = tensors.operand(x, writable=True)
-        tensors.check_reduction(op, operand.dtype)
-        if not isinstance(name, str) or len(name) > _MAX_NAME:
-            raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(name)[:50]!r}")
-        rules = {rule: _whole(value, rule) for rule, value in rules.items()}
-        spec = Operation(name, operand.dtype, operand.flat.size, op, opening, **rules)
-        if spec.sync_every < 0 or spec.history < 0:
-            raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
+        contribution = bundle(x)
+        numbers = {rule: _whole(value, rule) for rule, value in rules.items()}
+        spec = Operation(name, contribution.layout, op, opening, fixed=fixed, **numbers)
+        check(spec, self.size)
         self._check_open()
-        return self._runner.start(self._contribute(spec, operand, _site()))
-
-    async def _contribute(self, spec: Operation, operand: Operand, site: str) -> Reduction:
-        self._endpoint.check(self._group.communicator)
-        operation = self._persistent(spec, self.rank, site)
-        delivery = await operation.call(operand.flat)
-        result = delivery.result
-        operand.flat[...] = result.value
-        self._finish(operand, spec.op)
-        missed = tuple(self._copy(old.value, operand, spec.op) for old in delivery.missed)
-        return Reduction(result.number, result.active, delivery.included, delivery.skipped, result.synchronous, missed)
-
-    def _copy(self, value: Array, operand: Operand, op: ReduceOp) -> Any:
-        """A result as a new tensor like the caller's."""
-        flat = value.copy()
-        if op is ReduceOp.AVG:
-            tensors.divide(flat, operand.dtype, self.size)
-        return operand.like(flat, operand.shape)
-
-    def _persistent(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
-        """The persistent operation `spec.name`, made and announced along the activation tree if it is new here.
-
-        The announcement goes out on each edge before any signal does, so a rank whose program has not come to its
-        first call yet can take part all the same.
-        """
-        text = f"{spec} (first called by rank {caller} at {site})"
-        known = self._operations.get(spec.name)
-        if known is not None:
-            if known.operation != spec:
-                text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
-                self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
-                raise MismatchError(text)
-            return known
-        message = _announcement(self._group.communicator, spec, site)
-        for edge in edges(self.size):
-            self._endpoint.tell(self._group.ranks[(self.rank + (1 << edge)) % self.size], message)
-        operation = WaitAvoiding(self._endpoint, self._group, spec, lambda: text)
-        self._operations[spec.name] = operation
-        return operation
-
-    def _announced(self, source: int, message: Announce) -> None:
-        spec = _announced_operation(message)
-        if source not in self._group.ranks or spec.quorum > self.size:
-            raise ProtocolError(f"an announcement of an impossible operation: {spec}")
-        with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
-            self._persistent(spec, self._group.ranks.index(source), message.site)
+        return self._runner.start(self._operations.contribute(spec, contribution, _site()))
 
     def _finish(self, operand: Operand, op: ReduceOp) -> None:
         if op is ReduceOp.AVG:
@@ -563,25 +536,6 @@ class Communicator:
     def _check_open(self) -> None:
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
-
-
-def _announcement(communicator: int, spec: Operation, site: str) -> Announce:
-    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return Announce(**values | {"op": spec.op.name, "opening": spec.opening.name}, communicator=communicator, site=site)
-
-
-def _announced_operation(message: Announce) -> Operation:
-    """What `_announcement` was made from. Raises ProtocolError for what no honest rank announces."""
-    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
-    try:
-        spec = Operation(**values | {"op": ReduceOp[message.op], "opening": Opening[message.opening]})
-        tensors.check_reduction(spec.op, spec.dtype)
-        tensors.storage(spec.dtype)
-    except (KeyError, TypeError, UsageError) as error:
-        raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
-    if min(spec.count, spec.quorum - 1, spec.sync_every, spec.history) < 0:
-        raise ProtocolError(f"an announcement of an impossible operation: {spec}")
-    return spec
 
 
 def _whole(value: object, what: str) -> int:

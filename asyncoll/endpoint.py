@@ -119,6 +119,10 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         await self.transport.start(self)
 
+    def now_s(self) -> float:
+        """The time of this rank's loop: virtual in a simulated world."""
+        return self._loop.time()
+
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once: pending waits raise ClosedError, services are cancelled. Idempotent."""
         if self.closed:

@@ -23,6 +23,12 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def subset(self, places: tuple[int, ...]) -> Group:
+        """The ranks at `places`, mine among them, in that order."""
+        if len(places) == self.size:
+            return self
+        return Group(tuple(self.ranks[place] for place in places), places.index(self.rank), self.communicator)
+
 
 class Lane:
     """A group narrowed to one execution: messages between its ranks, told apart by step.

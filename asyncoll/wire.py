@@ -85,14 +85,16 @@ class Announce:
 
     communicator: int
     name: str
-    dtype: str
-    count: int
+    layout: str
     op: str
     opening: str
     quorum: int
+    candidates: int
     seed: int
     sync_every: int
     history: int
+    group_size: int
+    fixed: bool
     site: str
 
 
@@ -125,7 +127,7 @@ class Abort:
 
 Control: TypeAlias = Announce | Dispute | Mismatch | Abort
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in (Announce, Dispute, Mismatch, Abort)}
-_FIELD_TYPES: Final = {"int": int, "str": str}
+_FIELD_TYPES: Final = {"int": int, "str": str, "bool": bool}
 
 
 def encode_control(message: Control) -> list[Buffer]:

@@ -37,6 +37,9 @@ ROOMS: dict[str, set[str]] = {
     "algorithms": set(),
     "algorithms.dense": {"group", "tensors"},
     "algorithms.activation": {"schedule"},
+    "algorithms.grouping": set(),
+    "algorithms.operation": {"tensors", "wire", "algorithms.grouping"},
+    "algorithms.tally": {"tensors"},
     "algorithms.wait_avoiding": {
         "errors",
         "tensors",
@@ -46,9 +49,24 @@ ROOMS: dict[str, set[str]] = {
         "group",
         "algorithms.dense",
         "algorithms.activation",
+        "algorithms.operation",
+        "algorithms.tally",
     },
     # facade
     "flat": {"errors"},
+    "bundle": {"errors", "tensors"},
+    "persistent": {
+        "errors",
+        "tensors",
+        "wire",
+        "endpoint",
+        "group",
+        "algorithms.activation",
+        "algorithms.operation",
+        "algorithms.tally",
+        "algorithms.wait_avoiding",
+        "bundle",
+    },
     "communicator": {
         "errors",
         "shapes",
@@ -58,8 +76,10 @@ ROOMS: dict[str, set[str]] = {
         "group",
         "progress",
         "algorithms.dense",
-        "algorithms.activation",
-        "algorithms.wait_avoiding",
+        "algorithms.operation",
+        "algorithms.tally",
+        "bundle",
+        "persistent",
     },
     "rendezvous": {"errors", "transport.zeromq"},
     "world": {
@@ -74,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "rendezvous",
     },
     "launch": {"errors"},
-    "": {"communicator", "errors", "flat", "progress", "tensors", "world"},  # asyncoll/__init__.py
+    "": {"communicator", "errors", "flat", "persistent", "progress", "tensors", "world"},  # asyncoll/__init__.py
     # roof
     "testing": {
         "errors",
@@ -89,7 +109,7 @@ ROOMS: dict[str, set[str]] = {
         "world",
     },
     "doctor": {"errors", "launch", ""},
-    "bench": {"errors", "tensors", "communicator", "launch", "testing", ""},
+    "bench": {"errors", "tensors", "communicator", "persistent", "launch", "testing", ""},
     "cli": {"errors", "launch", "doctor", "bench"},
 }
 SANS_IO = ("wire", "matching", "schedule")

@@ -390,7 +390,7 @@ def test_a_deadlock_names_long_sends_and_rounds_too():
         if comm.rank == 0:
             await comm.send(np.ones(1 << 18), 1)
         elif comm.rank == 1:
-            await comm.quorum_allreduce(np.ones(1), quorum=2, name="grads")
+            await comm.quorum_allreduce(np.ones(1), quorum=3, name="grads")
 
     with pytest.raises(DeadlockError) as caught:
         simulate(3, main)
@@ -492,7 +492,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeyp
     publish = WaitAvoiding._publish
 
     def observe(self: WaitAvoiding, result: Result) -> None:
-        rounds.setdefault(result.number, set()).add(int(result.value[0]))
+        rounds.setdefault(result.number, set()).add(int(result.parts[0][0]))
         publish(self, result)
 
     monkeypatch.setattr(WaitAvoiding, "_publish", observe)
@@ -510,13 +510,14 @@ def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeyp
             x[:] = -1  # ours again
             await asyncio.sleep(draw.uniform(0, 100e-6))
         await comm.barrier()  # all is staged: the round after next has all of it
-        newest = np.array([comm.statistics().rounds["g"]])
+        newest = np.array([comm.statistics().operations["g"].rounds])
         last = int((await comm.allreduce(newest, MAX))[0]) + 2
         while (await wait_avoiding(comm, opening, np.array([0]))).round < last:
             pass
         await comm.barrier()
-        assert comm._operations["g"]._staged is None or not comm._operations["g"]._staged.any()
-        assert not comm._operations["g"]._waiting
+        operation = comm._operations._operations["g"]
+        assert operation._staged is None or not operation._staged[0].any()
+        assert not operation._waiting
 
     simulate(size, main, JITTERY, seed)
     assert cancelled
@@ -579,6 +580,14 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "majority: seed too large": (lambda c: c.majority_allreduce(ones, seed=1 << 70), "seed"),
     "quorum: 0": (lambda c: c.quorum_allreduce(ones, quorum=0), "between 1 and"),
     "quorum: 4": (lambda c: c.quorum_allreduce(ones, quorum=4), "between 1 and"),
+    "candidates: 0": (lambda c: c.majority_allreduce(ones, candidates=0), "between 1 and"),
+    "candidates: 4": (lambda c: c.majority_allreduce(ones, candidates=4), "between 1 and"),
+    "group_size: 0": (lambda c: c.group_allreduce(ones, group_size=0), "between 1 and"),
+    "group_size: 4": (lambda c: c.group_allreduce(ones, group_size=4), "between 1 and"),
+    "group_size: 2.0": (lambda c: c.group_allreduce(ones, group_size=2.0), "whole number"),
+    "no buckets": (lambda c: c.solo_allreduce([]), "at least one"),
+    "a bucket of objects": (lambda c: c.solo_allreduce([ones, "x"]), "numpy|torch"),
+    "average of whole buckets": (lambda c: c.solo_allreduce([ones, np.ones(2, int)], op=AVG), "use SUM"),
     "quorum: 1.5": (lambda c: c.quorum_allreduce(ones, quorum=1.5), "quorum"),
     "quorum: None": (lambda c: c.quorum_allreduce(ones, quorum=None), "quorum"),
 }
@@ -729,8 +738,9 @@ def test_nobody_can_speak_for_a_rank_that_is_there():
 
 def announced(**fields: Any) -> list[bytes]:
     """An announcement that is well-formed; `fields` make it impossible."""
-    plain = {"name": "g", "dtype": "float32", "count": 1, "op": "SUM", "opening": "SOLO", "quorum": 1}
-    values = {field.name: "" if field.type == "str" else 0 for field in dataclasses.fields(wire.Announce)}
+    plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
+    empty = {"str": "", "int": 0, "bool": False}
+    values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
     return wire.encode_control(wire.Announce(**values | {"communicator": wire.digest("world")} | plain | fields))
 
 
@@ -743,12 +753,20 @@ GARBAGE = {
     "no msgpack": [wire.encode(wire.CONTROL), b"\xc1"],
     "wrong field": [wire.encode(wire.CONTROL), b"\x94\xa5Abort\x01\x02\x03"],
     "credit out of nothing": [wire.encode(wire.CREDIT, number=1 << 40)],
-    "impossible dtype": announced(dtype="float13"),
+    "impossible dtype": announced(layout="float13:1"),
+    "no layout": announced(layout=""),
+    "half a layout": announced(layout="float32:1,int8"),
     "impossible reduction": announced(op="SUMS"),
-    "senseless reduction": announced(op="AVG", dtype="int8"),
-    "negative count": announced(count=-5),
+    "senseless reduction": announced(op="AVG", layout="float32:1,int8:1"),
+    "negative count": announced(layout="float32:-5"),
     "impossible quorum": announced(opening="QUORUM", quorum=9),
+    "no quorum": announced(opening="QUORUM", quorum=0),
+    "too many candidates": announced(opening="MAJORITY", candidates=4),
+    "no candidates": announced(opening="MAJORITY", candidates=0),
+    "groups larger than the world": announced(group_size=4),
+    "negative groups": announced(group_size=-1),
     "negative sync_every": announced(sync_every=-1),
+    "negative history": announced(history=-1),
 }
 
 
@@ -797,7 +815,7 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
     async def act(comm: Communicator) -> None:
         x = np.ones(4)
         await comm.solo_allreduce(x, sync_every=1)
-        operation = comm._operations["solo"]
+        operation = comm._operations._operations["solo"]
         if comm.rank == 1:
             header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
             comm._endpoint.transport.send(0, [header, payload])

@@ -302,7 +302,7 @@ def test_statistics_count_rounds_and_traffic():
 
     for rank, statistics in enumerate(run_ranks(2, main)):
         assert statistics.rank == rank
-        assert statistics.rounds == {"mine": 3}
+        assert statistics.operations["mine"].rounds == 3
         assert statistics.bytes_sent >= 3 * 64
         assert statistics.messages_received > 3
 

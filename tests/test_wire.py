@@ -100,10 +100,8 @@ def test_the_largest_payload_passes_and_one_byte_more_does_not(kind, limit):
 numbers = st.integers(-(2**63), 2**64 - 1)
 texts = st.text(max_size=30)
 CONTROLS = [wire.Announce, wire.Dispute, wire.Mismatch, wire.Abort]
-controls = st.one_of(
-    st.builds(cls, *[numbers if field.type == "int" else texts for field in dataclasses.fields(cls)])
-    for cls in CONTROLS
-)
+KINDS = {"int": numbers, "str": texts, "bool": st.booleans()}
+controls = st.one_of(st.builds(cls, *[KINDS[field.type] for field in dataclasses.fields(cls)]) for cls in CONTROLS)
 ABORT = ["Abort", 1, 2, "tired"]
 
 
@@ -118,7 +116,8 @@ def test_control_message_comes_back(control):
 @pytest.mark.parametrize("cls", CONTROLS)
 def test_long_texts_are_cut_to_fit(cls, letter):
     long = letter * 100_000
-    control = cls(*[long if field.type == "str" else 2**63 for field in dataclasses.fields(cls)])
+    values = {"str": long, "int": 2**63, "bool": True}
+    control = cls(*[values[field.type] for field in dataclasses.fields(cls)])
     frames = wire.encode_control(control)
     assert wire.decode(frames).kind == wire.CONTROL
     assert type(wire.decode_control(frames[1])) is cls

@@ -23,7 +23,7 @@ SMALL_MAX_BYTES = 1 << 20
 # Among many ranks a tiny array goes through a tree: 4 messages a rank on average instead of 2 log2 P, and every message
 # takes the GIL from the rank's own computation. Up to 8 ranks the tree was measured no faster than doubling.
 TREE_MIN_RANKS = 32
-TREE_MAX_BYTES = 1 << 12
+TREE_MAX_BYTES = 1 << 15  # 4 KiB, and an attendance list of a thousand ranks
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
@@ -69,6 +69,25 @@ async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
         await tree(lane, x, combine)
     else:
         await recursive_doubling(lane, x, combine)
+
+
+async def packed_allreduce(lane: Lane, arrays: Sequence[Array], combines: Sequence[Combine]) -> None:
+    """Reduce several short arrays, each in its own way, in one message at each step."""
+    packed = np.concatenate([array.view(np.uint8) for array in arrays])
+    edges = list(pairwise([0, *accumulate(array.nbytes for array in arrays)]))
+    views = [(start, end, array.dtype) for (start, end), array in zip(edges, arrays, strict=True)]
+
+    def combine(into: Array, other: Array) -> None:
+        for (start, end, dtype), each in zip(views, combines, strict=True):
+            each(into[start:end].view(dtype), other[start:end].view(dtype))
+
+    await short_allreduce(lane, packed, combine)
+    for (start, end), array in zip(edges, arrays, strict=True):
+        array[...] = packed[start:end].view(array.dtype)
+
+
+def add(into: Array, other: Array) -> None:
+    np.add(into, other, out=into)
 
 
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:

@@ -1,9 +1,10 @@
-"""Wait-avoiding allreduce: rounds that do not wait for everybody (seed 000, sections 3 and 4).
+"""Wait-avoiding allreduce: rounds that do not wait for everybody (seed 000, sections 3 and 4; seed 002, section 3).
 
-One engine for all of them; they differ in who may open a round (`Opening`). A rank stages its contribution and, if it
-may, opens the round; the activation tree makes every rank join with whatever it has staged, or with nothing, whether or
-not its caller is there. Contributions that came too late stay staged, add up, and enter a later round: nothing is lost
-and nothing is counted twice, because taking the staged contribution is one swap.
+One engine for all of them. They differ in who may open a round (`Opening`), in who reduces with whom (everybody, or the
+round's group), and in what a contribution is: gradients add up until a round takes them, models replace each other and
+stay. A rank stages its contribution and, if it may, opens the round; the activation tree makes every rank join with
+whatever it has staged, or with nothing, whether or not its caller is there. A contribution that came too late is staged
+for a later round: none is lost or counted twice, because taking what is staged is one step of this loop.
 
 The round is the clock. A call aims at the round after the last one its caller has seen. If that round has been executed
 already, the call stages its contribution and returns the newest result at once, without opening anything: a late rank
@@ -13,76 +14,41 @@ that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay a
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from asyncoll.algorithms import dense
 from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, heard, synchronous
+from asyncoll.algorithms.operation import Opening, Operation
+from asyncoll.algorithms.tally import OperationStatistics, Tally
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ProtocolError
 from asyncoll.group import Group, Lane
 from asyncoll.schedule import Schedule
-from asyncoll.tensors import Array, Combine, ReduceOp, combiner, neutral
+from asyncoll.tensors import Array, combiner, neutral
 from asyncoll.wire import digest
 
-ARRIVED = 255  # the step of a signal that tells a round's counter "I am here"; smaller ones are edges of the tree
+# Steps of signals that are no edges of the tree: what the drawn ranks of a round are told.
+ARRIVED = 255  # I am here
+GONE = 254  # I make no more calls, so do not wait for me
 
+_EARLY_MAX = 1 << 16  # signals kept for rounds that this rank has not come to
 
-class Opening(enum.Enum):
-    """Who may open a round."""
-
-    SOLO = "solo"  # whoever arrives first
-    MAJORITY = "majority"  # the rank that the shared seed draws for it
-    QUORUM = "quorum"  # the Q-th to arrive, as counted by the drawn rank
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What all ranks must agree on about a persistent operation."""
-
-    name: str
-    dtype: str
-    count: int
-    op: ReduceOp
-    opening: Opening
-    quorum: int = 1
-    seed: int = 0
-    sync_every: int = 0
-    history: int = 0  # results kept for ranks that are late
-
-    def fingerprint(self) -> int:
-        return digest(str(self))
-
-    def is_synchronous(self, number: int) -> bool:
-        return self.sync_every > 0 and number % self.sync_every == 0
-
-    def drawn(self, number: int, size: int) -> int:
-        """The rank that all ranks draw for round `number`; a hash of (seed, round), so that it needs no state."""
-        return digest("initiator", self.seed, number) % size
-
-    def __str__(self) -> str:
-        more = f", quorum {self.quorum}" if self.opening is Opening.QUORUM else ""
-        every = f", sync_every={self.sync_every}" if self.sync_every else ""
-        kept = f", history={self.history}" if self.history else ""
-        return (
-            f"{self.opening.value} allreduce {self.name!r} of {self.count} {self.dtype}, "
-            f"{self.op.name}, seed {self.seed}{more}{every}{kept}"
-        )
+Parts = list[Array]  # a contribution or a result: one flat array for each entry of the operation's layout
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a round produced; nobody writes into `value` any more."""
+    """What a round produced; nobody writes into `parts` any more."""
 
     number: int
-    value: Array
+    parts: Parts
     active: int
-    taken: int  # how many of this rank's contributions had been taken when the round was over
+    members: tuple[int, ...]  # places of the ranks that reduced together
+    taken: int  # the newest of this rank's contributions when the round took what was staged
     synchronous: bool
+    deserted: bool  # a synchronous one, and no rank makes any more calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,53 +71,58 @@ class WaitAvoiding:
         self._group = group
         self._context = digest(group.communicator, "persistent", operation.name)
         self._fingerprint = operation.fingerprint()
-        self._combine = combiner(operation.op, operation.dtype)
+        self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._turn = asyncio.Lock()
-        self._staged: Array | None = None
+        self._tally = Tally(group.size)
+        self._staged: Parts | None = None
         self._submitted = 0  # contributions staged here so far
         self._seen = 0  # the newest round that a caller here was given
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
-        self._latest = Result(0, np.empty(0), 0, 0, False)
+        self._latest = Result(0, [], 0, (), 0, False, False)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
-        self._early: list[int] = []  # signals for the next round
-        self._arrivals = 0
-        self._announced = 0  # the newest round whose counter has been told that this rank is here
-        self._schedule = self._arm()
+        self._early: dict[int, list[int]] = {}  # signals for later rounds, by round
+        self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
+        self._arm()
         endpoint.on_signal(self._context, self._signalled)
-        endpoint.on_depart(self._open_for_others)
+        endpoint.on_depart(self._stand_in)
+        self._stand_in()
 
-    async def call(self, x: Array) -> Delivery:
-        """Contribute `x` and wait for the round it aims at. `x` is read when this rank's earlier calls are done.
+    async def call(self, read: Callable[[], Parts]) -> Delivery:
+        """Contribute what `read()` returns when this rank's earlier calls are done; wait for the round it aims at.
 
         Cancelling the wait leaves the contribution in: the round belongs to the runtime.
         """
         try:
             await self._turn.acquire()
         except asyncio.CancelledError:
-            self._stage(x)
+            self._stage(read())
             raise
         try:
-            return await self._call(x)
+            return await self._call(read())
         finally:
             self._turn.release()
 
-    async def _call(self, x: Array) -> Delivery:
+    async def _call(self, contribution: Parts) -> Delivery:
         self._endpoint.check(self._group.communicator)
+        self._tally.came(self._endpoint.now_s())
         aim = self._seen + 1
-        ticket = self._stage(x)
+        ticket = self._stage(contribution)
         if self._latest.number < aim or self._is_awaited():
             result = await self._take_part(self._number)
         else:
             result = self._latest
         self._seen = result.number
+        included, lag = ticket <= result.taken, result.number - aim
+        self._tally.count_call(lag, included=included, next_has_begun=REDUCE in self._schedule.fired)
         missed = tuple(old for old in self._history if aim <= old.number < result.number)
-        return Delivery(result, ticket <= result.taken, result.number - aim - len(missed), missed)
+        return Delivery(result, included, lag - len(missed), missed)
 
-    def _stage(self, x: Array) -> int:
-        if self._staged is None:
-            self._staged = x.copy()
+    def _stage(self, contribution: Parts) -> int:
+        if self._staged is None or self.operation.group_size:
+            self._staged = contribution
         else:
-            self._combine(self._staged, x)
+            for combine, into, other in zip(self._combines, self._staged, contribution, strict=True):
+                combine(into, other)
         self._submitted += 1
         return self._submitted
 
@@ -165,10 +136,8 @@ class WaitAvoiding:
             finally:
                 self._waiting.pop(number, None)
 
-    @property
-    def executed(self) -> int:
-        """The newest round that has been executed here."""
-        return self._latest.number
+    def statistics(self) -> OperationStatistics:
+        return self._tally.statistics()
 
     # -- opening a round --------------------------------------------------------------------------
 
@@ -177,23 +146,30 @@ class WaitAvoiding:
         """The round that is armed or running here."""
         return self._latest.number + 1
 
-    def _arm(self) -> Schedule[Step]:
-        self._arrivals = 0
-        plan = synchronous() if self.operation.is_synchronous(self._number) else activation(self._group.size)
-        return plan.fresh()
+    def _arm(self) -> None:
+        """A persistent schedule makes its own next round."""
+        number, size = self._number, self._group.size
+        self._arrivals = self._gone = 0  # as told to this rank, if it is drawn
+        self._drawn = () if self.operation.opening is Opening.SOLO else self.operation.drawn(number, size)
+        plan = synchronous() if self.operation.is_synchronous(number) else activation(size)
+        self._schedule: Schedule[Step] = plan.fresh()
 
     def _arrive(self, number: int) -> None:
         """This rank's caller is here for round `number`, which may run already: open it, or tell the rank that does."""
         if REDUCE in self._schedule.fired:
             return
-        operation = self.operation
-        drawn = operation.drawn(number, self._group.size)
-        alone = operation.opening is Opening.SOLO or operation.is_synchronous(number)
-        if alone or (operation.opening is Opening.MAJORITY and drawn == self._group.rank):
+        opening = self.operation.opening
+        alone = opening is Opening.SOLO or self.operation.is_synchronous(number)
+        if alone or (opening is Opening.MAJORITY and self._group.rank in self._drawn):
             self._fire(OPEN)
-        elif self._announced < number:
+        else:
+            self._tell_drawn(number, ARRIVED)
+
+    def _tell_drawn(self, number: int, step: int) -> None:
+        if self._announced < number:
             self._announced = number
-            self._send(drawn, number, ARRIVED)
+            for place in self._drawn:
+                self._send(place, number, step)
 
     def _is_awaited(self) -> bool:
         """Whether most of the others wait for this late rank, because it is drawn to open the round.
@@ -201,35 +177,55 @@ class WaitAvoiding:
         Then its late call opens the round: to compute another step first would only keep them waiting. If fewer are
         there, the round would come too early for the rest, and the late rank goes on as any other does.
         """
-        drawn = self.operation.drawn(self._number, self._group.size) == self._group.rank
-        return drawn and self.operation.opening is Opening.MAJORITY and 2 * self._arrivals >= self._group.size
+        return self._may_open() and 2 * self._arrivals >= self._group.size
+
+    def _may_open(self) -> bool:
+        return self.operation.opening is Opening.MAJORITY and self._group.rank in self._drawn
 
     def _signalled(self, source: int, number: int, step: int, fingerprint: int) -> None:
         if fingerprint != self._fingerprint:
             return  # the announcement that came before it has already failed the communicator
         if number == self._number:
             self._heed(step)
-        elif number == self._number + 1:
-            self._early.append(step)
         elif number > self._number:
+            self._keep(number, step)
+
+    def _keep(self, number: int, step: int) -> None:
+        """A round that includes everybody cannot be over elsewhere before it is here; a group's can, many times."""
+        newest = self._number + (1 if not self.operation.group_size else _EARLY_MAX)
+        if number > newest:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
+        self._early.setdefault(number, []).append(step)
 
     def _heed(self, step: int) -> None:
         if (edge := heard(step)) in self._schedule:
             self._fire(edge)
         elif step == ARRIVED:
             self._arrivals += 1
-            if self.operation.opening is Opening.QUORUM and self._arrivals == self.operation.quorum:
-                self._fire(OPEN)
-            elif self._endpoint.departed:
-                self._open_for_others()
+            self._stand_in()
+        elif step == GONE:
+            self._gone += 1
         else:
             raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
+        if self.operation.opening is Opening.QUORUM and self._arrivals:
+            self._open_if(self._arrivals + self._gone >= self.operation.quorum)
 
-    def _open_for_others(self) -> None:
-        """This rank makes no more calls. A round that only it may open is open as soon as anybody is there."""
-        drawn = self.operation.drawn(self._number, self._group.size) == self._group.rank
-        if drawn and self._arrivals and self.operation.opening is Opening.MAJORITY:
+    def _stand_in(self) -> None:
+        """Once this rank makes no more calls, nobody waits for one: it is always there, with what it has staged.
+
+        It opens no more synchronous rounds after one in which nobody else made calls either.
+        """
+        if not self._endpoint.departed:
+            return
+        if self.operation.is_synchronous(self._number):
+            self._open_if(not self._latest.deserted)
+        elif self._may_open():
+            self._open_if(self._arrivals > 0)
+        elif self.operation.opening is Opening.QUORUM:
+            self._tell_drawn(self._number, GONE)
+
+    def _open_if(self, ready: bool) -> None:
+        if ready and REDUCE not in self._schedule.fired:
             self._fire(OPEN)
 
     def _fire(self, step: Step) -> None:
@@ -237,6 +233,7 @@ class WaitAvoiding:
             if fired.kind == "forward":
                 self._send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
             elif fired == REDUCE:
+                self._tally.began(self._endpoint.now_s())
                 self._endpoint.spawn(self._reduce(self._number), self._group.communicator)
 
     def _send(self, place: int, number: int, step: int) -> None:
@@ -245,47 +242,49 @@ class WaitAvoiding:
     # -- executing it -----------------------------------------------------------------------------
 
     async def _reduce(self, number: int) -> None:
-        operation, group = self.operation, self._group
-        staged, self._staged = self._staged, None
-        taken = self._submitted
-        value = neutral(operation.count, operation.op, operation.dtype) if staged is None else staged
-        active = np.array([staged is not None], np.int64)
+        contributes, taken = self._staged is not None, self._submitted
+        parts = self._take()
+        members = self.operation.members(number, self._group.size, self._group.rank)
+        group = self._group.subset(members)
+        attendance = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
         with Lane(self._endpoint, group, self._context, number, self._fingerprint, lambda: self._at(number)) as lane:
-            await _counted_allreduce(lane, value, active, self._combine)
-        self._publish(Result(number, value, int(active[0]), taken, operation.is_synchronous(number)))
+            await self._allreduce(lane, [*parts, attendance])
+        active, gone = self._tally.count_round(members, attendance)
+        synchronous = self.operation.is_synchronous(number)
+        self._publish(Result(number, parts, active, members, taken, synchronous, synchronous and gone == group.size))
+
+    def _take(self) -> Parts:
+        """What this rank puts into a round, as arrays of the round's own."""
+        staged = self._staged
+        if staged is None:
+            return [neutral(count, self.operation.op, dtype) for dtype, count in self.operation.layout]
+        if self.operation.group_size:
+            return [part.copy() for part in staged]
+        self._staged = None
+        return staged
+
+    async def _allreduce(self, lane: Lane, arrays: list[Array]) -> None:
+        """Reduce the parts and the attendance list. Small ones go together, in one message at each step."""
+        combines = [*self._combines, dense.add]
+        if sum(array.nbytes for array in arrays) <= dense.DOUBLING_MAX_BYTES:
+            await dense.packed_allreduce(lane, arrays, combines)
+            return
+        for array, combine in zip(arrays, combines, strict=True):
+            await dense.allreduce(lane, array, combine)
+            lane.next_phase()
 
     def _at(self, number: int) -> str:
         return f"round {number} of {self.describe()}"
 
     def _publish(self, result: Result) -> None:
-        """Hand out the result and re-arm: a persistent schedule makes its own next round."""
+        """Hand out the result and re-arm."""
         if self._latest.number:
             self._history.append(self._latest)
         self._latest = result
-        self._schedule = self._arm()
+        self._arm()
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
             waiter.set_result(result)
-        early, self._early = self._early, []
-        for step in early:
+        for step in self._early.pop(self._number, []):
             self._heed(step)
-
-
-async def _counted_allreduce(lane: Lane, value: Array, active: Array, combine: Combine) -> None:
-    """Reduce `value` and the number of contributors. For small values the count rides along as eight more bytes."""
-    if value.nbytes > dense.DOUBLING_MAX_BYTES:
-        await dense.allreduce(lane, value, combine)
-        lane.next_phase()
-        await dense.short_allreduce(lane, active, combiner(ReduceOp.SUM, "int64"))
-        return
-    both = np.concatenate([active.view(np.uint8), value.view(np.uint8)])
-    head = active.nbytes
-
-    def combine_both(into: Array, other: Array) -> None:
-        count = into[:head].view(np.int64)
-        count += other[:head].view(np.int64)
-        combine(into[head:].view(value.dtype), other[head:].view(value.dtype))
-
-    await dense.short_allreduce(lane, both, combine_both)
-    active[...] = both[:head].view(np.int64)
-    value[...] = both[head:].view(value.dtype)
+        self._stand_in()

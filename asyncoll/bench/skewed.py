@@ -23,7 +23,8 @@ import numpy as np
 
 from asyncoll.bench.dense import wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
-from asyncoll.communicator import Communicator, Reduction
+from asyncoll.communicator import Communicator
+from asyncoll.persistent import Reduction
 from asyncoll.tensors import Array
 
 MODES = ("full", "majority", "quorum", "solo")

@@ -1,0 +1,146 @@
+"""The persistent operations of one communicator: made at the first call of their name anywhere, and told to everybody.
+
+Their calls are not numbered, as a rank that is late for one must not be in the way of the others' next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from asyncoll import tensors
+from asyncoll.algorithms.activation import edges
+from asyncoll.algorithms.operation import Layout, Opening, Operation
+from asyncoll.algorithms.tally import OperationStatistics
+from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.bundle import Bundle
+from asyncoll.endpoint import Endpoint
+from asyncoll.errors import MismatchError, ProtocolError, UsageError
+from asyncoll.group import Group
+from asyncoll.tensors import ReduceOp
+from asyncoll.wire import Announce
+
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What a wait-avoiding allreduce did. Its result is in `x`."""
+
+    round: int  # the round that x now holds the result of; rounds count from 1
+    active: int  # ranks whose contribution, fresh or stale, is in it
+    included: bool  # this call's contribution is in it; otherwise it is staged for a later round
+    skipped: int  # rounds between the caller's last one and this one whose results it will never see
+    synchronous: bool  # a `sync_every` round: every rank was there
+    missed: tuple[Any, ...] = ()  # with `history`: results of the rounds between, oldest first, tensors like x
+    group: tuple[int, ...] = ()  # the ranks that took part, with or without a contribution
+
+
+class Operations:
+    """The wait-avoiding operations of one communicator, by name, at one rank."""
+
+    def __init__(self, endpoint: Endpoint, group: Group) -> None:
+        self._endpoint = endpoint
+        self._group = group
+        self._operations: dict[str, WaitAvoiding] = {}
+        endpoint.on_announce(group.communicator, self._announced)
+
+    async def contribute(self, spec: Operation, bundle: Bundle, site: str) -> Reduction:
+        """One call: `bundle` is the contribution, and gets the result."""
+        self._endpoint.check(self._group.communicator)
+        operation = self._get(spec, self._group.rank, site)
+        delivery = await operation.call(bundle.read)
+        result = delivery.result
+        bundle.write(result.parts, self._divisor(spec, result))
+        missed = tuple(bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed)
+        return Reduction(
+            round=result.number,
+            active=result.active,
+            included=delivery.included,
+            skipped=delivery.skipped,
+            synchronous=result.synchronous,
+            missed=missed,
+            group=result.members,
+        )
+
+    def statistics(self) -> dict[str, OperationStatistics]:
+        return {name: operation.statistics() for name, operation in self._operations.items()}
+
+    def _divisor(self, spec: Operation, result: Result) -> int:
+        """What AVG divides by: in groups the models that are there, otherwise all ranks, as the paper does."""
+        if spec.op is not ReduceOp.AVG:
+            return 1
+        return max(1, result.active) if spec.group_size else self._group.size
+
+    def _get(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
+        """The operation `spec.name`, made and announced along the activation tree if it is new here.
+
+        The announcement goes out on each edge before any signal does, so a rank whose program has not come to its
+        first call yet can take part all the same.
+        """
+        text = f"{spec} (first called by rank {caller} at {site})"
+        known = self._operations.get(spec.name)
+        if known is not None:
+            if known.operation != spec:
+                text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
+                self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
+                raise MismatchError(text)
+            return known
+        message = _announcement(self._group.communicator, spec, site)
+        size = self._group.size
+        for edge in edges(size):
+            self._endpoint.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
+        operation = self._operations[spec.name] = WaitAvoiding(self._endpoint, self._group, spec, lambda: text)
+        return operation
+
+    def _announced(self, source: int, message: Announce) -> None:
+        try:
+            spec = _announced_operation(message)
+            check(spec, self._group.size)
+            caller = self._group.ranks.index(source)
+        except (KeyError, TypeError, ValueError, UsageError) as error:
+            raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
+        with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
+            self._get(spec, caller, message.site)
+
+
+def check(spec: Operation, size: int) -> None:
+    """Raise UsageError unless `size` ranks can carry out `spec`."""
+    if not isinstance(spec.name, str) or len(spec.name) > _MAX_NAME:
+        raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
+    for dtype, count in spec.layout:
+        tensors.check_reduction(spec.op, dtype)
+        if dtype not in tensors.DTYPES or count < 0:
+            raise UsageError(f"{count} elements of {dtype}")
+    if spec.sync_every < 0 or spec.history < 0:
+        raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
+    _check_ranks("quorum", spec.quorum, size)
+    _check_ranks("candidates", spec.candidates, size)
+    if spec.group_size:
+        _check_ranks("group_size", spec.group_size, size)
+
+
+def _check_ranks(what: str, number: int, size: int) -> None:
+    if not 1 <= number <= size:
+        raise UsageError(f"{what} {number} is not between 1 and the number of ranks, {size}")
+
+
+def _announcement(communicator: int, spec: Operation, site: str) -> Announce:
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    layout = ",".join(f"{dtype}:{count}" for dtype, count in spec.layout)
+    values |= {"layout": layout, "op": spec.op.name, "opening": spec.opening.name}
+    return Announce(**values, communicator=communicator, site=site)
+
+
+def _announced_operation(message: Announce) -> Operation:
+    """What `_announcement` was made from. Raises KeyError, TypeError or ValueError if it was made from nothing."""
+    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
+    values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
+    return Operation(**values)
+
+
+def _layout(text: str) -> Layout:
+    pairs = [entry.partition(":") for entry in text.split(",")]
+    return tuple((dtype, int(count)) for dtype, _, count in pairs)

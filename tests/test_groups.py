@@ -1,0 +1,171 @@
+"""The group allreduce of WAGMA-SGD: who is in which group, how far an update gets, and what a call returns."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncoll import AVG
+from asyncoll.algorithms.grouping import partition, propagation
+from asyncoll.testing import Network, run_ranks, simulate
+
+JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
+
+
+def by_masks(size: int, group_size: int, turn: int) -> set[tuple[int, ...]]:
+    """Algorithm 1 of the paper, corrected: partners differ in log2 S bits, from bit t log2 S on, going round."""
+    bits, width = size.bit_length() - 1, group_size.bit_length() - 1
+    masks = [1 << ((turn * width + phase) % bits) for phase in range(width)]
+    groups = set()
+    for rank in range(size):
+        group = {rank}
+        for mask in masks:
+            group |= {member ^ mask for member in group}
+        groups.add(tuple(sorted(group)))
+    return groups
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_powers_of_two_are_grouped_as_in_the_paper(bits):
+    for width in range(bits + 1):
+        for turn in range(3 * bits):
+            assert set(partition(1 << bits, 1 << width, turn + 1)) == by_masks(1 << bits, 1 << width, turn)
+
+
+def test_the_papers_example():
+    assert partition(8, 4, 1) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert set(partition(8, 4, 2)) == {(0, 1, 4, 5), (2, 3, 6, 7)}
+
+
+@pytest.mark.parametrize("size", [*range(1, 20), 33, 100])
+def test_groups_partition_the_ranks(size):
+    for group_size in range(1, size + 1):
+        for number in range(1, 12):
+            groups = partition(size, group_size, number)
+            assert sorted(rank for group in groups for rank in group) == list(range(size))
+            assert len(groups) == math.ceil(size / group_size)
+            assert max(map(len, groups)) - min(map(len, groups)) <= 1
+            assert max(map(len, groups)) <= group_size
+
+
+@pytest.mark.parametrize("size", range(2, 70))
+def test_an_update_reaches_everybody_in_logarithmic_time(size):
+    for group_size in range(2, size + 1):
+        least, power = 0, 1
+        while power < size:
+            power *= group_size
+            least += 1
+        worst = max(propagation(size, group_size, first) for first in range(1, 13))
+        exact = size.bit_count() == group_size.bit_count() == 1
+        assert least <= worst <= least + (0 if exact else 1 if group_size >= 5 else 2)
+
+
+@pytest.mark.parametrize(("size", "group_size"), [(4, 2), (6, 4), (9, 3), (13, 4), (7, 7), (5, 1)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_sums_are_those_of_the_group(size, group_size, fixed):
+    """Everybody in step: rank r contributes 2^r, so the sum shows who is in it."""
+
+    async def main(comm):
+        for number in range(1, 8):
+            await comm.barrier()
+            x = np.array([1 << comm.rank])
+            call = comm.group_allreduce(x, group_size=group_size, fixed=fixed, sync_every=4)
+            reduction = await call
+            groups = partition(size, group_size, 1 if fixed else number)
+            expected = tuple(range(size)) if number == 4 else next(group for group in groups if comm.rank in group)
+            assert (reduction.round, reduction.group) == (number, expected)
+            assert reduction.synchronous == (number == 4)
+            assert x[0] & ~sum(1 << rank for rank in expected) == 0
+            if number > 1:  # everybody has contributed at least once, and what it gave stays
+                assert x[0] == sum(1 << rank for rank in expected)
+                assert reduction.active == len(expected)
+
+    simulate(size, main)
+
+
+def test_a_late_rank_gives_its_older_model_and_knows_that_it_did():
+    async def main(comm):
+        x = np.array([10.0 + comm.rank])
+        await comm.group_allreduce(x, group_size=2, sync_every=1, name="first")
+        seen = []
+        for model in (1.0, 2.0, 3.0):
+            await asyncio.sleep(10.0 if comm.rank == 1 and model == 2.0 else 0.1)
+            x = np.array([model, 10.0**comm.rank])
+            reduction = await comm.group_allreduce(x, group_size=2)
+            seen.append((reduction.round, reduction.included, x.tolist()))
+        return seen
+
+    on_time, late = simulate(2, main, Network(latency_s=1e-6)).results
+    assert on_time[1] == (2, True, [2.0 + 1.0, 11.0])  # the model of rank 1 from before
+    assert on_time[2] == (3, True, [3.0 + 1.0, 11.0])
+    assert late[1] == (3, False, [3.0 + 1.0, 11.0])
+    assert late[2][1:] == (True, [3.0 + 3.0, 11.0])
+
+
+def test_average_divides_by_the_models_that_are_there():
+    async def main(comm):
+        if comm.rank == 2:
+            await asyncio.sleep(5)
+        x = torch.full((3,), float(comm.rank), dtype=torch.bfloat16)
+        reduction = await comm.group_allreduce(x, group_size=3, op=AVG)
+        return reduction.active, x.tolist()
+
+    results = simulate(3, main).results
+    assert results[0][0] in (1, 2)
+    assert results[0][1] == [0.0] * 3 if results[0][0] == 1 else [0.5] * 3
+    assert results[2] == results[0]
+
+
+def test_fixed_groups_may_run_far_apart():
+    """One group's member sleeps; the other group goes on, and the signals of its rounds wait for the sleeper's."""
+
+    async def main(comm):
+        newest = 0
+        while newest < 300:
+            await asyncio.sleep(0.001)
+            newest = (await comm.group_allreduce(np.ones(1), group_size=2, fixed=True)).round
+        return comm.statistics().operations["group"].rounds
+
+    network = Network(latency_s=1e-5, jitter_s=5e-3)
+    assert min(simulate(6, main, network, seed=3).results) >= 300
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_at_a_synchronous_round_all_models_are_equal(size):
+    async def main(comm):
+        generator = np.random.default_rng(comm.rank)
+        model, newest, at_sync = np.full(4, float(comm.rank)), 0, {}
+        while newest < 12:
+            await asyncio.sleep(generator.exponential(0.01))
+            x = model.copy()
+            reduction = await comm.group_allreduce(x, group_size=max(1, size // 2), sync_every=4)
+            model = x / reduction.active if reduction.included else (x + model) / (reduction.active + 1)
+            newest = reduction.round
+            if reduction.synchronous:
+                at_sync[newest] = model.tolist()
+        return at_sync
+
+    for seed in range(20):
+        first, *others = simulate(size, main, JITTER, seed).results
+        assert sorted(first) == [4, 8, 12]
+        assert all(other == first for other in others)
+
+
+@pytest.mark.slow
+def test_groups_over_real_sockets():
+    async def main(comm):
+        newest = 0
+        while newest < 20:
+            x = [np.array([1 << comm.rank]), np.ones(70_000, np.float32)]
+            reduction = await comm.group_allreduce(x, group_size=3, sync_every=5)
+            assert reduction.active == int(x[0][0]).bit_count()
+            assert (x[1] == reduction.active).all()
+            assert int(x[0][0]) & ~sum(1 << rank for rank in reduction.group) == 0
+            newest = reduction.round
+        return comm.statistics().operations["group"].rounds
+
+    assert min(run_ranks(7, main, transport="zmq")) >= 20
