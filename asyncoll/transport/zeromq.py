@@ -25,6 +25,10 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
 
+_PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
+_PAYLOAD_FOLLOWS = 0x80
+_LAST = int(zmq.NOBLOCK)  # plain numbers: every flag that pyzmq makes of two costs a microsecond
+_MORE = _LAST | int(zmq.SNDMORE)
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
 _BATCH = 64  # messages handed over before the loop may do something else
 _FLUSH_MS = 1000
@@ -157,10 +161,13 @@ class ZeroMQTransport:
             if self._closed:
                 return False
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._router.recv(_LAST)
             except zmq.Again:
                 return False
-            self._deliver(identity.bytes, frames)
+            frames: list[Any] = [self._router.recv(_LAST)]
+            while self._router.getsockopt(zmq.RCVMORE):
+                frames.append(self._router.recv(_LAST, copy=False))
+            self._deliver(identity, frames)
         return True
 
     def _deliver(self, identity: bytes, frames: list[Any]) -> None:
@@ -169,9 +176,7 @@ class ZeroMQTransport:
             logger.warning("rank %d dropped a message from a stranger (%d frames)", self.rank, len(frames))
             return
         assert self._receiver is not None
-        if frames:
-            frames[0] = frames[0].bytes
-        self._receiver.received(source, frames)
+        self._receiver.received(source, _unpack(frames))
 
     def _receive_own(self, frames: list[bytes]) -> None:
         if not self._closed and self._receiver is not None:
@@ -257,8 +262,37 @@ class ZeroMQTransport:
 
 def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
     """Give one message to ZeroMQ, which copies it; False if its queue for the peer is full."""
+    packed = _pack(frames)
     try:
-        peer.dealer.send_multipart(frames, zmq.NOBLOCK)
-    except zmq.Again:
+        for frame in packed[:-1]:
+            peer.dealer.send(frame, _MORE)
+        peer.dealer.send(packed[-1], _LAST)
+    except zmq.Again:  # from the first frame or from none
         return False
     return True
+
+
+def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The ZeroMQ frames of a message.
+
+    A small one is one frame: a byte with the length of its first frame and whether a second follows, then both. A
+    larger one goes as it is, after a first frame that says no more than that.
+    """
+    head = frames[0]
+    if len(head) < _PAYLOAD_FOLLOWS:
+        if len(frames) == 1:
+            return (bytes((len(head),)) + bytes(head),)
+        if len(frames[1]) <= _PACKED_MAX:
+            return (b"".join((bytes((len(head) | _PAYLOAD_FOLLOWS,)), head, frames[1])),)
+    return (b"", *frames)
+
+
+def _unpack(received: list[Any]) -> list[Buffer]:
+    """The frames of a message; for what `_pack` did not make, whatever, which its receiver will not take for one."""
+    first = received[0]
+    if not first:
+        return [received[1].bytes, *received[2:]] if len(received) > 1 else received
+    end = 1 + (first[0] & ~_PAYLOAD_FOLLOWS)
+    if first[0] & _PAYLOAD_FOLLOWS:
+        return [first[1:end], memoryview(first)[end:], *received[1:]]
+    return [first[1:], *received[1:]]
