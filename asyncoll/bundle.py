@@ -5,7 +5,8 @@ The buckets of a model then share one round: it includes a rank for all of them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,55 +16,51 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors import Array, Operand
 
 
-@dataclass(frozen=True, slots=True)
 class Bundle:
-    """A caller's tensors."""
+    """A caller's tensors, packed by dtype in order of first appearance."""
 
-    operands: list[Operand]
-    alone: bool  # the caller gave a tensor, and not a list
-
-    @property
-    def dtypes(self) -> list[str]:
-        """In order of first appearance."""
-        return list(dict.fromkeys(operand.dtype for operand in self.operands))
+    def __init__(self, operands: list[Operand], *, alone: bool) -> None:
+        self._operands = operands
+        self._alone = alone  # the caller gave a tensor, and not a list
+        self._packs: dict[str, list[Operand]] = {}
+        for operand in operands:
+            self._packs.setdefault(operand.dtype, []).append(operand)
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:
         """(dtype, number of elements) of each array of `read`."""
-        return tuple((dtype, sum(operand.flat.size for operand in self._of(dtype))) for dtype in self.dtypes)
+        return tuple((dtype, sum(operand.flat.size for operand in pack)) for dtype, pack in self._packs.items())
 
-    def read(self) -> list[Array]:
-        """The tensors' values, packed into new arrays."""
-        return [np.concatenate([operand.flat for operand in self._of(dtype)]) for dtype in self.dtypes]
+    def read(self, into: Iterable[Array]) -> None:
+        """Copy the tensors' values, packed, into these arrays."""
+        for pack, part in zip(self._packs.values(), into, strict=True):
+            np.concatenate([operand.flat for operand in pack], out=part)
 
-    def write(self, parts: list[Array], divisor: int = 1) -> None:
+    def write(self, parts: Iterable[Array], divisor: int = 1) -> None:
         """Put `parts`, divided by `divisor`, back into the tensors."""
-        for dtype, part in zip(self.dtypes, parts, strict=True):
-            start = 0
-            for operand in self._of(dtype):
-                end = start + operand.flat.size
-                operand.flat[...] = part[start:end]
-                if divisor != 1:
-                    tensors.divide(operand.flat, dtype, divisor)
-                operand.write_back()
-                start = end
-
-    def like(self, parts: list[Array], divisor: int = 1) -> Any:
-        """`parts`, divided by `divisor`, as new tensors of the caller's kind: one, or a list of them."""
-        starts = dict.fromkeys(self.dtypes, 0)
-        whole = {dtype: part.copy() for dtype, part in zip(self.dtypes, parts, strict=True)}
-        for dtype, part in whole.items():
+        for operand, values in self._pieces(parts):
+            operand.flat[...] = values
             if divisor != 1:
-                tensors.divide(part, dtype, divisor)
-        made = []
-        for operand in self.operands:
-            start = starts[operand.dtype]
-            starts[operand.dtype] = end = start + operand.flat.size
-            made.append(operand.like(whole[operand.dtype][start:end], operand.shape))
-        return made[0] if self.alone else made
+                tensors.divide(operand.flat, operand.dtype, divisor)
+            operand.write_back()
 
-    def _of(self, dtype: str) -> list[Operand]:
-        return [operand for operand in self.operands if operand.dtype == dtype]
+    def like(self, parts: Iterable[Array], divisor: int = 1) -> Any:
+        """`parts`, divided by `divisor`, as new tensors of the caller's kind: one, or a list of them."""
+        made = {}
+        for operand, values in self._pieces(parts):
+            flat = values.copy()
+            if divisor != 1:
+                tensors.divide(flat, operand.dtype, divisor)
+            made[id(operand)] = operand.like(flat, operand.shape)
+        tensors_ = [made[id(operand)] for operand in self._operands]
+        return tensors_[0] if self._alone else tensors_
+
+    def _pieces(self, parts: Iterable[Array]) -> Iterator[tuple[Operand, Array]]:
+        """Each operand with its piece of the part that it is packed in."""
+        for pack, part in zip(self._packs.values(), parts, strict=True):
+            ends = accumulate((operand.flat.size for operand in pack), initial=0)
+            for operand, (start, end) in zip(pack, pairwise(ends), strict=True):
+                yield operand, part[start:end]
 
 
 def bundle(x: object) -> Bundle:

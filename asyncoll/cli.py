@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -52,6 +53,40 @@ def doctor(as_json: bool) -> None:
 
     findings = examine()
     click.echo(render(findings, as_json))
+
+
+@main.command()
+@click.option(
+    "--kind", default="all", show_default=True, help="solo, majority, quorum, full, candidates, group; or all."
+)
+@click.option("--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes; the seeds take turns at them.")
+@click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. The same seed, the same world.")
+@click.option("--seed", type=click.IntRange(min=0), help="One seed only: replays one world.")
+@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Processes; one for each CPU.")
+@click.option(
+    "--transport",
+    type=click.Choice(["simulated", "inproc", "zmq"]),
+    default="simulated",
+    show_default=True,
+    help="A simulated network in virtual time, or ranks in one process in real time.",
+)
+def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
+    """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.
+
+    Exits with 1 if a law is broken, and prints which one, where, and the command that replays that world.
+    """
+    from asyncoll.testing.laws import sweep
+
+    if seed is not None:
+        if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError("give --seed or --seeds, not both")
+        seeds, jobs = f"{seed}:{seed + 1}", 1
+    try:
+        worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
+        lawful = sweep.sweep(*worlds, jobs, transport)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(not lawful)
 
 
 main.add_command(bench)

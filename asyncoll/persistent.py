@@ -80,7 +80,6 @@ class Operations:
         The announcement goes out on each edge before any signal does, so a rank whose program has not come to its
         first call yet can take part all the same.
         """
-        text = f"{spec} (first called by rank {caller} at {site})"
         known = self._operations.get(spec.name)
         if known is not None:
             if known.operation != spec:
@@ -88,6 +87,7 @@ class Operations:
                 self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
                 raise MismatchError(text)
             return known
+        text = f"{spec} (first called by rank {caller} at {site})"
         message = _announcement(self._group.communicator, spec, site)
         size = self._group.size
         for edge in edges(size):

@@ -155,12 +155,9 @@ def _neutral_value(op: ReduceOp, dtype: str) -> Any:
     return limits.max if op is ReduceOp.MIN else limits.min
 
 
-def neutral(count: int, op: ReduceOp, dtype: str) -> Array:
-    """A fresh contribution that changes nothing: what a rank with nothing to give puts into a round."""
-    value = _neutral_value(op, dtype)
-    if op in (ReduceOp.SUM, ReduceOp.AVG):
-        return np.zeros(count, storage(dtype))  # untouched zero pages cost nothing until they are read
-    return np.full(count, value, storage(dtype))
+def fill_neutral(flat: Array, op: ReduceOp, dtype: str) -> None:
+    """Make of `flat` a contribution that changes nothing: what a rank with nothing to give puts into a round."""
+    flat.fill(_neutral_value(op, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +210,12 @@ def operand(x: object, *, writable: bool = False) -> Operand:
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
 
 
+# numpy composes the name of a dtype anew each time it is asked, which takes longer than the rest of `_numpy_operand`.
+_NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != BFLOAT16}
+
+
 def _numpy_operand(x: Array, writable: bool) -> Operand:
-    dtype = x.dtype.name
+    dtype = _NUMPY_NAMES.get(x.dtype) or x.dtype.name
     if dtype not in DTYPES:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
     if writable and not x.flags.writeable:

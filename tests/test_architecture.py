@@ -98,6 +98,7 @@ ROOMS: dict[str, set[str]] = {
     # roof
     "testing": {
         "errors",
+        "tensors",
         "transport",
         "transport.inproc",
         "transport.zeromq",
@@ -105,12 +106,15 @@ ROOMS: dict[str, set[str]] = {
         "transport.simulated",
         "endpoint",
         "progress",
+        "algorithms.grouping",
+        "algorithms.operation",
+        "persistent",
         "communicator",
         "world",
     },
     "doctor": {"errors", "launch", ""},
     "bench": {"errors", "tensors", "communicator", "persistent", "launch", "testing", ""},
-    "cli": {"errors", "launch", "doctor", "bench"},
+    "cli": {"errors", "launch", "testing", "doctor", "bench"},
 }
 SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncoll.algorithms.activation import OPEN, REDUCE, activation, edges, heard, synchronous
+from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
 from asyncoll.schedule import Schedule
 
 
@@ -40,29 +40,6 @@ def test_firing_goes_all_the_way_down():
         schedule.add(op, after=[op - 1])
     assert schedule.fire(0) == list(range(50))
     assert schedule.fired == set(range(50))
-
-
-@given(st.data())
-def test_an_operation_fires_once_and_only_when_it_may(data):
-    schedule: Schedule[int] = Schedule()
-    rules: dict[int, tuple[bool, list[int]]] = {}
-    for op in range(data.draw(st.integers(1, 12))):
-        before = data.draw(st.lists(st.sampled_from(range(op)), unique=True)) if op else []
-        needs_all = data.draw(st.booleans())
-        rules[op] = (needs_all, before)
-        schedule.add(op, **{"after" if needs_all else "after_any": before})
-    fired: list[int] = []
-    for op in data.draw(st.lists(st.sampled_from(sorted(rules)), max_size=20)):
-        for effect in (order := schedule.fire(op)):
-            needs_all, before = rules[effect]
-            done = [earlier in fired for earlier in before]
-            assert effect == order[0] == op or (all(done) if needs_all else any(done))
-            fired.append(effect)
-        for other, (needs_all, before) in rules.items():
-            ready = before and (all if needs_all else any)(earlier in fired for earlier in before)
-            assert not ready or other in fired
-    assert len(fired) == len(set(fired))
-    assert schedule.fired == set(fired)
 
 
 def test_bad_graphs_are_refused():
@@ -150,3 +127,97 @@ def test_the_papers_partners_lose_ranks_on_other_sizes(size):
     assert any(lost)
     if size == 3:
         assert lost == [set(), set(), {1}]
+
+
+# -- state machines --------------------------------------------------------------------------------
+
+
+class AnySchedule(RuleBasedStateMachine):
+    """Any graph, and copies of it that fire in any order, beside a model of plain sets."""
+
+    @initialize(data=st.data(), count=st.integers(1, 12))
+    def build(self, data: st.DataObject, count: int) -> None:
+        self.plan: Schedule[int] = Schedule()
+        self.rules: list[tuple[bool, frozenset[int]]] = []  # of each operation: needs all, its predecessors
+        self.copies: list[tuple[Schedule[int], set[int]]] = []  # and what has fired in it, as the model has it
+        for op in range(count):
+            before = data.draw(st.frozensets(st.integers(0, op - 1))) if op else frozenset()
+            needs_all = data.draw(st.booleans())
+            self.plan.add(op, **{"after" if needs_all else "after_any": before})
+            self.rules.append((needs_all, before))
+        self.copy()
+
+    @rule()
+    def copy(self) -> None:
+        self.copies.append((self.plan.fresh(), set()))
+
+    @rule(data=st.data())
+    def fire(self, data: st.DataObject) -> None:
+        schedule, fired = data.draw(st.sampled_from(self.copies))
+        op = data.draw(st.integers(0, len(self.rules) - 1))
+        effects = schedule.fire(op)
+        assert effects[:1] == ([op] if op not in fired else [])
+        for effect in effects:
+            assert effect not in fired, "it was consumed"
+            assert effect == op or self.is_ready(effect, fired)
+            fired.add(effect)
+
+    def is_ready(self, op: int, fired: set[int]) -> bool:
+        needs_all, before = self.rules[op]
+        return bool(before) and (before <= fired if needs_all else bool(before & fired))
+
+    @invariant()
+    def what_is_ready_has_fired_and_nothing_else(self) -> None:
+        for schedule, fired in self.copies:
+            assert schedule.fired == fired
+            assert not [op for op in range(len(self.rules)) if self.is_ready(op, fired) and op not in fired]
+
+    @invariant()
+    def the_plan_never_fires(self) -> None:
+        assert self.plan.fired == set()
+
+
+class Activation(RuleBasedStateMachine):
+    """A round among any number of ranks: who opens it, and in which order its messages arrive, is for fate to say."""
+
+    @initialize(size=st.integers(2, 17), opener=st.integers(0, 16))
+    def begin(self, size: int, opener: int) -> None:
+        self.ranks = [activation(size).fresh() for _ in range(size)]
+        self.flying: list[tuple[int, int]] = []  # (rank, edge)
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.joined: Counter[int] = Counter()
+        self.fire(opener % size, OPEN)
+
+    def fire(self, rank: int, step: Step) -> None:
+        for fired in self.ranks[rank].fire(step):
+            if fired == REDUCE:
+                self.joined[rank] += 1
+            elif fired.kind == "forward":
+                self.sent[rank, fired.edge] += 1
+                self.flying.append(((rank + (1 << fired.edge)) % len(self.ranks), fired.edge))
+
+    @rule(rank=st.integers(0, 16))
+    def open(self, rank: int) -> None:
+        self.fire(rank % len(self.ranks), OPEN)
+
+    @precondition(lambda self: self.flying)
+    @rule(which=st.randoms(use_true_random=False))
+    def deliver(self, which: random.Random) -> None:
+        rank, edge = self.flying.pop(which.randrange(len(self.flying)))
+        self.fire(rank, heard(edge))
+
+    @invariant()
+    def nothing_happens_twice(self) -> None:
+        assert {*self.joined.values(), *self.sent.values()} == {1}
+
+    def teardown(self) -> None:
+        """In the end, when all that was sent has arrived, everybody has joined."""
+        while self.flying:
+            rank, edge = self.flying.pop()
+            self.fire(rank, heard(edge))
+        self.nothing_happens_twice()
+        assert self.joined == Counter(range(len(self.ranks)))
+
+
+TestAnySchedule = AnySchedule.TestCase
+TestActivation = Activation.TestCase

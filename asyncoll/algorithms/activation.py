@@ -35,14 +35,19 @@ def edges(size: int) -> range:
 
 
 @lru_cache(maxsize=64)
-def activation(size: int) -> Schedule[Step]:
-    """The schedule of a round that any of its openers may start; take a `fresh` one for each round."""
+def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
+    """The schedule of a round that any of its openers may start; take a `fresh` one for each round.
+
+    With `flood` every rank uses all of its edges. A group may be done with a round before others have heard of it, and
+    its members do not pass on any more what they hear late.
+    """
     schedule: Schedule[Step] = Schedule()
     schedule.add(OPEN)
     for edge in edges(size):
         schedule.add(heard(edge))
     for edge in edges(size):
-        schedule.add(Step("forward", edge), after_any=[OPEN, *(heard(lower) for lower in range(edge))])
+        heeded = edges(size) if flood else range(edge)
+        schedule.add(Step("forward", edge), after_any=[OPEN, *map(heard, heeded)])
     schedule.add(REDUCE, after_any=[OPEN, *(heard(edge) for edge in edges(size))])
     return schedule
 

@@ -7,6 +7,7 @@ is copied; so all ranks end with the same bits, run after run. Terms: n elements
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -20,10 +21,11 @@ DOUBLING_MAX_BYTES = 1 << 18
 RABENSEIFNER_MAX_BYTES = 1 << 21
 SMALL_MAX_BYTES = 1 << 20
 
-# Among many ranks a tiny array goes through a tree: 4 messages a rank on average instead of 2 log2 P, and every message
-# takes the GIL from the rank's own computation. Up to 8 ranks the tree was measured no faster than doubling.
-TREE_MIN_RANKS = 32
-TREE_MAX_BYTES = 1 << 15  # 4 KiB, and an attendance list of a thousand ranks
+# A tiny array goes through a tree of radix 8: 4 messages a rank on average instead of 2 log2 P, and fewer one after
+# another. Each message costs its ranks processor time that is their own computation's. Measured: see BENCHMARKS.md.
+TREE_MIN_RANKS = 5
+TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the attendance list of two thousand ranks
+TREE_RADIX = 8
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
@@ -74,16 +76,22 @@ async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
 async def packed_allreduce(lane: Lane, arrays: Sequence[Array], combines: Sequence[Combine]) -> None:
     """Reduce several short arrays, each in its own way, in one message at each step."""
     packed = np.concatenate([array.view(np.uint8) for array in arrays])
-    edges = list(pairwise([0, *accumulate(array.nbytes for array in arrays)]))
-    views = [(start, end, array.dtype) for (start, end), array in zip(edges, arrays, strict=True)]
+    places = _packing(tuple(array.nbytes for array in arrays))
+    pieces = [(place, array.dtype, each) for place, array, each in zip(places, arrays, combines, strict=True)]
 
     def combine(into: Array, other: Array) -> None:
-        for (start, end, dtype), each in zip(views, combines, strict=True):
-            each(into[start:end].view(dtype), other[start:end].view(dtype))
+        for place, dtype, each in pieces:
+            each(into[place].view(dtype), other[place].view(dtype))
 
     await short_allreduce(lane, packed, combine)
-    for (start, end), array in zip(edges, arrays, strict=True):
-        array[...] = packed[start:end].view(array.dtype)
+    for place, array in zip(places, arrays, strict=True):
+        array.view(np.uint8)[...] = packed[place]
+
+
+@lru_cache(maxsize=64)
+def _packing(sizes: tuple[int, ...]) -> list[slice]:
+    """Where arrays of so many bytes lie, one after another."""
+    return [slice(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def add(into: Array, other: Array) -> None:
@@ -91,10 +99,10 @@ def add(into: Array, other: Array) -> None:
 
 
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:
-    """Binomial reduce and broadcast: 2(P-1) messages in all, 2 log2 P of them one after another."""
-    await _binomial_reduce(lane, x, combine, 0)
+    """Reduce and broadcast: 2(P-1) messages in all, 2 log8 P of them one after another."""
+    await tree_reduce(lane, x, combine, 0, TREE_RADIX)
     lane.next_phase()
-    await _binomial_broadcast(lane, x, 0)
+    await tree_broadcast(lane, x, 0, TREE_RADIX)
 
 
 async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
@@ -195,7 +203,7 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
 async def broadcast(lane: Lane, x: Array, root: int) -> None:
     """Copy the root's `x` to every rank: a binomial tree; for a long array, scatter and allgather round the ring."""
     if x.nbytes <= SMALL_MAX_BYTES or lane.size <= 2:
-        await _binomial_broadcast(lane, x, root)
+        await tree_broadcast(lane, x, root)
         return
     chunks = _chunks(x, lane.size)
     if lane.rank == root:
@@ -208,16 +216,49 @@ async def broadcast(lane: Lane, x: Array, root: int) -> None:
     await allgather_ring(lane, chunks)
 
 
-async def _binomial_broadcast(lane: Lane, x: Array, root: int) -> None:
+async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> None:
+    """Copy the root's `x` down a k-nomial tree: a place's parent has its lowest nonzero digit of base k cleared."""
     place = (lane.rank - root) % lane.size
-    bit = 1
-    while bit < lane.size and not place & bit:
-        bit *= 2
+    span = _span(place, lane.size, radix)
     if place:
-        await lane.recv((lane.rank - bit) % lane.size, 0, x)
-    while (bit := bit // 2) >= 1:
-        if place + bit < lane.size:
-            await lane.send((lane.rank + bit) % lane.size, 0, x)
+        await lane.recv((root + _parent(place, span, radix)) % lane.size, 0, x)
+    for child in reversed(_children(place, span, lane.size, radix)):  # the largest subtree first
+        await lane.send((root + child) % lane.size, 0, x)
+
+
+async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, radix: int = 2) -> None:
+    """Reduce into the root's `total`, up the same tree. The others' `total` ends as the sum of their subtrees.
+
+    Children are combined in order, whoever comes first, so that the bits do not depend on timing.
+    """
+    place = (lane.rank - root) % lane.size
+    span = _span(place, lane.size, radix)
+    for child in _children(place, span, lane.size, radix):
+        await lane.recv((root + child) % lane.size, 0, total, combine)
+    if place:
+        await lane.send((root + _parent(place, span, radix)) % lane.size, 0, total)
+
+
+def _span(place: int, size: int, radix: int) -> int:
+    """The power of `radix` at the lowest nonzero digit of `place`: it roots a subtree of so many places."""
+    span = 1
+    while span < size and not place // span % radix:
+        span *= radix
+    return span
+
+
+def _parent(place: int, span: int, radix: int) -> int:
+    return place - place // span % radix * span
+
+
+def _children(place: int, span: int, size: int, radix: int) -> list[int]:
+    """Nearest first."""
+    children = []
+    step = 1
+    while step < span:
+        children += [place + digit * step for digit in range(1, radix) if place + digit * step < size]
+        step *= radix
+    return children
 
 
 async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
@@ -227,25 +268,13 @@ async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
     """
     total = x if lane.rank == root else x.copy()
     if x.nbytes <= SMALL_MAX_BYTES or x.size < lane.size:
-        await _binomial_reduce(lane, total, combine, root)
+        await tree_reduce(lane, total, combine, root)
         return
     chunks = _chunks(total, lane.size)
     shard = chunks[lane.rank]
     await reduce_scatter(lane, chunks, shard, combine)
     lane.next_phase()
     await gather(lane, shard, chunks, root)
-
-
-async def _binomial_reduce(lane: Lane, total: Array, combine: Combine, root: int) -> None:
-    place = (lane.rank - root) % lane.size
-    bit = 1
-    while bit < lane.size:
-        if place & bit:
-            await lane.send((lane.rank - bit) % lane.size, 0, total)
-            return
-        if place + bit < lane.size:
-            await lane.recv((lane.rank + bit) % lane.size, 0, total, combine)
-        bit *= 2
 
 
 async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) -> None:

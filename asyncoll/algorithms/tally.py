@@ -68,8 +68,11 @@ class Tally:
     def count_round(self, members: tuple[int, ...], attendance: Array) -> tuple[int, int]:
         """Take in the list of a finished round; returns how many contributed, and how many make no more calls."""
         rows = attendance.reshape(4, len(members))
-        active, gone = int(rows[_PRESENT].sum()), int(rows[_GONE].sum())
-        self._times_s[:, members] += rows[_TIMES_S]
+        active, gone = int(np.count_nonzero(rows[_PRESENT])), int(np.count_nonzero(rows[_GONE]))
+        if len(members) == self._times_s.shape[1]:
+            self._times_s += rows[_TIMES_S]
+        else:
+            self._times_s[:, members] += rows[_TIMES_S]
         self._rounds += 1
         self._active[active] += 1
         return active, gone

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncoll.algorithms import dense
 from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, heard, synchronous
 from asyncoll.algorithms.operation import Opening, Operation
@@ -26,7 +28,7 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ProtocolError
 from asyncoll.group import Group, Lane
 from asyncoll.schedule import Schedule
-from asyncoll.tensors import Array, combiner, neutral
+from asyncoll.tensors import Array, combiner, fill_neutral, storage
 from asyncoll.wire import digest
 
 # Steps of signals that are no edges of the tree: what the drawn ranks of a round are told.
@@ -75,6 +77,7 @@ class WaitAvoiding:
         self._turn = asyncio.Lock()
         self._tally = Tally(group.size)
         self._staged: Parts | None = None
+        self._spare: Parts | None = None  # memory that nobody uses any more
         self._submitted = 0  # contributions staged here so far
         self._seen = 0  # the newest round that a caller here was given
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
@@ -87,26 +90,27 @@ class WaitAvoiding:
         endpoint.on_depart(self._stand_in)
         self._stand_in()
 
-    async def call(self, read: Callable[[], Parts]) -> Delivery:
-        """Contribute what `read()` returns when this rank's earlier calls are done; wait for the round it aims at.
+    async def call(self, read: Callable[[Parts], None]) -> Delivery:
+        """Contribute what `read` writes into arrays when the calls before are done; wait for the round aimed at.
 
-        Cancelling the wait leaves the contribution in: the round belongs to the runtime.
+        Cancelling the wait leaves the contribution in: the round belongs to the runtime. Use the results at once: their
+        memory serves again when `history` has let go of them.
         """
         try:
             await self._turn.acquire()
         except asyncio.CancelledError:
-            self._stage(read())
+            self._stage(read)
             raise
         try:
-            return await self._call(read())
+            return await self._call(read)
         finally:
             self._turn.release()
 
-    async def _call(self, contribution: Parts) -> Delivery:
+    async def _call(self, read: Callable[[Parts], None]) -> Delivery:
         self._endpoint.check(self._group.communicator)
         self._tally.came(self._endpoint.now_s())
         aim = self._seen + 1
-        ticket = self._stage(contribution)
+        ticket = self._stage(read)
         if self._latest.number < aim or self._is_awaited():
             result = await self._take_part(self._number)
         else:
@@ -117,14 +121,24 @@ class WaitAvoiding:
         missed = tuple(old for old in self._history if aim <= old.number < result.number)
         return Delivery(result, included, lag - len(missed), missed)
 
-    def _stage(self, contribution: Parts) -> int:
-        if self._staged is None or self.operation.group_size:
+    def _stage(self, read: Callable[[Parts], None]) -> int:
+        contribution = self._memory()
+        read(contribution)
+        if self._staged is None:
             self._staged = contribution
+        elif self.operation.group_size:
+            self._staged, self._spare = contribution, self._staged
         else:
             for combine, into, other in zip(self._combines, self._staged, contribution, strict=True):
                 combine(into, other)
+            self._spare = contribution
         self._submitted += 1
         return self._submitted
+
+    def _memory(self) -> Parts:
+        """Arrays for a contribution. Used ones, if there are any: the pages of new ones cost more than what is done."""
+        spare, self._spare = self._spare, None
+        return spare or [np.empty(count, storage(dtype)) for dtype, count in self.operation.layout]
 
     async def _take_part(self, number: int) -> Result:
         with self._endpoint.watch(self._group.communicator, f"{self.describe()}: round {number}") as future:
@@ -151,7 +165,10 @@ class WaitAvoiding:
         number, size = self._number, self._group.size
         self._arrivals = self._gone = 0  # as told to this rank, if it is drawn
         self._drawn = () if self.operation.opening is Opening.SOLO else self.operation.drawn(number, size)
-        plan = synchronous() if self.operation.is_synchronous(number) else activation(size)
+        if self.operation.is_synchronous(number):
+            plan = synchronous()
+        else:
+            plan = activation(size, flood=self.operation.group_size > 0)
         self._schedule: Schedule[Step] = plan.fresh()
 
     def _arrive(self, number: int) -> None:
@@ -247,39 +264,53 @@ class WaitAvoiding:
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
         attendance = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
-        with Lane(self._endpoint, group, self._context, number, self._fingerprint, lambda: self._at(number)) as lane:
-            await self._allreduce(lane, [*parts, attendance])
+        await self._allreduce(group, number, parts, attendance)
         active, gone = self._tally.count_round(members, attendance)
         synchronous = self.operation.is_synchronous(number)
         self._publish(Result(number, parts, active, members, taken, synchronous, synchronous and gone == group.size))
 
     def _take(self) -> Parts:
         """What this rank puts into a round, as arrays of the round's own."""
-        staged = self._staged
-        if staged is None:
-            return [neutral(count, self.operation.op, dtype) for dtype, count in self.operation.layout]
-        if self.operation.group_size:
-            return [part.copy() for part in staged]
-        self._staged = None
-        return staged
+        staged, operation = self._staged, self.operation
+        if staged is not None and not operation.group_size:
+            self._staged = None
+            return staged
+        parts = self._memory()
+        for place, (part, (dtype, _)) in enumerate(zip(parts, operation.layout, strict=True)):
+            if staged is None:
+                fill_neutral(part, operation.op, dtype)
+            else:
+                np.copyto(part, staged[place])
+        return parts
 
-    async def _allreduce(self, lane: Lane, arrays: list[Array]) -> None:
-        """Reduce the parts and the attendance list. Small ones go together, in one message at each step."""
-        combines = [*self._combines, dense.add]
-        if sum(array.nbytes for array in arrays) <= dense.DOUBLING_MAX_BYTES:
-            await dense.packed_allreduce(lane, arrays, combines)
+    async def _allreduce(self, group: Group, number: int, parts: Parts, attendance: Array) -> None:
+        """Reduce the parts and the attendance list: small ones together, in one message at each step.
+
+        Otherwise side by side, so that the short list costs no time of its own.
+        """
+        if sum(part.nbytes for part in parts) <= dense.DOUBLING_MAX_BYTES:
+            with self._lane(group, self._context, number) as lane:
+                await dense.packed_allreduce(lane, [*parts, attendance], [*self._combines, dense.add])
             return
-        for array, combine in zip(arrays, combines, strict=True):
-            await dense.allreduce(lane, array, combine)
-            lane.next_phase()
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._count(group, number, attendance))
+            with self._lane(group, self._context, number) as lane:
+                for part, combine in zip(parts, self._combines, strict=True):
+                    await dense.allreduce(lane, part, combine)
+                    lane.next_phase()
 
-    def _at(self, number: int) -> str:
-        return f"round {number} of {self.describe()}"
+    async def _count(self, group: Group, number: int, attendance: Array) -> None:
+        with self._lane(group, digest(self._context, "attendance"), number) as lane:
+            await dense.short_allreduce(lane, attendance, dense.add)
+
+    def _lane(self, group: Group, context: int, number: int) -> Lane:
+        return Lane(
+            self._endpoint, group, context, number, self._fingerprint, lambda: f"round {number} of {self.describe()}"
+        )
 
     def _publish(self, result: Result) -> None:
         """Hand out the result and re-arm."""
-        if self._latest.number:
-            self._history.append(self._latest)
+        self._retire(self._latest)
         self._latest = result
         self._arm()
         waiter = self._waiting.get(result.number)
@@ -288,3 +319,13 @@ class WaitAvoiding:
         for step in self._early.pop(self._number, []):
             self._heed(step)
         self._stand_in()
+
+    def _retire(self, result: Result) -> None:
+        """A newer result is there; this one goes into history, and what falls out of it is memory to use again."""
+        if not result.number:
+            return
+        kept = self._history
+        oldest = result if not kept.maxlen else kept[0] if len(kept) == kept.maxlen else None
+        kept.append(result)
+        if oldest is not None:
+            self._spare = oldest.parts

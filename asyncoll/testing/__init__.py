@@ -1,7 +1,21 @@
-"""The test kit: worlds inside one process, real or simulated, and the contract that every transport keeps."""
+"""The test kit: worlds inside one process, real or simulated; the contract that every transport keeps; the laws of
+wait-avoiding collectives."""
 
 from asyncoll.testing.contract import check_transport
+from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.simulated import Crash, Cut, Network, Pause
 
-__all__ = ["Crash", "Cut", "Network", "Pause", "SimReport", "check_transport", "run_ranks", "simulate"]
+__all__ = [
+    "Crash",
+    "Cut",
+    "LawBroken",
+    "Lawful",
+    "Network",
+    "Pause",
+    "SimReport",
+    "check_laws",
+    "check_transport",
+    "run_ranks",
+    "simulate",
+]

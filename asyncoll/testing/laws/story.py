@@ -1,0 +1,195 @@
+"""A drawn world, and the story of what its ranks were told: all that the laws are judged by.
+
+A case is drawn from (kind, size, seed) alone, so a seed replays it. Every call of every rank adds 1 to an element of
+its own: a sum shows exactly whose contributions, of which call, are in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncoll.communicator import Communicator
+from asyncoll.errors import UsageError
+from asyncoll.persistent import Reduction
+from asyncoll.tensors import Array
+from asyncoll.testing.worlds import run_ranks, simulate
+from asyncoll.transport.simulated import Network, Pause
+
+_OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]] = {
+    "solo": lambda comm, x, case: comm.solo_allreduce(x, sync_every=case.sync_every, history=case.history),
+    "majority": lambda comm, x, case: comm.majority_allreduce(
+        x, seed=case.seed, sync_every=case.sync_every, history=case.history
+    ),
+    "quorum": lambda comm, x, case: comm.quorum_allreduce(
+        x, quorum=case.quorum, sync_every=case.sync_every, history=case.history
+    ),
+    "full": lambda comm, x, case: comm.quorum_allreduce(x, quorum=case.quorum, sync_every=case.sync_every),
+    "candidates": lambda comm, x, case: comm.majority_allreduce(
+        x, seed=case.seed, candidates=case.candidates, sync_every=case.sync_every
+    ),
+    "group": lambda comm, x, case: comm.group_allreduce(
+        x, group_size=case.group_size, fixed=case.fixed, sync_every=case.sync_every
+    ),
+}
+KINDS = tuple(_OPERATIONS)
+SIMULATED = "simulated"
+_WITH_HISTORY = ("solo", "majority", "quorum")
+_ROUNDS = 12
+_STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
+NAP_S = 1000.0  # longer than all the rest of a world
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One world: its operation, its trainers' manners, and the weather."""
+
+    kind: str
+    size: int
+    seed: int
+    sync_every: int  # divides `rounds`: the last round waits for all, so nothing stays staged
+    history: int
+    buckets: int  # tensors in a contribution
+    group_size: int
+    fixed: bool
+    slow: int  # the rank that takes five times as long
+    sleeper: int | None  # the rank whose trainer naps once,
+    nap_before: int  # before this call
+    quitter: int | None  # the rank that ends before the others,
+    quits_after: int  # so many calls
+    network: Network
+    rounds: int = _ROUNDS
+
+    @property
+    def quorum(self) -> int:
+        """How many ranks must have arrived before a round opens."""
+        return {"quorum": (self.size + 1) // 2, "full": self.size}.get(self.kind, 1)
+
+    @property
+    def candidates(self) -> int:
+        return max(1, round(self.size / 3)) if self.kind == "candidates" else 1
+
+    def is_synchronous(self, number: int) -> bool:
+        return number % self.sync_every == 0
+
+
+def draw(kind: str, size: int, seed: int) -> Case:
+    """The case that these three stand for."""
+    if kind not in KINDS:
+        raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(KINDS)}")
+    if size < 1 or seed < 0:
+        raise UsageError(f"a world has at least one rank, and seeds count from 0: got size {size} and seed {seed}")
+    generator = np.random.default_rng([seed, size, KINDS.index(kind)])
+
+    def one_of(*values: Any) -> Any:
+        return values[generator.integers(len(values))]
+
+    def rank() -> int:
+        return int(generator.integers(size))
+
+    pauses = [
+        Pause(rank(), float(generator.uniform(0, 0.3)), float(generator.exponential(0.2)))
+        for _ in range(one_of(0, 1, 3))
+    ]
+    return Case(
+        kind=kind,
+        size=size,
+        seed=seed,
+        sync_every=one_of(3, 4, 6, _ROUNDS),
+        history=one_of(0, 1, 3, _ROUNDS) if kind in _WITH_HISTORY else 0,
+        buckets=one_of(1, 2),
+        group_size=1 + rank(),
+        fixed=one_of(False, False, True),
+        slow=rank(),
+        sleeper=one_of(None, rank()),
+        nap_before=one_of(0, 1, 3),
+        quitter=one_of(None, None, rank()) if size > 1 else None,
+        quits_after=one_of(1, 3, 6),
+        network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
+    )
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # asyncio prints what its tasks return: a quarter of the time
+class Call:
+    """One call and its answer. A sum counts contributions by [bucket, number of the call, rank]."""
+
+    rank: int
+    index: int
+    aim: int  # the round after the last one that this rank had seen
+    sum: Array
+    missed: tuple[Array, ...]
+    reduction: Reduction
+    wait_s: float
+
+    @property
+    def round(self) -> int:
+        return self.reduction.round
+
+    @property
+    def included(self) -> bool:
+        return self.reduction.included
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A world that has ended."""
+
+    case: Case
+    calls: list[list[Call]]  # by rank, in order
+    messages: int = 0
+    rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(
+        default_factory=dict
+    )  # (round, group): who was given it
+
+    def __post_init__(self) -> None:
+        for call in sorted((call for mine in self.calls for call in mine), key=lambda call: call.round):
+            self.rounds.setdefault((call.round, call.reduction.group), []).append(call)
+
+    def ended(self, rank: int, number: int) -> bool:
+        """Whether this rank makes no call for round `number` any more."""
+        return self.calls[rank][-1].round < number
+
+
+def tell(case: Case, transport: str) -> Story:
+    """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
+    if transport == SIMULATED:
+        report = simulate(case.size, lambda comm: _take_part(comm, case), case.network, case.seed)
+        return Story(case, report.results, report.messages)
+    case = replace(case, sleeper=None, network=Network())
+    return Story(case, run_ranks(case.size, lambda comm: _take_part(comm, case), transport))
+
+
+async def _take_part(comm: Communicator, case: Case) -> list[Call]:
+    """Call at random moments until the last round is seen, and keep every answer."""
+    generator = np.random.default_rng([case.seed, comm.rank])
+    step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
+    now = asyncio.get_running_loop().time
+    calls: list[Call] = []
+    seen = 0
+    while seen < case.rounds and not (comm.rank == case.quitter and len(calls) == case.quits_after):
+        await asyncio.sleep(generator.exponential(step_s))
+        if comm.rank == case.sleeper and len(calls) == case.nap_before:
+            await asyncio.sleep(NAP_S)
+        contribution = _contribution(case, comm.rank, len(calls))
+        began = now()
+        reduction = await _OPERATIONS[case.kind](comm, contribution, case)
+        missed = tuple(map(_counts, reduction.missed))
+        calls.append(Call(comm.rank, len(calls), seen + 1, _counts(contribution), missed, reduction, now() - began))
+        seen = reduction.round
+    return calls
+
+
+def _contribution(case: Case, rank: int, index: int) -> Any:
+    """1 in the element that belongs to this call alone, in every bucket."""
+    buckets = [np.zeros((case.rounds, case.size), dtype) for dtype in (np.int64, np.float64)[: case.buckets]]
+    for bucket in buckets:
+        bucket[index, rank] = 1  # a call returns a newer round than the one before: there are at most `rounds`
+    return buckets if case.buckets > 1 else buckets[0]
+
+
+def _counts(x: Any) -> Array:
+    return np.stack(x if isinstance(x, list) else [x]).astype(np.int64)

@@ -1,0 +1,301 @@
+"""The laws of wait-avoiding collectives hold in hundreds of worlds, and the checker notices whoever breaks one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from asyncoll import Communicator, UsageError
+from asyncoll.cli import main
+from asyncoll.testing import LawBroken, check_laws
+from asyncoll.testing.laws.rules import laws_of
+from asyncoll.testing.laws.story import KINDS, SIMULATED, draw, tell
+from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
+
+SEEDS = 400  # for each kind, over all sizes: what two cores do in a little more than a minute
+
+# -- they hold -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_laws_of_all_kinds_at_all_sizes():
+    """As the command does it, in two processes."""
+    command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{SEEDS}", "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [[kind, str(SEEDS), "worlds"] for kind in KINDS]
+    assert all(line.endswith("all laws hold") for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_worlds_of_each_kind(kind):
+    for size in (1, 2, 5, 9):
+        assert check_laws(kind, size, seed=1).rounds == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_over_real_sockets(kind):
+    check_laws(kind, 5, 2, transport="zmq")
+
+
+def test_laws_in_real_time():
+    check_laws("solo", 3, 2, transport="inproc")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_worlds_put_the_laws_to_the_test(kind):
+    """Nothing is proved by worlds in which everybody is in time."""
+    stories = [tell(draw(kind, 5, seed), SIMULATED) for seed in range(20)]
+    calls = [call for story in stories for mine in story.calls for call in mine]
+    assert any(not call.included for call in calls) or kind == "full"
+    assert any(call.round > call.aim for call in calls) or kind == "full"
+    assert any(call.wait_s > 500 for call in calls)
+    assert any(call.missed for call in calls) == (kind in ("solo", "majority", "quorum"))
+    cases = [story.case for story in stories]
+    assert {case.buckets for case in cases} == {1, 2}
+    assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
+    assert any(case.network.faults for case in cases)
+
+
+def test_same_seed_same_world():
+    assert draw("group", 7, 3) == draw("group", 7, 3)
+    assert draw("group", 7, 3) != draw("group", 7, 4)
+
+
+# -- and are noticed when they do not --------------------------------------------------------------
+
+
+def tensors(x):
+    return x if isinstance(x, list) else [x]
+
+
+def own(comm, x):
+    """The number of the call that this contribution is of."""
+    return int(np.flatnonzero(tensors(x)[0][:, comm.rank])[0])
+
+
+async def drops_a_contribution(call, comm, x):
+    if own(comm, x) == 1:
+        for tensor in tensors(x):
+            tensor[...] = 0
+    return await call(x)
+
+
+async def adds_it_twice(call, comm, x):
+    for tensor in tensors(x):
+        tensor *= 2
+    return await call(x)
+
+
+async def gives_the_last_one_again(call, comm, x):
+    if index := own(comm, x):
+        for tensor in tensors(x):
+            tensor[index - 1, comm.rank] = 1
+    return await call(x)
+
+
+async def gives_an_old_one(call, comm, x):
+    for tensor in tensors(x):
+        tensor[...] = 0
+        tensor[0, comm.rank] = 1
+    return await call(x)
+
+
+async def goes_back_at_times(call, comm, x):
+    return await (gives_an_old_one if own(comm, x) == 3 else honest)(call, comm, x)
+
+
+async def honest(call, comm, x):
+    return await call(x)
+
+
+async def forgets_a_bucket(call, comm, x):
+    reduction = await call(x)
+    for tensor in tensors(x)[1:]:
+        tensor[...] = 0
+    return reduction
+
+
+async def alters_the_result_at_one_rank(call, comm, x):
+    reduction = await call(x)
+    if comm.rank == 1:
+        for tensor in tensors(x):
+            tensor[0, 0] += 1
+    return reduction
+
+
+async def inverts_included(call, comm, x):
+    reduction = await call(x)
+    return replace(reduction, included=not reduction.included)
+
+
+async def counts_one_too_many(call, comm, x):
+    reduction = await call(x)
+    return replace(reduction, active=reduction.active + 1)
+
+
+async def counts_one_too_many_at_one_rank(call, comm, x):
+    return await (counts_one_too_many if comm.rank == 1 else honest)(call, comm, x)
+
+
+async def names_itself_alone(call, comm, x):
+    return replace(await call(x), group=(comm.rank,))
+
+
+async def opens_for_the_first(call, comm, x):
+    return await comm.solo_allreduce(x, **{key: call.keywords[key] for key in ("sync_every", "history")})
+
+
+async def waits_for_all(call, comm, x):
+    return await comm.quorum_allreduce(x, quorum=comm.size, **call.keywords)
+
+
+async def never_waits(call, comm, x):
+    return await call(x, sync_every=12)
+
+
+async def says_nothing_of_synchrony(call, comm, x):
+    return replace(await call(x), synchronous=False)
+
+
+async def reverses_history(call, comm, x):
+    reduction = await call(x)
+    return replace(reduction, missed=reduction.missed[::-1])
+
+
+async def forgets_what_it_skipped(call, comm, x):
+    return replace(await call(x), skipped=0)
+
+
+async def hangs(call, comm, x):
+    await asyncio.get_running_loop().create_future()
+
+
+LIES = [
+    ("completion", "solo", hangs),
+    ("agreement", "quorum", alters_the_result_at_one_rank),
+    ("agreement", "solo", counts_one_too_many_at_one_rank),
+    ("agreement", "group", names_itself_alone),
+    ("wholeness", "majority", forgets_a_bucket),
+    ("exactly_once", "solo", adds_it_twice),
+    ("exactly_once", "candidates", gives_the_last_one_again),
+    ("conservation", "majority", drops_a_contribution),
+    ("staleness", "solo", never_waits),
+    ("staleness", "group", never_waits),
+    ("inclusion", "quorum", inverts_included),
+    ("contributors", "solo", counts_one_too_many),
+    ("quorum", "quorum", opens_for_the_first),
+    ("synchrony", "full", says_nothing_of_synchrony),
+    ("history", "solo", reverses_history),
+    ("history", "group", forgets_what_it_skipped),
+    ("liveness", "solo", waits_for_all),
+    ("one_each", "group", gives_the_last_one_again),
+    ("never_back", "group", goes_back_at_times),
+    ("newest", "group", gives_an_old_one),
+]
+
+
+@pytest.fixture
+def spread(monkeypatch):
+    """Let the engine tell a lie."""
+
+    def install(kind, lie):
+        method = f"{ {'full': 'quorum', 'candidates': 'majority'}.get(kind, kind) }_allreduce"
+        truth = getattr(Communicator, method)
+        monkeypatch.setattr(Communicator, method, lambda comm, x, **rules: lie(partial(truth, comm, **rules), comm, x))
+
+    return install
+
+
+@pytest.mark.parametrize(("law", "kind", "lie"), LIES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_lie_breaks_its_law(law, kind, lie, spread):
+    spread(kind, lie)
+    caught = []
+    for seed in range(20):
+        try:
+            check_laws(kind, 5, seed)
+        except LawBroken as broken:
+            caught.append((seed, broken))
+    seed, broken = next((seed, broken) for seed, broken in caught if broken.law == law)
+    assert str(broken).startswith(f"{law} is broken: ")
+    assert broken.replay == f"asyncoll laws --kind {kind} --ranks 5 --seed {seed}"
+    assert (broken.round is None) == (broken.rank is None) == (law == "completion")
+
+
+def test_every_law_is_broken_by_a_lie():
+    laws = {law.__name__ for kind in KINDS for law in laws_of(kind)}
+    assert laws | {"completion"} == {law for law, _, _ in LIES}
+
+
+def test_a_real_transport_is_named_in_the_replay(spread):
+    spread("solo", inverts_included)
+    with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
+        check_laws("solo", 2, 0, transport="inproc")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["laws", *arguments])
+
+
+def test_a_failing_seed_prints_the_command_that_replays_it(spread):
+    spread("solo", reverses_history)
+    swept = run("--kind", "solo", "--ranks", "2-6", "--seeds", "0:30", "--jobs", "1")
+    assert swept.exit_code == 1
+    assert "laws broken in" in swept.output
+    first = swept.output.index("history is broken")
+    failure = swept.output[first : swept.output.index("\n", swept.output.index("replay: "))]
+    replay = failure.partition("replay: ")[2].split()
+    assert replay[:2] == ["asyncoll", "laws"]
+    again = run(*replay[2:])
+    assert again.exit_code == 1
+    assert failure in again.output
+    spread("solo", reverses_history)  # the lie of a lie
+    assert run(*replay[2:]).exit_code == 0
+
+
+def test_ranks_and_seeds():
+    assert parse_ranks("1-3,7,12-12") == [1, 2, 3, 7, 12]
+    assert parse_seeds("3:6") == range(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--kind", "duo"], "unknown kind 'duo': use all, solo, "),
+        (["--ranks", "3,x"], "'x' is no number of ranks"),
+        (["--ranks", "0-4"], "'0-4' is no number of ranks"),
+        (["--ranks", "4-2"], "'4-2' is no number of ranks"),
+        (["--ranks", ""], "'' is no number of ranks"),
+        (["--seeds", "5"], "'5' are no seeds: use FROM:TO"),
+        (["--seeds", "5:5"], "'5:5' are no seeds"),
+        (["--seeds", "-1:5"], "'-1:5' are no seeds"),
+        (["--seed", "1", "--seeds", "0:5"], "give --seed or --seeds, not both"),
+        (["--seed", "-1"], "'--seed'"),
+        (["--jobs", "0"], "'--jobs'"),
+        (["--transport", "tcp"], "'--transport'"),
+    ],
+)
+def test_bad_arguments(arguments, complaint):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert complaint in done.output
+
+
+def test_bad_arguments_of_the_checker():
+    with pytest.raises(UsageError, match="unknown kind 'duo'"):
+        check_laws("duo", 2, 0)
+    for size, seed in [(0, 0), (2, -1)]:
+        with pytest.raises(UsageError, match="at least one rank, and seeds count from 0"):
+            check_laws("solo", size, seed)
