@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
+import math
+import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
+from asyncoll.transport.simulated import Network
 from trainers.__main__ import main as cli
 from trainers.allreduce_sgd import allreduce_sgd
+from trainers.consensus import Consensus
+from trainers.dc_s3gd import compensate, dc_s3gd
 from trainers.eager_sgd import Partial, eager_sgd
 from trainers.experiment import experiment, learning_rate
 from trainers.imbalance import AllSkewed, Balanced, OneRandom, parse_duration, parse_imbalance
+from trainers.replicas import resynchronise
 from trainers.report import Report
-from trainers.settings import Settings
+from trainers.settings import TRAINERS, Settings
 from trainers.time_model import expected_round_s, least_round_s
-from trainers.workloads import Digits
+from trainers.wagma_sgd import Order, merge, wagma_sgd
+from trainers.workloads import WORKLOADS, Digits, Hyperplane
 
 SIZES = [1, 3, 4]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are tiny, and threads that wait for each other crawl where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+Optimizing = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+OPTIMIZERS = [momentum, adam]
 
 
 # -- imbalance -----------------------------------------------------------------------------------
@@ -223,6 +261,562 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
         assert len(results[-1][1]) < rounds == len(results[0][1])
 
 
+def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """Every bit that the next step depends on."""
+    kept = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if v is not None]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *kept])
+
+
+def straggle(seed: int, comm: asyncoll.Communicator, round_: int) -> float:
+    """Seconds a step takes: mostly one, at times as much as five rounds."""
+    draw = np.random.default_rng((seed, comm.rank, round_)).random()
+    return 1.0 + 4.5 * (draw < 0.15) + 0.5 * draw
+
+
+@dataclass
+class Trace:
+    """What one rank saw."""
+
+    states: dict[int, bytes]  # after the round; the end is round 0
+    skipped: int
+    missed: int
+    synchronous: list[int]
+
+
+def eager_traces(size: int, seed: int, optimizing: Optimizing, **rules: Any) -> list[Trace]:
+    async def main(comm: asyncoll.Communicator) -> Trace:
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = optimizing(model)
+        samples = torch.Generator().manual_seed(comm.rank)
+
+        async def gradient(round_: int) -> None:
+            model(torch.randn(2, 3, generator=samples)).square().sum().backward()
+            await asyncio.sleep(straggle(seed, comm, round_))
+
+        trace = Trace({}, 0, 0, [])
+        async for done in eager_sgd(comm, model, optimizer, gradient, rounds=30, **rules):
+            trace.states[done.round] = state(model, optimizer)
+            trace.skipped += done.skipped
+            trace.missed += len(done.missed)
+            if done.synchronous:
+                trace.synchronous.append(done.round)
+        trace.states[0] = state(model, optimizer)
+        return trace
+
+    results: list[Trace] = simulate(size, main, Network(jitter_s=1e-3), seed=seed).results
+    return results
+
+
+def assert_equal_at(traces: list[Trace], rounds: Iterable[int]) -> None:
+    for round_ in rounds:
+        assert len({trace.states[round_] for trace in traces if round_ in trace.states}) == 1, f"round {round_}"
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"partial": "solo"},
+        {"partial": "majority"},
+        {"partial": "majority", "candidates": 2},
+        {"partial": "quorum", "quorum": 2},
+        {"partial": "quorum", "sync_every": 7},
+    ],
+    ids=str,
+)
+def test_with_history_replicas_are_equal_to_the_bit_in_every_round(
+    rules: dict[str, Any], optimizing: Optimizing
+) -> None:
+    missed = 0
+    for seed in range(8):
+        traces = eager_traces(2 + seed % 4, seed, optimizing, history=30, **rules)
+        assert_equal_at(traces, range(31))
+        assert not any(trace.skipped for trace in traces)
+        missed += sum(trace.missed for trace in traces)
+    assert missed  # somebody was late
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("partial", ["solo", "majority", "quorum"])
+def test_replicas_beyond_the_history_are_equal_again_after_a_synchronous_round(
+    partial: Partial, optimizing: Optimizing
+) -> None:
+    skipped = 0
+    for seed in range(10):
+        quorum = 1 if partial == "quorum" else None
+        rules = {"partial": partial, "quorum": quorum, "history": 1, "sync_every": 8}
+        traces = eager_traces(3 + seed % 3, seed, optimizing, **rules)
+        assert all(trace.synchronous == [8, 16, 24] for trace in traces)
+        assert_equal_at(traces, [8, 9, 16, 17, 24, 25, 0])
+        skipped += sum(trace.skipped for trace in traces)
+    assert skipped  # somebody was too late
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_history_as_long_as_a_period_is_never_overrun(seed: int) -> None:
+    traces = eager_traces(4, seed, momentum, history=6, sync_every=8)  # rounds 1 to 6 before 7; 8 waits
+    assert not any(trace.skipped for trace in traces)
+    assert_equal_at(traces, range(31))
+
+
+def test_an_overrun_history_without_synchronous_rounds_is_an_error() -> None:
+    words = r"rank \d came \d+ rounds late .* history=1 .*: \d+ results are lost.* sync_every.* history of at least"
+    with pytest.raises(asyncoll.UsageError, match=words):
+        eager_traces(3, 0, momentum, history=1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
+        ({"partial": "some"}, "partial is solo, majority or quorum"),
+        ({"partial": "quorum", "quorum": 4}, "quorum 4 is not between 1 and the number of ranks, 3"),
+        ({"partial": "quorum", "quorum": 0}, "quorum 0 is not between"),
+        ({"partial": "majority", "candidates": 4}, "candidates 4"),
+    ],
+)
+def test_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words: str) -> None:
+    with pytest.raises(asyncoll.UsageError, match=words):
+        eager_traces(3, 0, momentum, **rules)
+
+
+@pytest.mark.parametrize(("size", "quorum", "least"), [(4, 3, 3), (5, None, 3), (3, 3, 3)])
+def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: int) -> None:
+    async def main(comm: asyncoll.Communicator) -> list[int]:
+        model = torch.nn.Linear(2, 1)
+
+        async def gradient(round_: int) -> None:
+            model(torch.ones(1, 2)).sum().backward()
+            await asyncio.sleep(straggle(1, comm, round_))
+
+        steps = eager_sgd(comm, model, momentum(model), gradient, rounds=20, partial="quorum", quorum=quorum)
+        return [done.active async for done in steps]
+
+    assert min(active for of_rank in simulate(size, main).results for active in of_rank) >= least
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)]
+)
+def test_who_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(2, 3)
+        optimizer = optimizing(model)
+        flat = asyncoll.flatten(model)
+        for _ in range(1 + comm.rank):
+            flat.gradients.fill_(1.0 + comm.rank)
+            optimizer.step()
+        before = state(model, optimizer)
+        await resynchronise(comm, flat, optimizer, losses[comm.rank])
+        return before, state(model, optimizer)
+
+    results = run_ranks(3, main)
+    befores = [before for before, _ in results]
+    assert [after for _, after in results] == (befores if source is None else [befores[source]] * 3)
+
+
+def test_a_state_that_is_no_tensor_cannot_be_resynchronised() -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = momentum(model)
+        optimizer.state[model.weight]["steps"] = 7
+        await resynchronise(comm, asyncoll.flatten(model), optimizer, lost=1)
+
+    with pytest.raises(asyncoll.UsageError, match="SGD keeps 'steps' as a int"):
+        run_ranks(2, main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_on_real_sockets_a_rank_that_lost_results_ends_with_the_others_bits(optimizer: str) -> None:
+    main = runpy.run_path(str(SCRIPTS / "late_replica.py"))["main"]
+    results = run_ranks(3, lambda comm: main(comm, optimizer), transport="zmq")
+    assert len({digest for digest, _, _ in results}) == 1
+    assert results[-1][1] > 0
+
+
+@pytest.mark.slow
+def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() -> None:
+    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", SCRIPTS / "late_replica.py"]
+    done = subprocess.run([*map(str, launch)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"weights and state (\w+), (\d+) results lost, (\d+) caught up", done.stdout)
+    assert len(lines) == 3
+    assert len({digest for digest, _, _ in lines}) == 1
+    assert max(int(lost) for _, lost, _ in lines) > 0
+
+
+# -- WAGMA ---------------------------------------------------------------------------------------
+
+
+def plain(optimizing: Optimizing, rounds: int, batch: int = 8) -> torch.Tensor:
+    """What the bare optimizer does, with no trainer around."""
+    workload = Digits(0, 1, batch, seed=2)
+    optimizer = optimizing(workload.model)
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        workload.loss().backward()
+        optimizer.step()
+    return parameters(workload.model)
+
+
+ALONE: dict[str, Callable[..., Any]] = {
+    "wagma": wagma_sgd,
+    "wagma, average first": functools.partial(wagma_sgd, order="average-then-step"),
+    "dc_s3gd": dc_s3gd,
+    "eager": functools.partial(eager_sgd, history=5, sync_every=4),
+}
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("trainer", ALONE)
+def test_one_rank_is_the_bare_optimizer_bit_for_bit(trainer: str, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+        workload = Digits(0, 1, batch=8, seed=2)
+
+        async def gradient(round_: int) -> None:
+            workload.loss().backward()
+
+        optimizer = optimizing(workload.model)
+        async for _ in ALONE[trainer](comm, workload.model, optimizer, gradient, rounds=12):
+            pass
+        return parameters(workload.model)
+
+    assert torch.equal(run_ranks(1, main)[0], plain(optimizing, rounds=12))
+
+
+async def together(comm: asyncoll.Communicator) -> float:
+    """The same virtual time at every rank, not in the past."""
+    now = torch.tensor([asyncio.get_running_loop().time()], dtype=torch.float64)
+    return float(await comm.allreduce(now, op=asyncoll.MAX)) + 1.0
+
+
+def test_wagma_in_one_group_with_nobody_late_is_synchronous_sgd() -> None:
+    """Averaging models and averaging gradients are the same for a linear optimizer, up to rounding."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        async def trained(trainer: Callable[..., Any]) -> torch.Tensor:
+            workload = Digits(comm.rank, comm.size, batch=8, seed=4)
+            loop = asyncio.get_running_loop()
+            started_s = await together(comm)
+
+            async def gradient(round_: int) -> None:
+                workload.loss().backward()
+                await asyncio.sleep(started_s + round_ - loop.time())  # all ranks arrive at one instant
+
+            async for done in trainer(comm, workload.model, momentum(workload.model), gradient, rounds=12):
+                assert (done.active, done.included, done.skipped) == (comm.size, True, 0)
+            return parameters(workload.model)
+
+        wagma = functools.partial(wagma_sgd, group_size=comm.size, sync_every=5)
+        return await trained(wagma), await trained(allreduce_sgd)
+
+    for averaged, synchronous in simulate(4, main).results:
+        torch.testing.assert_close(averaged, synchronous, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("order", ["step-then-average", "average-then-step"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_weights_of_a_merge_add_up_to_one(size: int, order: Order, fixed: bool) -> None:
+    """With no steps and equal models nothing moves, to the bit, whoever is late."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[int, list[int]]:
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.ones_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        async def gradient(round_: int) -> None:
+            await asyncio.sleep(straggle(size, comm, round_))
+
+        stale, rounds = 0, []
+        rules: dict[str, Any] = {"sync_every": 9, "order": order, "fixed": fixed}
+        async for done in wagma_sgd(comm, model, optimizer, gradient, rounds=25, **rules):
+            assert torch.equal(parameters(model), torch.ones(3))
+            assert comm.rank in done.group
+            stale += not done.included
+            rounds.append(done.round)
+        assert torch.equal(parameters(model), torch.ones(3))
+        return stale, rounds
+
+    results = simulate(size, main, seed=size).results
+    assert any(stale for stale, _ in results)
+    for _, rounds in results:
+        assert rounds == sorted(set(rounds))
+        assert {9, 18, 25} <= set(rounds)
+
+
+def test_a_merge_takes_my_model_in_once_more_only_if_it_was_too_late() -> None:
+    total, own = torch.tensor([6.0]), torch.tensor([9.0])
+    fresh = asyncoll.Reduction(round=3, active=2, included=True, skipped=0, synchronous=False)
+    assert merge(total, own, fresh) == 3.0
+    assert merge(total, own, dataclasses.replace(fresh, included=False)) == 5.0
+    assert merge(torch.zeros(1), own, dataclasses.replace(fresh, included=False, active=0)) == 9.0
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("order", ["step-then-average", "average-then-step"])
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_wagma_has_one_model_after_each_average_of_all(size: int, order: Order, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[dict[int, bytes], bytes, list[Any]]:
+        workload = Digits(comm.rank, comm.size, batch=8, seed=0)
+        consensus = Consensus()
+        after: dict[int, bytes] = {}
+
+        async def gradient(round_: int) -> None:
+            workload.loss().backward()
+            await asyncio.sleep(straggle(size, comm, round_))
+
+        model = workload.model
+        rules: dict[str, Any] = {"sync_every": 6, "order": order, "observe": consensus.observe}
+        async for done in wagma_sgd(comm, model, optimizing(model), gradient, rounds=20, **rules):
+            if done.synchronous:
+                after[done.round] = parameters(model).numpy().tobytes()
+        return after, parameters(model).numpy().tobytes(), await consensus.collect(comm)
+
+    results = simulate(size, main).results
+    assert len({end for _, end, _ in results}) == 1
+    for after, _, distances in results:
+        assert list(after) == [6, 12, 18]
+        assert [round_ for round_, _ in distances] == [6, 12, 18, 20]
+        assert all(0.0 < distance < 1.0 for _, distance in distances)
+        assert distances == results[0][2]
+        if order == "step-then-average":  # otherwise each rank has taken a step of its own since
+            assert after == results[0][0]
+
+
+def test_the_groups_default_to_the_square_root_of_the_ranks() -> None:
+    async def main(comm: asyncoll.Communicator) -> int:
+        model = torch.nn.Linear(2, 1)
+
+        async def gradient(round_: int) -> None:
+            await asyncio.sleep(1.0)
+
+        async for done in wagma_sgd(comm, model, momentum(model), gradient, rounds=1):
+            return len(done.group)
+        raise AssertionError
+
+    sizes = {size: max(simulate(size, main).results) for size in (1, 2, 4, 5, 9, 10, 16)}
+    assert sizes == {1: 1, 2: 2, 4: 2, 5: 3, 9: 3, 10: 4, 16: 4}
+
+
+def digits_score(trainer: Callable[..., Any], size: int, **rules: Any) -> float:
+    """Test accuracy after the default 180 rounds, one random rank of each late by two steps."""
+    settings = Settings()
+
+    async def main(comm: asyncoll.Communicator) -> float:
+        workload = Digits(comm.rank, comm.size, settings.batch, settings.seed)
+        optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
+
+        async def gradient(round_: int) -> None:
+            workload.loss().backward()
+            await asyncio.sleep(0.1 + OneRandom(0.2).delay_s(0, round_, comm.rank, comm.size))
+
+        def schedule(round_: int) -> None:
+            optimizer.param_groups[0]["lr"] = learning_rate(round_, settings)
+
+        rounds = settings.rounds
+        async for _ in trainer(comm, workload.model, optimizer, gradient, rounds=rounds, schedule=schedule, **rules):
+            pass
+        return workload.score()
+
+    score: float = simulate(size, main).results[0]
+    return score
+
+
+def test_wagma_with_stragglers_learns_as_well_as_synchronous_sgd() -> None:
+    synchronous = digits_score(allreduce_sgd, 4)
+    assert synchronous > 0.96
+    for order in get_args(Order):
+        assert digits_score(wagma_sgd, 4, order=order) > synchronous - 0.02
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"order": "both"}, "order is step-then-average or average-then-step"),
+        ({"group_size": 4}, "group_size 4"),
+        ({"group_size": 0}, "group_size 0"),
+    ],
+)
+def test_wagma_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words: str) -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = torch.nn.Linear(2, 1)
+
+        async def gradient(round_: int) -> None:
+            pass
+
+        async for _ in wagma_sgd(comm, model, momentum(model), gradient, rounds=3, **rules):
+            pass
+
+    with pytest.raises(asyncoll.UsageError, match=words):
+        run_ranks(3, main)
+
+
+def test_the_consensus_distance_is_a_root_mean_square_over_ranks() -> None:
+    async def main(comm: asyncoll.Communicator) -> list[Any]:
+        own, mean = torch.tensor([float(comm.rank), 3.0]), torch.tensor([1.0, 3.0])
+        consensus = Consensus()
+        consensus.observe(10, own, mean)
+        consensus.observe(20, mean, mean)
+        consensus.observe(20, own, mean)  # the average at the end, after a synchronous round
+        return await consensus.collect(comm)
+
+    for distances in run_ranks(3, main):
+        assert distances == [(10, pytest.approx(math.sqrt((1 + 0 + 1) / 3 / 10))), (20, 0.0)]
+
+
+# -- DC-S3GD -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_rank_steps_from_the_same_average_to_the_bit(size: int, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[list[bytes], bytes]:
+        workload = Digits(comm.rank, comm.size, batch=8, seed=0)
+        optimizer = optimizing(workload.model)
+        averages: list[bytes] = []
+        optimizer.register_step_pre_hook(lambda *_: averages.append(parameters(workload.model).numpy().tobytes()))
+
+        async def gradient(round_: int) -> None:
+            workload.loss().backward()
+            await asyncio.sleep(straggle(size, comm, round_))
+
+        steps = dc_s3gd(comm, workload.model, optimizer, gradient, rounds=10)
+        done = [step async for step in steps]
+        assert [step.round for step in done] == list(range(1, 11))
+        assert all(step.group == tuple(range(size)) and step.active == size for step in done)
+        return averages, parameters(workload.model).numpy().tobytes()
+
+    results = simulate(size, main, Network(jitter_s=1e-3)).results
+    assert len(results[0][0]) == len(set(results[0][0])) == 10
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("lambda0", [0.0, 0.2])
+def test_dc_s3gd_is_the_papers_algorithm(lambda0: float) -> None:
+    """Algorithm 1 by hand, in numpy and double precision, for two ranks that fit a line with momentum."""
+    rounds, rate, mu = 15, 0.05, 0.9
+    points = np.random.default_rng(3).normal(size=(2, rounds, 4, 3))
+
+    def slope(w: Any, x: Any) -> Any:
+        return 2 * x.T @ (x @ w - x.sum(axis=1)) / len(x)
+
+    async def main(comm: asyncoll.Communicator) -> Any:
+        model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=mu)
+
+        async def gradient(round_: int) -> None:
+            x = torch.from_numpy(points[comm.rank, round_ - 1])
+            torch.nn.functional.mse_loss(model(x)[:, 0], x.sum(dim=1)).backward()
+
+        async for _ in dc_s3gd(comm, model, optimizer, gradient, rounds=rounds, lambda0=lambda0):
+            pass
+        return parameters(model).numpy()
+
+    mean = np.zeros(3)
+    velocity = [slope(mean, points[rank, 0]) for rank in range(2)]
+    steps = [-rate * v for v in velocity]
+    w = [mean + step for step in steps]
+    for t in range(1, rounds):
+        g = [slope(w[rank], points[rank, t]) for rank in range(2)]
+        for rank in range(2):
+            distance = sum(steps) / 2 - steps[rank]
+            raw = g[rank] * g[rank] * distance
+            g[rank] = g[rank] + lambda0 * np.linalg.norm(g[rank]) / np.linalg.norm(raw) * raw
+        mean = mean + sum(steps) / 2
+        velocity = [mu * v + g[rank] for rank, v in enumerate(velocity)]
+        steps = [-rate * v for v in velocity]
+        w = [mean + step for step in steps]
+    for result in run_ranks(2, main):
+        np.testing.assert_allclose(result, (w[0] + w[1]) / 2, rtol=1e-10)
+
+
+def test_the_correction_is_a_fixed_share_of_the_gradient() -> None:
+    g, distance = torch.tensor([3.0, -4.0]), torch.tensor([0.5, 0.25])
+    raw = np.array([9 * 0.5, 16 * 0.25])
+    compensate(g, distance, lambda0=0.2)
+    np.testing.assert_allclose(g.numpy(), [3.0, -4.0] + 0.2 * 5.0 / np.linalg.norm(raw) * raw, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "distance"),
+    [([1.0, 2.0], [0.0, 0.0]), ([0.0, 0.0], [1.0, 1.0]), ([1.0, 0.0], [0.0, 1.0]), ([1e30, 1.0], [1.0, 1.0])],
+)
+def test_nothing_is_corrected_without_a_direction(gradient: list[float], distance: list[float]) -> None:
+    g = torch.tensor(gradient)
+    compensate(g, torch.tensor(distance), lambda0=0.2)
+    assert torch.equal(g, torch.tensor(gradient))
+
+
+def test_small_gradients_are_corrected_as_large_ones_are() -> None:
+    large, small = torch.tensor([3.0, -4.0]), torch.tensor([3e-10, -4e-10])
+    compensate(large, torch.tensor([1.0, 2.0]), lambda0=0.2)
+    compensate(small, torch.tensor([1e-10, 2e-10]), lambda0=0.2)
+    torch.testing.assert_close(small * 1e10, large)
+
+
+def test_an_allreduce_hides_behind_the_gradient() -> None:
+    """Iterations take max(compute, allreduce) and not their sum (equation 14), in virtual time."""
+    rounds, compute_s = 20, 1.0
+
+    def measure(trainer: Callable[..., Any], compute_s: float) -> float:
+        async def main(comm: asyncoll.Communicator) -> None:
+            model = torch.nn.Linear(250, 10)
+
+            async def gradient(round_: int) -> None:
+                await asyncio.sleep(compute_s)
+
+            async for _ in trainer(comm, model, momentum(model), gradient, rounds=rounds):
+                pass
+
+        return simulate(4, main, Network(bandwidth_bytes_per_s=20e3)).virtual_s
+
+    sending_s = measure(allreduce_sgd, 0.0) / (rounds + 1)  # the broadcast at the start is about one more
+    assert 0.5 < sending_s / compute_s < 2.0
+    ideal_s = rounds * max(sending_s, compute_s) + 2 * sending_s
+    assert measure(dc_s3gd, compute_s) == pytest.approx(ideal_s, rel=0.1)
+    assert measure(allreduce_sgd, compute_s) == pytest.approx((rounds + 1) * sending_s + rounds * compute_s, rel=0.1)
+
+
+class TroubleError(Exception):
+    """What a user's gradient may raise."""
+
+
+@pytest.mark.parametrize("how", ["raise", "cancel", "stop"])
+def test_dc_s3gd_leaves_nothing_in_flight(how: str) -> None:
+    """However training ends, the next collective means what it says."""
+
+    async def main(comm: asyncoll.Communicator) -> float:
+        model = torch.nn.Linear(3, 1)
+
+        async def gradient(round_: int) -> None:
+            model(torch.ones(1, 3)).sum().backward()
+            if how == "raise" and round_ == 4:
+                raise TroubleError
+            await asyncio.sleep(1.0)
+
+        async def train() -> None:
+            async for done in dc_s3gd(comm, model, momentum(model), gradient, rounds=9):
+                if how == "stop" and done.round == 4:
+                    break
+
+        task = asyncio.ensure_future(train())
+        if how == "cancel":
+            await asyncio.sleep(3.5 + 0.1 * comm.rank)  # in the gradient of the same round at all ranks
+            task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(outcome, {"raise": TroubleError, "cancel": asyncio.CancelledError, "stop": type(None)}[how])
+        return float(await comm.allreduce(torch.ones(1)))
+
+    assert simulate(3, main).results == [3.0] * 3
+
+
 # -- the driver ----------------------------------------------------------------------------------
 
 
@@ -242,24 +836,29 @@ def run_experiment(size: int, trainer: str, settings: Settings) -> Report:
     return report
 
 
-def test_digits_are_learnt() -> None:
-    report = run_experiment(4, "allreduce_sgd", Settings())
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_digits_are_learnt(trainer: str) -> None:
+    report = run_experiment(4, trainer, Settings.of(trainer))
     assert report.final_score > 0.96
     assert report.time_to_target_s is not None
 
 
-@pytest.mark.parametrize("trainer", ["allreduce_sgd", "eager_sgd"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
-    report = run_experiment(size, trainer, Settings(rounds=5, target=1.0, report=path, imbalance=OneRandom(0.0)))
-    assert sum(report.active.values()) == report.rounds == 5
+    settings = Settings.of(trainer, rounds=5, target=1.0, report=path, imbalance=OneRandom(0.0))
+    report = run_experiment(size, trainer, settings)
+    assert report.rounds == 5
+    if trainer != "wagma_sgd":  # where each group has a sum of its own
+        assert sum(report.active.values()) == 5
+    assert [round_ for round_, _ in report.consensus] == ([5] if trainer == "wagma_sgd" else [])
     assert sum(report.lag.values()) <= 5 * size
     assert 0.0 <= report.stale_share < 1.0
-    assert 1.0 <= report.active_mean <= size
+    assert report.active_mean <= size
     assert report.curve[-1].round == 5
     assert report.time_to_target_s is None
-    if trainer == "allreduce_sgd":
+    if trainer in ("allreduce_sgd", "dc_s3gd"):
         assert (report.active, report.lag, report.stale_share) == ({size: 5}, {0: 5 * size}, 0.0)
 
     report.write(path)
@@ -269,6 +868,63 @@ def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp
     assert read["ranks"] == size
     assert read["curve"][-1] == [report.wall_s, 5, report.final_score]
     assert set(read) == set(Report.__dataclass_fields__)
+
+
+# -- workloads -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_hyperplane(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"DIMENSIONS": 64, "POINTS": 1024, "HELD_OUT": 256}.items():
+        monkeypatch.setattr(Hyperplane, name, value)
+
+
+def epoch(size: int, batch: int) -> torch.Tensor:
+    """All points that `size` ranks see in one epoch, in an order of their own."""
+    shares = [Hyperplane(rank, size, batch, seed=5) for rank in range(size)]
+    rows = [torch.cat(share.next_batch(), dim=1) for share in shares for _ in range(1024 // size // batch)]
+    points = torch.cat(rows)
+    return points[points[:, 0].argsort()]
+
+
+@pytest.mark.usefixtures("small_hyperplane")
+def test_the_points_do_not_depend_on_the_number_of_ranks() -> None:
+    alone = epoch(1, 128)
+    assert len(alone) == len(alone[:, 0].unique()) == 1024
+    assert torch.equal(epoch(4, 64), alone)
+    assert torch.equal(epoch(8, 128), alone)
+
+
+@pytest.mark.usefixtures("small_hyperplane")
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_hyperplane_is_learnt(trainer: str) -> None:
+    settings = Settings.of(trainer, "hyperplane", batch=32, rounds=60)
+    report = run_experiment(4, trainer, settings)
+    assert report.metric == "R² on held-out points"
+    assert report.final_score > 0.9
+    assert report.curve[0].score < 0.5
+
+
+def test_the_hyperplane_has_the_papers_size() -> None:
+    share = Hyperplane(rank=5, size=256, batch=8, seed=0)
+    assert sum(p.numel() for p in share.model.parameters()) == 8193
+    x, y = share.next_batch()
+    assert (x.shape, y.shape) == ((8, 8192), (8, 1))
+    assert Hyperplane.POINTS == 32768
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_batch_above_the_share_is_a_usage_error(workload: str) -> None:
+    with pytest.raises(asyncoll.UsageError, match=r"a batch of 64 is more than a rank's share of \d+ samples"):
+        WORKLOADS[workload](0, 1000, 64, 0)
+
+
+def test_settings_follow_what_is_given_then_the_workload_then_the_trainer() -> None:
+    assert Settings.of("allreduce_sgd") == Settings()
+    assert Settings.of("wagma_sgd").sync_every == 10
+    assert Settings.of("wagma_sgd", sync_every=0).sync_every == 0
+    assert Settings.of("dc_s3gd", "hyperplane").rounds == 96
+    assert Settings.of("dc_s3gd", "hyperplane", rounds=7, batch=None) == Settings.of("dc_s3gd", "hyperplane", rounds=7)
 
 
 # -- the command line ----------------------------------------------------------------------------
@@ -281,6 +937,20 @@ def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp
         (["eager_sgd", "--imbalance", "one-random:soon"], "'soon' is not a duration"),
         (["eager_sgd", "--partial", "some"], "'some' is not one of"),
         (["allreduce_sgd", "--partial", "solo"], "No such option"),
+        (["wagma_sgd", "--partial", "solo"], "No such option"),
+        (["eager_sgd", "--group-size", "2"], "No such option"),
+        (["eager_sgd", "--lambda0", "0"], "No such option"),
+        (["dc_s3gd", "--lambda0", "-1"], "-1.0 is not in the range"),
+        (["wagma_sgd", "--order", "any"], "'any' is not one of"),
+        (["wagma_sgd", "--group-size", "0"], "0 is not in the range"),
+        (
+            ["wagma_sgd", "--group-size", "2", "--rounds", "1"],
+            "group_size 2 is not between 1 and",
+        ),
+        (["eager_sgd", "--partial", "quorum", "--quorum", "2"], "quorum 2 is not between 1 and"),
+        (["eager_sgd", "--partial", "majority", "--candidates", "2"], "candidates 2"),
+        (["eager_sgd", "--average-every", "5"], "with history no replica drifts"),
+        (["eager_sgd", "--batch", "2000"], "a batch of 2000 is more than a rank's share of 1257 samples"),
         (["allreduce_sgd", "--workload", "cats"], "'cats' is not"),
         (["eager_sgd", "--average-every", "-1"], "-1 is not in the range"),
         (["demo", "--ranks", "1"], "1 is not in the range"),
@@ -297,7 +967,7 @@ def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:
     flags = ["--rounds", "3", "--report", str(report)]
     result = CliRunner().invoke(cli, ["eager_sgd", *flags], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "final test score" in result.output
+    assert "final test accuracy" in result.output
     assert json.loads(report.read_text())["ranks"] == 1
 
 
@@ -314,27 +984,3 @@ def test_the_launcher_runs_a_trainer_that_plots(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["ranks"] == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("partial", ["solo", "majority"])
-def test_with_history_late_replicas_stay_equal_to_the_bit(partial: Partial) -> None:
-    """No average before the comparison: every rank has applied every result once, in order."""
-
-    async def main(comm: asyncoll.Communicator) -> tuple[bytes, int]:
-        workload = Digits(comm.rank, comm.size, batch=8, seed=1)
-        optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
-
-        async def gradient(round_: int) -> None:
-            workload.loss().backward()
-            await asyncio.sleep(0.5 if (round_ + comm.rank) % 5 == 0 else 0.1)
-
-        lags, weights = 0, b""
-        steps = eager_sgd(comm, workload.model, optimizer, gradient, rounds=25, partial=partial, history=25)
-        async for reduction in steps:
-            lags += len(reduction.missed)
-            weights = b"".join(p.detach().numpy().tobytes() for p in workload.model.parameters())
-        return weights, lags
-
-    results = simulate(3, main).results
-    assert len({weights for weights, _ in results}) == 1
-    assert sum(lags for _, lags in results) > 0

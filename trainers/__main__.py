@@ -14,7 +14,7 @@ import asyncoll
 from trainers.demo import demo
 from trainers.experiment import experiment
 from trainers.plots import plot_scores
-from trainers.settings import Settings, options
+from trainers.settings import TRAINERS, Settings, options
 
 
 @click.group()
@@ -22,14 +22,17 @@ def main() -> None:
     """Trainers on small workloads, with emulated compute time and imbalance."""
 
 
-def _command(trainer: str, summary: str, *, eager: bool) -> click.Command:
+def _command(trainer: str, summary: str) -> click.Command:
     def train(**flags: Any) -> None:
-        settings = Settings(**flags)
+        settings = Settings.of(trainer, **flags)
         if settings.plot:
             _need_matplotlib()
-        asyncoll.run(_train_and_tell, trainer, settings)
+        try:
+            asyncoll.run(_train_and_tell, trainer, settings)
+        except asyncoll.UsageError as error:  # what only the number of ranks shows, such as a quorum above it
+            raise click.UsageError(str(error)) from error
 
-    return click.Command(trainer, params=options(eager=eager), callback=train, help=summary)
+    return click.Command(trainer, params=options(trainer), callback=train, help=summary)
 
 
 async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> None:
@@ -41,7 +44,7 @@ async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: S
     if settings.report:
         report.write(settings.report)
     if settings.plot:
-        plot_scores({trainer: report.curve}, settings.target, settings.plot)
+        plot_scores({trainer: report.curve}, report.metric, settings.target, settings.plot)
 
 
 @main.command("demo")
@@ -66,8 +69,8 @@ def _need_matplotlib() -> None:
         raise click.UsageError("plotting needs matplotlib: pip install 'asyncoll[plots]'")
 
 
-main.add_command(_command("allreduce_sgd", "Synchronous data-parallel SGD.", eager=False))
-main.add_command(_command("eager_sgd", "Eager-SGD: partial allreduces wait for no slow rank.", eager=True))
+for _trainer, _summary in TRAINERS.items():
+    main.add_command(_command(_trainer, _summary))
 
 if __name__ == "__main__":
     main()

@@ -32,4 +32,10 @@ async def allreduce_sgd(
         await comm.allreduce(flat.gradients, op=asyncoll.AVG)  # G = sum of G_local / P, when the slowest is here
         schedule(t)
         optimizer.step()  # w = w + U(G, w, t)
-        yield asyncoll.Reduction(round=t, active=comm.size, included=True, skipped=0, synchronous=True)
+        yield complete(comm, t)
+
+
+def complete(comm: asyncoll.Communicator, round_: int) -> asyncoll.Reduction:
+    """The record of a round that nobody missed."""
+    everyone = tuple(range(comm.size))
+    return asyncoll.Reduction(round_, comm.size, included=True, skipped=0, synchronous=True, group=everyone)

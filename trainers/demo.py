@@ -57,8 +57,8 @@ def demo(ranks: int, seed: int, folder: Path) -> None:
         f"one random rank of each round {1000 * LATE.late_s:g} ms more; files go to {folder}"
     )
     runs = [_launch(rule, ranks, seed, folder, console) for rule in RUNS]
-    target = runs[0].report["settings"]["target"]
-    plot_scores({run.rule: run.curve for run in runs}, target, folder / "accuracy.png")
+    target, metric = runs[0].report["settings"]["target"], runs[0].report["metric"]
+    plot_scores({run.rule: run.curve for run in runs}, metric, target, folder / "accuracy.png")
     console.print(_comparison(runs, ranks, target))
     console.print(_verdict(runs, target))
 

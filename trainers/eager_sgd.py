@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 
 import asyncoll
+from trainers.replicas import resynchronise
 
-Partial = Literal["solo", "majority"]
+Partial = Literal["solo", "majority", "quorum"]
 
 
 async def eager_sgd(
@@ -26,9 +27,11 @@ async def eager_sgd(
     rounds: int,
     schedule: Callable[[int], None] = lambda round_: None,
     partial: Partial = "solo",
+    candidates: int = 1,
+    quorum: int | None = None,
     history: int = 0,
-    average_every: int = 0,
     sync_every: int = 0,
+    average_every: int = 0,
     seed: int = 0,
     name: str = "eager-sgd",
 ) -> AsyncIterator[asyncoll.Reduction]:
@@ -37,20 +40,33 @@ async def eager_sgd(
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
     gradients are zero when it is called, and `round` is the one it aims at. `schedule(round)` is called before
     the result of each round is applied: a learning rate must go by rounds, for a late rank makes fewer local
-    steps than there are rounds. With `history`, a rank that is late by no more rounds applies every result it
-    missed, so all replicas stay equal to the bit. Without, models drift apart, and `average_every` rounds (0:
-    only at the end) they are averaged. A second training on one communicator needs another `name`.
+    steps than there are rounds.
+
+    A round opens for the first rank ("solo"), for any of `candidates` drawn ranks ("majority"), or for the
+    `quorum`-th ("quorum"; by default half of the ranks). Every `sync_every`-th round (0: none) waits for all.
+
+    With `history`, a rank that is late by no more rounds applies every result it missed, so all replicas that have
+    applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
+    round makes all replicas equal again, optimizer state included, and without `sync_every` that is an error. (A
+    history of `sync_every` rounds cannot be overrun.) Without history, models drift apart, and `average_every`
+    rounds (0: only at the end) they are averaged.
+
+    A second training on one communicator needs another `name`.
     """
-    partial_allreduce: Callable[..., Awaitable[asyncoll.Reduction]] = comm.solo_allreduce
-    if partial == "majority":
-        partial_allreduce = functools.partial(comm.majority_allreduce, seed=seed)
+    if history and average_every:
+        raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
+    partial_allreduce = _partial_allreduce(comm, partial, candidates, quorum, seed)
     flat = asyncoll.flatten(model)
     await comm.broadcast(flat.parameters)  # w is the same everywhere
     t = 0  # the newest round seen: the clock of all ranks, while local steps drift apart
+    lost = 0  # results that this rank will never see, since all replicas were equal
     while t < rounds:
         flat.zero_gradients()
         await gradient(t + 1)  # G_local = mean gradient of b local samples at w
         reduction = await partial_allreduce(flat.gradients, name=name, sync_every=sync_every, history=history)
+        if history and reduction.skipped and not sync_every:
+            raise _overrun(comm.rank, reduction, history)
+        lost += reduction.skipped
         results = [*reduction.missed, flat.gradients.clone()]  # U_sum of each round since t that is still known
         for round_, total in enumerate(results, reduction.round - len(results) + 1):
             schedule(round_)
@@ -61,6 +77,35 @@ async def eager_sgd(
         # local steps: each rank averages once for each boundary that it crosses, so all do equally often.
         for _ in range(t // average_every, reduction.round // average_every) if average_every else ():
             await comm.allreduce(flat.parameters, op=asyncoll.AVG)
+        if history and reduction.synchronous:  # all ranks are here, after the same round
+            await resynchronise(comm, flat, optimizer, lost)
+            lost = 0
         t = reduction.round
         yield reduction
-    await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # all leave with one model
+    if history:
+        await resynchronise(comm, flat, optimizer, lost)
+    else:
+        await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # all leave with one model
+
+
+def _partial_allreduce(
+    comm: asyncoll.Communicator, partial: Partial, candidates: int, quorum: int | None, seed: int
+) -> Callable[..., Awaitable[asyncoll.Reduction]]:
+    match partial:
+        case "solo":
+            return comm.solo_allreduce
+        case "majority":
+            return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
+        case "quorum":
+            half = (comm.size + 1) // 2
+            return functools.partial(comm.quorum_allreduce, quorum=half if quorum is None else quorum, seed=seed)
+    raise asyncoll.UsageError(f"partial is solo, majority or quorum, not {partial!r}")
+
+
+def _overrun(rank: int, reduction: asyncoll.Reduction, history: int) -> asyncoll.UsageError:
+    late = reduction.skipped + len(reduction.missed)
+    return asyncoll.UsageError(
+        f"rank {rank} came {late} rounds late to round {reduction.round}, and history={history} keeps too few: "
+        f"{reduction.skipped} results are lost, and its model would differ from the others'. Set sync_every, so that "
+        f"replicas are made equal again, or a history of at least {late}"
+    )

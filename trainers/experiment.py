@@ -11,9 +11,12 @@ from rich.progress import Progress
 
 import asyncoll
 from trainers.allreduce_sgd import allreduce_sgd
+from trainers.consensus import Consensus
+from trainers.dc_s3gd import dc_s3gd
 from trainers.eager_sgd import eager_sgd
 from trainers.report import Call, Point, Report, collect
 from trainers.settings import Settings
+from trainers.wagma_sgd import wagma_sgd
 from trainers.workloads import WORKLOADS, Workload
 
 
@@ -23,20 +26,22 @@ async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settin
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0, momentum=settings.momentum)
     calls: list[Call] = []
     curve: list[Point] = []
+    consensus = Consensus()
     newest = 0
     with _progress(comm) as progress:
         task = progress.add_task(trainer, total=settings.rounds)
         await comm.barrier()
         started = time.perf_counter()
-        async for done in _train(comm, trainer, settings, workload, optimizer):
-            calls.append(Call(newest + 1, done.round, done.active, done.included))
+        async for done in _train(comm, trainer, settings, workload, optimizer, consensus):
+            calls.append(Call(newest + 1, done.round, done.active, done.included, min(done.group)))
             newest = done.round
-            if comm.rank == 0:  # scoring takes under a millisecond of a step
+            if comm.rank == 0:  # scoring takes a few milliseconds at most
                 curve.append(Point(time.perf_counter() - started, newest, workload.score()))
             progress.update(task, completed=newest)
-        wall_s = time.perf_counter() - started  # the last average is behind us: all ranks are done
+        await comm.barrier()  # all ranks are done
+        wall_s = time.perf_counter() - started
     curve.append(Point(wall_s, newest, workload.score()))
-    return await collect(comm, trainer, settings, calls, curve)
+    return await collect(comm, trainer, settings, workload.metric, calls, curve, consensus)
 
 
 def learning_rate(round_: int, settings: Settings) -> float:
@@ -55,6 +60,7 @@ def _train(
     settings: Settings,
     workload: Workload,
     optimizer: torch.optim.Optimizer,
+    consensus: Consensus,
 ) -> AsyncIterator[asyncoll.Reduction]:
     async def gradient(round_: int) -> None:
         started = time.perf_counter()
@@ -67,21 +73,43 @@ def _train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(round_, settings)
 
-    if trainer == "allreduce_sgd":
-        return allreduce_sgd(comm, workload.model, optimizer, gradient, rounds=settings.rounds, schedule=schedule)
-    return eager_sgd(
-        comm,
-        workload.model,
-        optimizer,
-        gradient,
-        rounds=settings.rounds,
-        schedule=schedule,
-        partial=settings.partial,
-        history=settings.history,
-        average_every=settings.average_every,
-        sync_every=settings.sync_every,
-        seed=settings.seed,
-    )
+    model, rounds = workload.model, settings.rounds
+    match trainer:
+        case "allreduce_sgd":
+            return allreduce_sgd(comm, model, optimizer, gradient, rounds=rounds, schedule=schedule)
+        case "eager_sgd":
+            return eager_sgd(
+                comm,
+                model,
+                optimizer,
+                gradient,
+                rounds=rounds,
+                schedule=schedule,
+                partial=settings.partial,
+                candidates=settings.candidates,
+                quorum=settings.quorum,
+                history=settings.history,
+                sync_every=settings.sync_every,
+                average_every=settings.average_every,
+                seed=settings.seed,
+            )
+        case "wagma_sgd":
+            return wagma_sgd(
+                comm,
+                model,
+                optimizer,
+                gradient,
+                rounds=rounds,
+                schedule=schedule,
+                group_size=settings.group_size,
+                sync_every=settings.sync_every,
+                order=settings.order,
+                fixed=settings.fixed,
+                observe=consensus.observe,
+            )
+        case "dc_s3gd":
+            return dc_s3gd(comm, model, optimizer, gradient, rounds=rounds, schedule=schedule, lambda0=settings.lambda0)
+    raise asyncoll.UsageError(f"there is no trainer {trainer!r}")
 
 
 def _progress(comm: asyncoll.Communicator) -> Progress:

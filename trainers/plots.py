@@ -1,4 +1,4 @@
-"""Test score over wall time, one curve for each run."""
+"""Score over wall time, one curve for each run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from trainers.report import Point
 
 
-def plot_scores(curves: Mapping[str, Sequence[Point]], target: float, path: Path) -> None:
+def plot_scores(curves: Mapping[str, Sequence[Point]], metric: str, target: float, path: Path) -> None:
     """Write a PNG; needs matplotlib (`pip install 'asyncoll[plots]'`)."""
     import matplotlib as mpl
 
@@ -19,8 +19,8 @@ def plot_scores(curves: Mapping[str, Sequence[Point]], target: float, path: Path
     for label, curve in curves.items():
         axes.plot([p.wall_s for p in curve], [100 * p.score for p in curve], label=label)
     axes.axhline(100 * target, color="grey", linewidth=0.8, linestyle="--")
-    # The first rounds climb from chance; what differs between the runs happens near the target.
-    axes.set(xlabel="wall time, seconds", ylabel="test accuracy, %", ylim=(100 * target - 26, 100))
+    # The first rounds climb from nothing; what differs between the runs happens near the target.
+    axes.set(xlabel="wall time, seconds", ylabel=f"{metric}, %", ylim=(100 * target - 26, 100))
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from rich.table import Table
 
 import asyncoll
+from trainers.consensus import Consensus, Distance
 from trainers.settings import Settings
 
 
@@ -24,6 +26,7 @@ class Call(NamedTuple):
     round: int
     active: int
     included: bool
+    leader: int  # the lowest rank of the group that was summed
 
 
 class Point(NamedTuple):
@@ -38,13 +41,15 @@ class Point(NamedTuple):
 class Report:
     """A finished run.
 
-    `active` says how many rounds had that many contributors; `lag` how many calls came back with a round that
-    many after the one they aimed at (0: on time, or so little late that the round aimed at is still the
-    newest); `stale_share` is the share of all calls whose contribution was too late for the round they got.
+    `score` is `metric`. `active` says how many sums (one a round, or one for each group) had that many contributors;
+    `lag` how many calls came back with a round that many after the one they aimed at (0: on time, or so little late
+    that the round aimed at is still the newest); `stale_share` is the share of all calls whose contribution was too
+    late for the round they got. `consensus` is how far models were apart before each average of all of them.
     """
 
     trainer: str
     settings: dict[str, Any]
+    metric: str
     ranks: int
     rounds: int
     wall_s: float
@@ -57,6 +62,7 @@ class Report:
     lag: dict[int, int]
     stale_share: float
     curve: list[Point]
+    consensus: list[Distance]
 
     def write(self, path: Path) -> None:
         """Write all of it as JSON."""
@@ -67,18 +73,23 @@ class Report:
         """The numbers for people."""
         table = Table("measure", "value", title=f"{self.trainer}, {self.ranks} ranks, {self.settings['workload']}")
         target = self.settings["target"]
-        for measure, value in [
+        rows = [
             ("rounds", f"{self.rounds}"),
             ("wall time", f"{self.wall_s:.2f} s"),
             ("steps per second (rounds)", f"{self.steps_per_s:.2f}"),
             ("gradients per second, all ranks", f"{self.gradients_per_s:.2f}"),
             (f"time to {target:.1%}", seconds(self.time_to_target_s)),
-            ("final test score", f"{self.final_score:.2%}"),
-            ("active ranks per round, mean", f"{self.active_mean:.2f}"),
-            ("rounds by active ranks", histogram(self.active)),
+            (f"final {self.metric}", f"{self.final_score:.2%}"),
+            ("active ranks per sum, mean", f"{self.active_mean:.2f}"),
+            ("sums by active ranks", histogram(self.active)),
             ("calls by lag", histogram(self.lag)),
             ("stale contributions", f"{self.stale_share:.1%}"),
-        ]:
+        ]
+        if self.consensus:
+            distances = [distance for _, distance in self.consensus]
+            spread = f"mean {statistics.fmean(distances):.2%}, largest {max(distances):.2%}"
+            rows.append((f"consensus distance at {len(distances)} averages", spread))
+        for measure, value in rows:
             table.add_row(measure, value)
         return table
 
@@ -87,19 +98,23 @@ async def collect(
     comm: asyncoll.Communicator,
     trainer: str,
     settings: Settings,
+    metric: str,
     calls: Sequence[Call],
     curve: Sequence[Point],
+    consensus: Consensus,
 ) -> Report | None:
     """Gather all ranks' calls and sum up at rank 0, which alone has the curve; the others get None."""
+    distances = await consensus.collect(comm)
     mine = torch.tensor(calls, dtype=torch.int64).flatten()
     everyone = [Call(*row) for rows in await comm.allgatherv(mine) for row in rows.view(-1, len(Call._fields)).tolist()]
     if comm.rank != 0:
         return None
-    active = {call.round: call.active for call in everyone}  # some rank saw each round: whoever opened it
+    active = {(call.round, call.leader): call.active for call in everyone}  # whoever opened a round saw it
     wall_s = curve[-1].wall_s
     return Report(
         trainer=trainer,
         settings=_plain(settings),
+        metric=metric,
         ranks=comm.size,
         rounds=settings.rounds,
         wall_s=wall_s,
@@ -112,6 +127,7 @@ async def collect(
         lag=_count(call.round - call.aimed for call in everyone),
         stale_share=sum(not call.included for call in everyone) / len(everyone),
         curve=list(curve),
+        consensus=distances,
     )
 
 

@@ -6,13 +6,21 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from trainers.eager_sgd import Partial
 from trainers.imbalance import Balanced, Imbalance, parse_duration, parse_imbalance
+from trainers.wagma_sgd import Order
 from trainers.workloads import WORKLOADS
+
+TRAINERS = {
+    "allreduce_sgd": "Synchronous data-parallel SGD.",
+    "eager_sgd": "Eager-SGD: partial allreduces wait for no slow rank.",
+    "wagma_sgd": "WAGMA-SGD: changing groups average their models and wait for no slow rank.",
+    "dc_s3gd": "DC-S3GD: synchronous, one step stale and compensated, so that communication is hidden.",
+}
 
 
 def _parsed(name: str, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -28,58 +36,90 @@ def _parsed(name: str, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     return convert
 
 
-def _flag(kind: Any, help_: str, *, eager_only: bool = False) -> dict[str, Any]:
-    return {"type": kind, "help": help_, "eager_only": eager_only}
+def _flag(kind: Any, help_: str, *, only: tuple[str, ...] = tuple(TRAINERS)) -> dict[str, Any]:
+    """A field's flag, and the trainers that have it."""
+    return {"type": kind, "help": help_, "only": only}
 
 
 _POSITIVE = click.IntRange(min=1)
 _NATURAL = click.IntRange(min=0)
+_LEAST_ZERO = click.FloatRange(min=0.0)
 _MOMENTUM = click.FloatRange(0.0, 1.0, max_open=True)
-_PARTIAL = click.Choice(["solo", "majority"])
 _DURATION = _parsed("duration", parse_duration)
 _IMBALANCE = _parsed("imbalance", parse_imbalance)
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_EAGER, _WAGMA, _DC = ("eager_sgd",), ("wagma_sgd",), ("dc_s3gd",)
 
-_SYNC_HELP = "Wait for all ranks in every N-th round (0: never)."
-_HISTORY_HELP = "Results kept for late ranks, so that none is missed."
-_AVERAGE_HELP = "Rounds between averages of the models (0: one at the end)."
-_IMBALANCE_HELP = "Delays: none, one-random:200ms or all-skewed:50ms-400ms."
+_PARTIAL = _flag(click.Choice(get_args(Partial)), "Which allreduce.", only=_EAGER)
+_CANDIDATES = _flag(_POSITIVE, "Ranks drawn for each round, any of which opens a majority.", only=_EAGER)
+_QUORUM = _flag(_POSITIVE, "Ranks that a quorum waits for (by default half of them).", only=_EAGER)
+_HISTORY = _flag(_NATURAL, "Results kept for late ranks, so that none is missed.", only=_EAGER)
+_AVERAGE = _flag(_NATURAL, "Rounds between averages of the models, without history (0: one at the end).", only=_EAGER)
+_SYNC = _flag(_NATURAL, "Wait for all ranks in every N-th round (0: never).", only=_EAGER + _WAGMA)
+_GROUP = _flag(_POSITIVE, "Ranks that average their models (by default the root of all).", only=_WAGMA)
+_FIXED = _flag(bool, "The same groups in every round.", only=_WAGMA)
+_ORDER = _flag(click.Choice(get_args(Order)), "The paper's order, or that of its authors' code.", only=_WAGMA)
+_LAMBDA = _flag(_LEAST_ZERO, "Delay compensation, as a share of the gradient (0: none).", only=_DC)
+_DELAYS = _flag(_IMBALANCE, "Delays: none, one-random:200ms or all-skewed:50ms-400ms.")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One run: what to train, how, and on which emulated machine.
 
-    The defaults train digits to about 98 % in 180 rounds on 4 ranks.
+    The defaults train digits to about 98 % in 180 rounds on 4 ranks. History is longer than that, so no rank can be
+    too late for it.
     """
 
     workload: str = field(default="digits", metadata=_flag(click.Choice(sorted(WORKLOADS)), "What is trained."))
     rounds: int = field(default=180, metadata=_flag(_POSITIVE, "Rounds to train."))
     batch: int = field(default=64, metadata=_flag(_POSITIVE, "Samples per rank and step."))
-    learning_rate: float = field(default=1.0, metadata=_flag(click.FloatRange(min=0.0), "Peak, half-way."))
+    learning_rate: float = field(default=1.0, metadata=_flag(_LEAST_ZERO, "Peak, half-way."))
     momentum: float = field(default=0.0, metadata=_flag(_MOMENTUM, "Momentum of SGD."))
-    partial: Partial = field(default="solo", metadata=_flag(_PARTIAL, "Which allreduce.", eager_only=True))
-    sync_every: int = field(default=0, metadata=_flag(_NATURAL, _SYNC_HELP, eager_only=True))
-    history: int = field(default=32, metadata=_flag(_NATURAL, _HISTORY_HELP, eager_only=True))
-    average_every: int = field(default=0, metadata=_flag(_NATURAL, _AVERAGE_HELP, eager_only=True))
+    partial: Partial = field(default="solo", metadata=_PARTIAL)
+    candidates: int = field(default=1, metadata=_CANDIDATES)
+    quorum: int | None = field(default=None, metadata=_QUORUM)
+    history: int = field(default=256, metadata=_HISTORY)
+    average_every: int = field(default=0, metadata=_AVERAGE)
+    sync_every: int = field(default=0, metadata=_SYNC)
+    group_size: int | None = field(default=None, metadata=_GROUP)
+    fixed: bool = field(default=False, metadata=_FIXED)
+    order: Order = field(default="step-then-average", metadata=_ORDER)
+    lambda0: float = field(default=0.2, metadata=_LAMBDA)
     seed: int = field(default=0, metadata=_flag(_NATURAL, "Of everything drawn; the same at every rank."))
     compute_s: float = field(default=0.0, metadata=_flag(_DURATION, "Stretch each step to this, as in 100ms."))
-    imbalance: Imbalance = field(default=Balanced(), metadata=_flag(_IMBALANCE, _IMBALANCE_HELP))
+    imbalance: Imbalance = field(default=Balanced(), metadata=_DELAYS)
     target: float = field(default=0.96, metadata=_flag(click.FloatRange(0.0, 1.0), "Score to time."))
     report: Path | None = field(default=None, metadata=_flag(_FILE, "Write the report to this JSON file."))
     plot: Path | None = field(default=None, metadata=_flag(_FILE, "Plot score over time to this PNG file."))
 
+    @classmethod
+    def of(cls, trainer: str, workload: str = "digits", **given: Any) -> Settings:
+        """What is given, and not None; for the rest what suits the workload and the trainer, and then the defaults."""
+        own: dict[str, Any] = {"sync_every": 10} if trainer == "wagma_sgd" else {}  # τ = 10, section IV
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(workload=workload, **own | WORKLOADS[workload].defaults | chosen)
 
-def options(*, eager: bool) -> list[click.Parameter]:
-    """The command line options of a trainer: one for each field of `Settings`, `compute_s` as `--compute`."""
-    return [
-        click.Option(
-            [f"--{f.name.removesuffix('_s').replace('_', '-')}", f.name],
-            type=f.metadata["type"],
-            default=f.default,
-            help=f.metadata["help"],
-            show_default=f.default is not None,
-        )
-        for f in dataclasses.fields(Settings)
-        if eager or not f.metadata["eager_only"]
-    ]
+
+def options(trainer: str) -> list[click.Parameter]:
+    """The command line options of a trainer: one for each field of `Settings` that it has, `compute_s` as `--compute`.
+
+    One whose default depends on the workload is None unless it is given, for `Settings.of` to fill in.
+    """
+    return [_option(trainer, f) for f in dataclasses.fields(Settings) if trainer in f.metadata["only"]]
+
+
+def _option(trainer: str, f: dataclasses.Field[Any]) -> click.Option:
+    default = getattr(Settings.of(trainer), f.name)
+    shown: bool | str = default is not None
+    if any(f.name in workload.defaults for workload in WORKLOADS.values()):
+        values = {name: getattr(Settings.of(trainer, name), f.name) for name in sorted(WORKLOADS)}
+        default, shown = None, ", ".join(f"{value} for {name}" for name, value in values.items())
+    return click.Option(
+        [f"--{f.name.removesuffix('_s').replace('_', '-')}", f.name],
+        type=f.metadata["type"],
+        is_flag=f.metadata["type"] is bool,
+        default=default,
+        help=f.metadata["help"],
+        show_default=shown,
+    )

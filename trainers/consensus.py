@@ -1,0 +1,37 @@
+"""How far the ranks' models are apart: measured from averages that a trainer makes anyway, so nothing is disturbed."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import asyncoll
+
+
+class Distance(NamedTuple):
+    """The root mean square over ranks of |own model - mean model|, as a share of |mean model|."""
+
+    round: int
+    distance: float
+
+
+class Consensus:
+    """One rank's part of the distances; `observe` is what `wagma_sgd` calls."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[float, float]] = {}
+
+    def observe(self, round_: int, own: Tensor, mean: Tensor) -> None:
+        """Take in an average of all models; of two at one round (the last) the first, before which they differed."""
+        self._parts.setdefault(round_, (float((own - mean).square().sum()), float(mean.square().sum())))
+
+    async def collect(self, comm: asyncoll.Communicator) -> list[Distance]:
+        """The distances at all averages, the same at every rank; all ranks have observed the same ones."""
+        squares = torch.tensor([part for part, _ in self._parts.values()], dtype=torch.float64)
+        await comm.allreduce(squares, op=asyncoll.AVG)
+        sizes = [size for _, size in self._parts.values()]
+        parts = zip(self._parts, squares.tolist(), sizes, strict=True)
+        return [Distance(round_, math.sqrt(square / size) if size else 0.0) for round_, square, size in parts]

@@ -1,0 +1,80 @@
+"""DC-S3GD (Rigazzi, DLS 2019): stale-synchronous SGD whose allreduce hides behind the next gradient (algorithm 1).
+
+Each rank computes its next gradient while the last updates are being averaged, so that gradient belongs to weights
+one update old. The delay is compensated with a cheap estimate of how the gradient changes on the way to the average
+(equation 10). Ranks still wait for the slowest one, but a step later: what a rank is late by once hides behind that
+step as well, and only a rank that is always slow holds up the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import torch
+from torch import Tensor
+
+import asyncoll
+from trainers.allreduce_sgd import complete
+
+
+async def dc_s3gd(
+    comm: asyncoll.Communicator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[int], Awaitable[None]],
+    *,
+    rounds: int,
+    schedule: Callable[[int], None] = lambda round_: None,
+    lambda0: float = 0.2,
+) -> AsyncIterator[asyncoll.Reduction]:
+    """Train `model` for `rounds` rounds; yields after each local step.
+
+    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
+    gradients are zero when it is called, and an allreduce runs meanwhile. `schedule(round)` is called before the
+    step of the round. Between rounds this rank's model is the average of the round before plus its own step; all
+    leave with the last average. `lambda0` = 0 leaves the gradients uncorrected.
+
+    The paper sums the steps and adds that sum to weights which each rank updates for itself, so that rounding lets
+    the ranks' averages creep apart. We average the weights: mean(w̄ + Δw_i) = w̄ + sum(Δw_i) / N (equation 8), and
+    every rank takes w̄ from the allreduce, with the same bits.
+    """
+    flat = asyncoll.flatten(model)
+    await comm.broadcast(flat.parameters)  # w_i = w̄
+    await gradient(1)  # g_i = ∇l(w_i)
+    schedule(1)
+    optimizer.step()  # w_i = w̄ + Δw_i, Δw_i = U(g_i)
+    yield complete(comm, 1)
+    for t in range(2, rounds + 1):
+        flat.zero_gradients()
+        w, g = flat.parameters[: flat.gradients.numel()], flat.gradients  # frozen parameters stay as they are
+        mean = w.clone()
+        averaged = comm.allreduce(mean, op=asyncoll.AVG)  # has started; the model is free for the gradient
+        try:
+            await gradient(t)  # g_i = ∇l(w̄ + Δw_i)
+        finally:
+            await averaged  # whatever became of the gradient: the peers count on this call
+        compensate(g, mean - w, lambda0)  # D_i = mean - w_i (equation 9)
+        w.copy_(mean)
+        schedule(t)
+        optimizer.step()  # w_i = w_i + D_i + U(g̃_i) (equations 11 and 12)
+        yield complete(comm, t)  # nothing is in flight here, so a caller may stop, or call collectives
+    await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # all leave with one model
+
+
+def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:
+    """g̃ = g + λ g∘g∘D in place, with λ = λ0 |g| / |g∘g∘D| (equations 10 and 17), or 0 if there is nothing to add.
+
+    In words: a step of length λ0 |g| along g∘g∘D, which is how we compute it, for λ itself may exceed any float.
+    Norms run over the whole model, as equation 17 has one λ per worker; by tensor, a layer that hardly differs from
+    the average would be corrected as much as one that differs a lot. They are summed in double precision: fourth
+    powers of small gradients vanish in single.
+    """
+    correction = g * g * distance
+    norm = _norm(correction)
+    if lambda0 and 0.0 < norm < math.inf:
+        g.add_(correction.div_(norm), alpha=lambda0 * _norm(g))
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
