@@ -1,0 +1,171 @@
+"""What an uncontended solo round costs over a synchronous allreduce of the same tensor, on the same transport.
+
+    python benchmarks/solo_overhead.py [--ranks 2,4] [--sizes 1M,4M,16M] [--calls 20] [--repeats 3]
+
+All ranks arrive together, after a barrier, and the two take turns, call by call. A time is the slowest rank's median,
+and of several repeats (worlds of processes) the median. The target is a ratio of at most 1.3 at 1 MB and above.
+
+Where the difference goes is measured apart, in the same processes while the others do the same: the copy into a fresh
+array that stages a contribution, the copy of the result, the reduction of the attendance list (after a long array it
+goes by itself), and the activation with the rest of a round's bookkeeping (solo less allreduce of one element). A rank
+that comes a moment after a round has begun takes part with nothing; `rounds with all` says how often nobody did.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from closed_forms import ATTENDANCE_BYTES
+from common import Record, ask, numbers, parser, program
+
+import asyncoll
+from asyncoll.bench.dense import slowest, wrong_elements
+from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
+from asyncoll.tensors import Array
+
+WARMUP = 3
+TARGET = 1.3
+Part = Callable[[], Awaitable[int]]  # returns what every element must then be
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=numbers, default=[2, 4])
+    options.add_argument("--sizes", type=parse_sizes, default=parse_sizes("1M,4M,16M"))
+    options.add_argument("--calls", type=int, default=20, help="counted calls of each in a repeat")
+    options.add_argument("--repeats", type=int, default=3)
+    record = Record(options, "solo_overhead")
+    chosen = record.arguments
+    raw: dict[int, Any] = {}
+    for ranks in chosen.ranks:
+        question = {"sizes": chosen.sizes, "calls": chosen.calls}
+        repeats = [ask(ranks, __file__, question) for _ in range(chosen.repeats)]
+        rows = [summary([found[place] for found in repeats]) for place in range(len(chosen.sizes))]
+        record.table(f"{ranks} ranks over unix sockets, float32 (target: {TARGET})", table(rows))
+        raw[ranks] = {"repeats": repeats, "summary": rows}
+    plot(record, raw)
+    record.write(raw)
+
+
+def summary(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the repeats, and the ratio of each repeat's two."""
+    row = {key: statistics.median(found[key] for found in repeats) for key in repeats[0]}
+    return row | {"ratio": statistics.median(found["solo_us"] / found["allreduce_us"] for found in repeats)}
+
+
+# -- a rank ---------------------------------------------------------------------------------------
+
+
+def rank(question: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = asyncoll.run(measure, question["sizes"], question["calls"])
+    return found
+
+
+async def measure(comm: asyncoll.Communicator, sizes: list[int], calls: int) -> list[dict[str, Any]]:
+    return [await one_size(comm, size, calls) for size in sizes]
+
+
+async def one_size(comm: asyncoll.Communicator, size: int, calls: int) -> dict[str, Any]:
+    x, one = np.empty(size // ITEM_BYTES, np.float32), np.empty(1, np.float32)
+    attendance = np.empty(comm.size * ATTENDANCE_BYTES // ITEM_BYTES, np.float32)
+    result = np.ones_like(x)
+    parts: dict[str, tuple[Array, Part]] = {
+        "allreduce": (x, allreduce(comm, x)),
+        "solo": (x, solo(comm, x, f"solo of {size}")),
+        "allreduce of one": (one, allreduce(comm, one)),
+        "solo of one": (one, solo(comm, one, f"solo beside {size}")),
+        "attendance": (attendance, allreduce(comm, attendance)),
+        "staging": (x, copying(x.copy)),
+        "result": (x, copying(lambda: np.copyto(x, result))),
+    }
+    seconds: dict[str, list[float]] = {part: [] for part in parts}
+    wrong = together = 0
+    for _ in range(WARMUP + calls):
+        for part, (array, call) in parts.items():
+            array.fill(1)
+            await comm.barrier()
+            start = time.perf_counter()
+            active = await call()
+            seconds[part].append(time.perf_counter() - start)
+            wrong += wrong_elements(array, active)
+            together += part == "solo" and active == comm.size
+            if part.startswith("solo"):  # a round that waits for all brings in what came too late for this one
+                array.fill(0)
+                await call()
+                wrong += wrong_elements(array, comm.size - active)
+    medians = {part: (await slowest(comm, found[WARMUP:], 0))[0] for part, found in seconds.items()}
+    _, _, wrong = await slowest(comm, [0.0], wrong)
+    if wrong:
+        raise RuntimeError(f"{wrong} wrong elements")
+    times = {f"{part}_us": 1e6 * median for part, median in medians.items()}
+    return {"size": size, **times, "together": together / (WARMUP + calls)}
+
+
+def allreduce(comm: asyncoll.Communicator, x: Array) -> Part:
+    async def call() -> int:
+        await comm.allreduce(x)
+        return comm.size
+
+    return call
+
+
+def solo(comm: asyncoll.Communicator, x: Array, name: str) -> Part:
+    """Every second round waits for all; the others are what is measured."""
+
+    async def call() -> int:
+        return (await comm.solo_allreduce(x, name=name, sync_every=2)).active
+
+    return call
+
+
+def copying(work: Callable[[], object]) -> Part:
+    async def call() -> int:
+        work()
+        return 1
+
+    return call
+
+
+# -- showing --------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    lines = [["bytes", "allreduce (us)", "solo (us)", "solo/allreduce", "difference (us)"]]
+    lines[0] += ["activation, bookkeeping", "staging copy", "result copy", "attendance", "rest", "rounds with all"]
+    for row in rows:
+        parts = list(explained(row).values())
+        difference = row["solo_us"] - row["allreduce_us"]
+        together = f"{row['together']:.0%}"
+        times = [f"{row['allreduce_us']:.0f}", f"{row['solo_us']:.0f}", f"{row['ratio']:.2f}", f"{difference:.0f}"]
+        lines.append(
+            [str(row["size"]), *times, *(f"{part:.0f}" for part in (*parts, difference - sum(parts))), together]
+        )
+    return lines
+
+
+def explained(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        "activation": row["solo of one_us"] - row["allreduce of one_us"],
+        "staging": row["staging_us"],
+        "result": row["result_us"],
+        "attendance": row["attendance_us"],
+    }
+
+
+def plot(record: Record, raw: dict[int, Any]) -> None:
+    """The ratio by size, and the target."""
+    with record.figure() as (axes,):
+        for ranks, found in raw.items():
+            sizes = [row["size"] / 2**20 for row in found["summary"]]
+            axes.plot(sizes, [row["ratio"] for row in found["summary"]], marker="o", label=f"{ranks} ranks")
+        axes.axhline(TARGET, color="grey", linewidth=0.8, linestyle="--")
+        axes.set(xscale="log", xlabel="MiB", ylabel="solo / allreduce")
+        axes.legend()
+
+
+if __name__ == "__main__":
+    program(main, rank)

@@ -1,0 +1,149 @@
+"""The reproductions in `benchmarks/`: their closed forms, against sums by hand and the simulator, and their tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncoll.bench.skewed import MODES, expected
+from asyncoll.transport.simulated import Network
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = ("dc_s3gd_overlap", "group_propagation", "hyperplane", "simulated_scale", "skewed_arrivals", "solo_overhead")
+PATIENCE_S = 60  # a safety net, never reached
+NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts find each other in their own folder, as when one of them is run."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        load(name).main()
+    printed = capsys.readouterr().out
+    assert f"python benchmarks/{name}.py" in printed
+    assert "--out" in printed
+
+
+# -- closed forms ---------------------------------------------------------------------------------
+
+
+def test_without_costs_the_mean_wait_is_that_of_the_micro_benchmark() -> None:
+    forms = load("closed_forms")
+    for ranks in (2, 7, 8, 32):
+        for mode in MODES:
+            wait = forms.mean_wait(ranks, forms.openers(mode, ranks), 1.0, 0.0)
+            assert wait == pytest.approx(expected(mode, ranks)[0])
+
+
+def test_a_late_rank_waits_for_what_is_left_of_a_round() -> None:
+    forms = load("closed_forms")
+    assert forms.mean_wait(4, [0], 1.0, 2.5) == pytest.approx((2.5 + 1.5 + 0.5 + 0.0) / 4)
+    assert forms.mean_wait(2, [1], 1.0, 0.5) == pytest.approx((1.5 + 0.5) / 2)
+
+
+@pytest.mark.parametrize("size", [4 << 10, 1 << 20, 4 << 20])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_powers_of_two_take_in_the_simulator_what_the_closed_forms_say(ranks: int, size: int) -> None:
+    row = load("simulated_scale").together_row(ranks, size, NETWORK)
+    assert row["s"] == pytest.approx(row["formula_s"], rel=0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [3, 6, 7, 13])
+def test_other_sizes_take_no_longer_than_the_closed_forms_say(ranks: int) -> None:
+    row = load("simulated_scale").together_row(ranks, 64, NETWORK)
+    assert row["s"] <= 1.01 * row["formula_s"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounds_through_trees_take_no_longer_than_the_closed_forms_say(mode: str) -> None:
+    rows = {row["mode"]: row for row in load("simulated_scale").world(8, 4096, NETWORK, 2)}
+    assert rows[mode]["wait_s"] <= 1.01 * rows[mode]["wait_formula_s"]
+
+
+def test_simulated_rounds_take_what_the_closed_forms_say() -> None:
+    simulated = load("simulated_scale")
+    rows = {row["mode"]: row for row in simulated.world(8, 64 << 10, NETWORK, 2)}
+    for row in rows.values():
+        assert row["wait_s"] == pytest.approx(row["wait_formula_s"], rel=0.02)
+    assert rows["full"]["ratio"] == 1
+    assert rows["solo"]["nap"] == 1
+    assert rows["quorum"]["nap"] == 4
+    lines = simulated.table(list(rows.values()))
+    assert [line[1] for line in lines] == ["mode", *MODES]
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group_size", "rounds"),
+    [(4, 2, 2), (64, 8, 2), (64, 2, 6), (1000, 10, 3), (9, 4, 2), (5, 5, 1), (1, 2, 0)],
+)
+def test_rounds_by_formula(ranks: int, group_size: int, rounds: int) -> None:
+    assert load("group_propagation").rounds_by_formula(ranks, group_size) == rounds
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_script_writes_its_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "group_propagation.py"), "--worlds", "8:2,9:3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert "log_S P" in done.stdout
+    assert (tmp_path / "group_propagation.png").stat().st_size
+    written = json.loads((tmp_path / "group_propagation.json").read_text())
+    assert [(row["formula"], row["measured"]) for row in written["raw"]] == [(3, 3), (2, 2)]
+    assert [row["fixed"]["reached"][-1] for row in written["raw"]] == [2, 3]
+    assert {"command", "options", "machine", "tables"} <= set(written)
+
+
+def test_skewed_arrivals_sums_up_repeats() -> None:
+    skewed, plan = load("skewed_arrivals"), load("skewed_arrivals").Plan("solo", 32, (4096,), skew_s=1e-3)
+
+    def found(mean_us: float) -> dict[str, float]:
+        return {"mean_us": mean_us, "median_us": mean_us, "nap": 1.0}
+
+    means = {"full": 20e3, "majority": 10e3, "quorum": 8e3, "solo": 2e3, "Gloo": 40e3}
+    cost = {"messages": 10.0, "message_us": 100.0, "cpu_us": 1e3, "wall_us": 2e3}
+    repeat = {
+        "skewed": {mode: found(mean) for mode, mean in means.items()},
+        "together": {mode: found(1e3) for mode in means},
+        "chained": dict.fromkeys(MODES, cost),
+    }
+    rows = {mode: skewed.summary(plan, [repeat] * 3, mode) for mode in means}
+    assert (rows["solo"]["ratio"], rows["solo"]["over_gloo"], rows["Gloo"]["ratio"]) == (10, 20, 0.5)
+    assert (rows["majority"]["ceiling"], rows["solo"]["ceiling"]) == (pytest.approx(2.91, abs=0.01), None)
+    assert rows["majority"]["by_processor"] < 20e3 / rows["majority"]["expected_us"]
+    lines = skewed.table(list(rows.values()))
+    assert len({len(line) for line in lines}) == 1
+    assert "53.32" in lines[4]
+
+
+def test_hyperplane_compares_with_both_and_the_paper() -> None:
+    hyperplane = load("hyperplane")
+
+    def report(speed: float, score: float) -> dict[str, Any]:
+        return {"steps_per_s": speed, "final_score": score, "active_mean": 8.0, "stale_share": 0.0}
+
+    speeds = {"synchronous": 2.0, hyperplane.DDP: 1.6, "solo": 3.2, "majority": 2.4}
+    lines = hyperplane.table(0.2, {method: [report(speed, 0.9)] * 3 for method, speed in speeds.items()})
+    solo = dict(zip(lines[0], lines[3], strict=True))
+    assert (solo["over synchronous"], solo[f"over {hyperplane.DDP}"], solo["paper"]) == ("1.60", "2.00", "1.50")
+    assert (solo["loss/synchronous"], solo["allows"]) == ("1.00", "1.67")
