@@ -36,10 +36,17 @@ class Bundle:
         for pack, part in zip(self._packs.values(), into, strict=True):
             np.concatenate([operand.flat for operand in pack], out=part)
 
+    def lend(self) -> list[Array] | None:
+        """The tensors' own memory in the form of `read`, unless several would have to be packed."""
+        if any(len(pack) > 1 for pack in self._packs.values()):
+            return None
+        return [pack[0].flat for pack in self._packs.values()]
+
     def write(self, parts: Iterable[Array], divisor: int = 1) -> None:
         """Put `parts`, divided by `divisor`, back into the tensors."""
         for operand, values in self._pieces(parts):
-            operand.flat[...] = values
+            if not np.may_share_memory(operand.flat, values):  # lent: it is there already
+                operand.flat[...] = values
             if divisor != 1:
                 tensors.divide(operand.flat, operand.dtype, divisor)
             operand.write_back()

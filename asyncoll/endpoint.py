@@ -41,7 +41,7 @@ _RECENT_MAX = 256  # finished executions whose description is kept to explain a 
 WORLD = 0
 
 ErrorFactory: TypeAlias = Callable[[], AsyncollError]
-SignalHandler: TypeAlias = Callable[[int, int, int, int], None]  # source, number, step, fingerprint
+SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
 logger = logging.getLogger("asyncoll")
 
 
@@ -107,7 +107,7 @@ class Endpoint:
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
         self._handlers: dict[int, SignalHandler] = {}
         self._listeners: dict[int, Callable[[int, wire.Announce], None]] = {}
-        self._early_signals: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}
         self._early_announcements: dict[int, list[tuple[int, wire.Announce]]] = {}
         self._early_count = 0
         self._services: set[asyncio.Task[None]] = set()
@@ -244,9 +244,9 @@ class Endpoint:
 
     # -- persistent operations and services -------------------------------------------------------
 
-    def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int) -> None:
-        """Tell the handler of `context` at `dest`."""
-        self._send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint)])
+    def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:
+        """Tell the handler of `context` at `dest`. The payload, at most a segment, does not wait for credit."""
+        self._send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint), payload])
 
     def on_signal(self, context: int, handler: SignalHandler) -> None:
         """Signals for `context` go to `handler`, those that have come already first."""
@@ -385,7 +385,8 @@ class Endpoint:
             elif header.kind == wire.CREDIT:
                 self._credited(source, header.number)
             elif header.kind == wire.SIGNAL:
-                self._signalled(source, header)
+                self.traffic.bytes_received += len(frames[1])
+                self._signalled(source, header, frames[1])
             else:
                 self._told(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
@@ -446,8 +447,8 @@ class Endpoint:
         for future in waiters:
             _set(future)
 
-    def _signalled(self, source: int, header: wire.Header) -> None:
-        signal = (source, header.number, header.step, header.fingerprint)
+    def _signalled(self, source: int, header: wire.Header, payload: Buffer) -> None:
+        signal = (source, header.number, header.step, header.fingerprint, payload)
         handler = self._handlers.get(header.context)
         if handler is not None:
             handler(*signal)

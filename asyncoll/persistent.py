@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncoll import tensors
+from asyncoll.algorithms import coordinated
+from asyncoll.algorithms.activated import ActivatedRounds
 from asyncoll.algorithms.activation import edges
 from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
@@ -51,7 +53,7 @@ class Operations:
         """One call: `bundle` is the contribution, and gets the result."""
         self._endpoint.check(self._group.communicator)
         operation = self._get(spec, self._group.rank, site)
-        delivery = await operation.call(bundle.read)
+        delivery = await operation.call(bundle)
         result = delivery.result
         bundle.write(result.parts, self._divisor(spec, result))
         missed = tuple(bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed)
@@ -92,7 +94,8 @@ class Operations:
         size = self._group.size
         for edge in edges(size):
             self._endpoint.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
-        operation = self._operations[spec.name] = WaitAvoiding(self._endpoint, self._group, spec, lambda: text)
+        form = coordinated.CoordinatedRounds if coordinated.suits(spec, size) else ActivatedRounds
+        operation = self._operations[spec.name] = form(self._endpoint, self._group, spec, lambda: text)
         return operation
 
     def _announced(self, source: int, message: Announce) -> None:

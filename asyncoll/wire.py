@@ -27,9 +27,9 @@ MAX_FRAME_BYTES: Final = SEGMENT_BYTES
 DATA: Final = 1  # one segment of one array, for a posted receive
 GRANT: Final = 2  # the receive for a long array is posted: send it
 CREDIT: Final = 3  # so many bytes of yours have been consumed
-SIGNAL: Final = 4  # header only, for the handler of a persistent operation
+SIGNAL: Final = 4  # for the handler of a persistent operation; its payload may be empty
 CONTROL: Final = 5  # msgpack, rare
-_PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: 0, CONTROL: CONTROL_BYTES}
+_PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: SEGMENT_BYTES, CONTROL: CONTROL_BYTES}
 
 _HEADER: Final = struct.Struct("<2sBBIQQQ")
 HEADER_BYTES: Final = _HEADER.size

@@ -1,20 +1,20 @@
 """What our collectives take on a network where a message of m bytes takes alpha + m beta: closed forms.
 
-`algorithms/dense.py` and `algorithms/wait_avoiding.py` in formulas; headers included, computation free. A wait-avoiding
-round that rank k opens at A_k ends at A_k + activation + allreduce, for whoever is activated last is in every result.
-The allreduce is that of ranks which start together. Where P is no power of two, or the reduction is a tree, the rank
-that starts last need not lie on its longest path, so these are upper bounds there; queues at a link can add to them.
+`algorithms/` in formulas; headers included, computation free. A round by activation that rank k opens at A_k ends at
+A_k + activation + allreduce, for whoever is activated last is in every result; one at a coordinator ends when its news
+has come there and the result is everywhere. The allreduce is that of ranks which start together. Where P is no power of
+two, or the reduction is a tree, the rank that starts last need not lie on its longest path, so these are upper bounds
+there; queues at a link can add to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncoll.algorithms import dense
+from asyncoll.algorithms import coordinated, dense
+from asyncoll.algorithms.tally import ATTENDANCE_BYTES
 from asyncoll.bench.skewed import expected, half
 from asyncoll.wire import HEADER_BYTES
-
-ATTENDANCE_BYTES = 16  # of each rank, in every wait-avoiding round: who takes part, and how long it waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,17 @@ class Model:
         return "Rabenseifner" if size <= dense.RABENSEIFNER_MAX_BYTES else "ring"
 
     def tree(self, size: int) -> float:
-        """A reduction up a k-nomial tree and a broadcast down it; at each level a parent takes its children in turn."""
+        """A reduction up a k-nomial tree and a broadcast down it."""
+        return 2 * self.fan(size, dense.TREE_RADIX)
+
+    def fan(self, size: int, radix: int) -> float:
+        """From the root of a k-nomial tree to all, or back: at each level a parent takes its children in turn."""
         levels, span = 0.0, 1
         while span < self.ranks:
-            children = min(dense.TREE_RADIX, -(-self.ranks // span)) - 1
+            children = min(radix, -(-self.ranks // span)) - 1
             levels += self.latency_s + children * (self.message(size) - self.latency_s)
-            span *= dense.TREE_RADIX
-        return 2 * levels
+            span *= radix
+        return levels
 
     def doubling(self, size: int) -> float:
         """Exchanges of everything; the ranks beyond a power of two lend it before and get it back after.
@@ -78,8 +82,22 @@ class Model:
         """From the arrival that lets a call of `mode` go on to its last rank's result."""
         if mode == "full":
             return self.allreduce(size)
+        if self.is_coordinated(size):
+            return self.coordinated(mode, size)
         told = self.message(0) if mode == "quorum" and self.ranks > 1 else 0.0  # the drawn rank counts arrivals
         return told + self.activation() + self.counted_allreduce(size)
+
+    def is_coordinated(self, size: int) -> bool:
+        return self.ranks * size <= coordinated.COORDINATED_MAX_BYTES
+
+    def coordinated(self, mode: str, size: int) -> float:
+        """The arrival that opens the round goes to the coordinator, and the result from there to all.
+
+        Who opens a majority's round is the coordinator; of another's it may be, by chance, and then is faster.
+        """
+        opener_is_drawn = mode == "majority" or self.ranks == 1
+        told = 0.0 if opener_is_drawn else self.message(size + ATTENDANCE_BYTES)
+        return told + self.fan(size + ATTENDANCE_BYTES * self.ranks, coordinated.RADIX)
 
     def activation(self) -> float:
         """A rank is told in as many hops as its distance has bits set: at most floor(log2 P); the papers say ceil."""
@@ -93,6 +111,8 @@ class Model:
         return self.allreduce(size) + self.allreduce(attendance)
 
     def round_algorithm(self, mode: str, size: int) -> str:
+        if mode != "full" and self.is_coordinated(size):
+            return "coordinator"
         attendance = ATTENDANCE_BYTES * self.ranks if mode != "full" else 0
         return self.algorithm(size + attendance if size + attendance <= dense.DOUBLING_MAX_BYTES else size)
 

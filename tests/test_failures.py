@@ -482,17 +482,22 @@ def wait_avoiding(comm: Communicator, opening: str, x: np.ndarray) -> Coroutine[
     return getattr(comm, f"{opening}_allreduce")(x, name="g", **options)
 
 
-@pytest.mark.parametrize("seed", range(16))
+SHORT, LONG = 1, 1 << 17  # elements: one rank sums the short ones, and long ones are lent and reduced in place
+
+
+@pytest.mark.parametrize(
+    ("count", "seed"), [*((SHORT, seed) for seed in range(16)), *((LONG, seed) for seed in range(3))]
+)
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeypatch):
+def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, monkeypatch):
     """Every contribution is a power of two of its own, so a sum shows which of them are in it, and how often."""
     calls = 60 // size
     rounds: dict[int, set[int]] = {}
     publish = WaitAvoiding._publish
 
     def observe(self: WaitAvoiding, result: Result) -> None:
-        rounds.setdefault(result.number, set()).add(int(result.parts[0][0]))
+        rounds.setdefault(result.number, set()).update(np.unique(result.parts[0]).tolist())
         publish(self, result)
 
     monkeypatch.setattr(WaitAvoiding, "_publish", observe)
@@ -501,7 +506,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeyp
     async def main(comm: Communicator) -> None:
         draw = random.Random(f"{seed} {comm.rank}")
         for call in range(calls):
-            x = np.array([1 << (comm.rank * calls + call)])
+            x = np.full(count, 1 << (comm.rank * calls + call))
             patience_s = draw.choice([1.0, draw.uniform(0, 200e-6)])
             try:
                 await asyncio.wait_for(wait_avoiding(comm, opening, x), patience_s)
@@ -512,7 +517,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, seed, monkeyp
         await comm.barrier()  # all is staged: the round after next has all of it
         newest = np.array([comm.statistics().operations["g"].rounds])
         last = int((await comm.allreduce(newest, MAX))[0]) + 2
-        while (await wait_avoiding(comm, opening, np.array([0]))).round < last:
+        while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
             pass
         await comm.barrier()
         operation = comm._operations._operations["g"]
@@ -686,7 +691,7 @@ def disconnected(monitor: zmq.Socket) -> bool:
 STRANGE = {
     "garbage": [b"\xff" * 100],
     "nothing": [b""],
-    "a valid message": [wire.encode(wire.SIGNAL, 1, 2, 3)],
+    "a valid message": [wire.encode(wire.GRANT, 1, 2, 3)],
     "an abort": wire.encode_control(wire.Abort(0, 1, "for fun")),
     "many frames": [b""] * 1000,
 }
@@ -747,8 +752,8 @@ def announced(**fields: Any) -> list[bytes]:
 GARBAGE = {
     "garbage": [b"\xff" * 100],
     "nothing": [b""],
-    "truncated": [wire.encode(wire.SIGNAL)[:-1]],
-    "too many frames": [wire.encode(wire.SIGNAL), b""],
+    "truncated": [wire.encode(wire.GRANT)[:-1]],
+    "too many frames": [wire.encode(wire.GRANT), b""],
     "too few frames": [wire.encode(wire.DATA)],
     "no msgpack": [wire.encode(wire.CONTROL), b"\xc1"],
     "wrong field": [wire.encode(wire.CONTROL), b"\x94\xa5Abort\x01\x02\x03"],
@@ -813,7 +818,7 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
     """The header is right: only the payload does not fit. Both a plain receive and a round's own buffer."""
 
     async def act(comm: Communicator) -> None:
-        x = np.ones(4)
+        x = np.ones(1 << 17)
         await comm.solo_allreduce(x, sync_every=1)
         operation = comm._operations._operations["solo"]
         if comm.rank == 1:

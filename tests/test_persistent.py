@@ -131,19 +131,22 @@ def test_more_candidates_wait_less(candidates):
 # -- statistics ----------------------------------------------------------------------------------
 
 
-def test_statistics_tell_who_waits_and_who_comes_late():
+@pytest.mark.parametrize(("count", "told"), [(1, 9), (1 << 17, 10)])
+def test_statistics_tell_who_waits_and_who_comes_late(count, told):
+    """What is told with a contribution that opens the round cannot tell how long that one has waited."""
+
     async def main(comm):
         for _ in range(10):
             await comm.barrier()
             await asyncio.sleep(comm.rank)
-            await comm.quorum_allreduce(np.ones(1), quorum=3, name="q")
+            await comm.quorum_allreduce(np.ones(count), quorum=3, name="q")
         await comm.barrier()
         return comm.statistics().operations["q"]
 
     everyone = simulate(4, main).results
     for rank, found in enumerate(everyone):
         assert (found.rounds, found.calls) == (10, 10)
-        np.testing.assert_allclose(found.waits_s, [20, 10, 0, 0], atol=0.1)
+        np.testing.assert_allclose(found.waits_s, [2 * told, told, 0, 0], atol=0.1)
         np.testing.assert_allclose(found.late_s, [0, 0, 0, 9], atol=0.1)  # it tells of the tenth time in round 11
         assert found.active == {3: 1, 4: 9}  # the late rank's are stale, but not lost
         assert found.stale == (1.0 if rank == 3 else 0.0)

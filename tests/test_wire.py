@@ -15,7 +15,8 @@ from asyncoll import wire
 from asyncoll.errors import ProtocolError
 
 KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL]
-WITH_PAYLOAD = (wire.DATA, wire.CONTROL)
+LIMITS = [(wire.DATA, wire.SEGMENT_BYTES), (wire.SIGNAL, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)]
+WITH_PAYLOAD = {kind for kind, _ in LIMITS}
 words = st.integers(0, 2**64 - 1)
 steps = st.integers(0, 2**32 - 1)
 
@@ -82,13 +83,13 @@ def test_a_frame_too_many_or_too_few_is_refused(kind):
     [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x06", "kind")],
 )
 def test_a_strange_header_is_explained(place, value, complaint):
-    header = bytearray(wire.encode(wire.SIGNAL))
+    header = bytearray(wire.encode(wire.GRANT))
     header[place : place + 1] = value
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode([bytes(header)])
 
 
-@pytest.mark.parametrize(("kind", "limit"), [(wire.DATA, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)])
+@pytest.mark.parametrize(("kind", "limit"), LIMITS)
 def test_the_largest_payload_passes_and_one_byte_more_does_not(kind, limit):
     assert wire.decode(message(kind, bytes(limit))).kind == kind
     with pytest.raises(ProtocolError, match=f"more than {limit}"):

@@ -219,10 +219,9 @@ async def broadcast(lane: Lane, x: Array, root: int) -> None:
 async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> None:
     """Copy the root's `x` down a k-nomial tree: a place's parent has its lowest nonzero digit of base k cleared."""
     place = (lane.rank - root) % lane.size
-    span = _span(place, lane.size, radix)
     if place:
-        await lane.recv((root + _parent(place, span, radix)) % lane.size, 0, x)
-    for child in reversed(_children(place, span, lane.size, radix)):  # the largest subtree first
+        await lane.recv((root + _parent(place, lane.size, radix)) % lane.size, 0, x)
+    for child in children(place, lane.size, radix):
         await lane.send((root + child) % lane.size, 0, x)
 
 
@@ -232,11 +231,10 @@ async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, rad
     Children are combined in order, whoever comes first, so that the bits do not depend on timing.
     """
     place = (lane.rank - root) % lane.size
-    span = _span(place, lane.size, radix)
-    for child in _children(place, span, lane.size, radix):
+    for child in reversed(children(place, lane.size, radix)):
         await lane.recv((root + child) % lane.size, 0, total, combine)
     if place:
-        await lane.send((root + _parent(place, span, radix)) % lane.size, 0, total)
+        await lane.send((root + _parent(place, lane.size, radix)) % lane.size, 0, total)
 
 
 def _span(place: int, size: int, radix: int) -> int:
@@ -247,18 +245,19 @@ def _span(place: int, size: int, radix: int) -> int:
     return span
 
 
-def _parent(place: int, span: int, radix: int) -> int:
+def _parent(place: int, size: int, radix: int) -> int:
+    span = _span(place, size, radix)
     return place - place // span % radix * span
 
 
-def _children(place: int, span: int, size: int, radix: int) -> list[int]:
-    """Nearest first."""
-    children = []
-    step = 1
+def children(place: int, size: int, radix: int) -> list[int]:
+    """Of `place` in a k-nomial tree that is rooted at 0: the largest subtree first."""
+    span, step = _span(place, size, radix), 1
+    nearest_first: list[int] = []
     while step < span:
-        children += [place + digit * step for digit in range(1, radix) if place + digit * step < size]
+        nearest_first += [place + digit * step for digit in range(1, radix) if place + digit * step < size]
         step *= radix
-    return children
+    return nearest_first[::-1]
 
 
 async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from asyncoll.algorithms.grouping import partition
-from asyncoll.tensors import ReduceOp
+from asyncoll.tensors import ReduceOp, storage
 from asyncoll.wire import digest
 
 Layout = tuple[tuple[str, int], ...]  # (dtype, number of elements) of each array that a contribution consists of
@@ -35,6 +35,11 @@ class Operation:
     history: int = 0  # results kept for ranks that are late
     group_size: int = 0  # reduce in groups, of contributions that replace and stay; 0: over all ranks, and they add up
     fixed: bool = False  # the same groups in every round
+
+    @property
+    def nbytes(self) -> int:
+        """Of a contribution."""
+        return sum(count * storage(dtype).itemsize for dtype, count in self.layout)
 
     def fingerprint(self) -> int:
         return digest(str(self))

@@ -13,11 +13,16 @@ import numpy as np
 from asyncoll.tensors import Array
 
 _PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of an attendance list; times: waited, late
+ATTENDANCE_BYTES = 16  # of each rank in an attendance list
 
 
 @dataclass(frozen=True, slots=True)
 class OperationStatistics:
-    """What a wait-avoiding operation did so far, as known to one rank. Times are seconds of each rank's own clock."""
+    """What a wait-avoiding operation did so far, as known to one rank.
+
+    Times are seconds of each rank's own clock, as it told them with its contributions: short ones are on their way
+    before their caller's wait is over, and tell of the waits before.
+    """
 
     rounds: int  # executed
     calls: int  # made by this rank

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncoll.algorithms.coordinated import COORDINATED_MAX_BYTES
+from asyncoll.algorithms.dense import DOUBLING_MAX_BYTES
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.persistent import Reduction
@@ -40,6 +42,7 @@ KINDS = tuple(_OPERATIONS)
 SIMULATED = "simulated"
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
+_ITEM_BYTES = 8
 _STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
 NAP_S = 1000.0  # longer than all the rest of a world
 
@@ -54,6 +57,7 @@ class Case:
     sync_every: int  # divides `rounds`: the last round waits for all, so nothing stays staged
     history: int
     buckets: int  # tensors in a contribution
+    padding: int  # elements of each that say nothing: short and long arrays go different ways
     group_size: int
     fixed: bool
     slow: int  # the rank that takes five times as long
@@ -102,6 +106,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         sync_every=one_of(3, 4, 6, _ROUNDS),
         history=one_of(0, 1, 3, _ROUNDS) if kind in _WITH_HISTORY else 0,
         buckets=one_of(1, 2),
+        padding=one_of(0, 0, COORDINATED_MAX_BYTES // size // _ITEM_BYTES, DOUBLING_MAX_BYTES // _ITEM_BYTES),
         group_size=1 + rank(),
         fixed=one_of(False, False, True),
         slow=rank(),
@@ -177,19 +182,23 @@ async def _take_part(comm: Communicator, case: Case) -> list[Call]:
         contribution = _contribution(case, comm.rank, len(calls))
         began = now()
         reduction = await _OPERATIONS[case.kind](comm, contribution, case)
-        missed = tuple(map(_counts, reduction.missed))
-        calls.append(Call(comm.rank, len(calls), seen + 1, _counts(contribution), missed, reduction, now() - began))
+        value, waited_s = _counts(contribution, case), now() - began
+        missed = tuple(_counts(result, case) for result in reduction.missed)
+        calls.append(Call(comm.rank, len(calls), seen + 1, value, missed, reduction, waited_s))
         seen = reduction.round
     return calls
 
 
 def _contribution(case: Case, rank: int, index: int) -> Any:
-    """1 in the element that belongs to this call alone, in every bucket."""
-    buckets = [np.zeros((case.rounds, case.size), dtype) for dtype in (np.int64, np.float64)[: case.buckets]]
+    """1 in the element that belongs to this call alone, in every bucket, behind the padding."""
+    own = case.padding + index * case.size + rank  # a call returns a newer round than the last: at most `rounds` calls
+    dtypes = (np.int64, np.float64)[: case.buckets]
+    buckets = [np.zeros(case.padding + case.rounds * case.size, dtype) for dtype in dtypes]
     for bucket in buckets:
-        bucket[index, rank] = 1  # a call returns a newer round than the one before: there are at most `rounds`
+        bucket[own] = 1
     return buckets if case.buckets > 1 else buckets[0]
 
 
-def _counts(x: Any) -> Array:
-    return np.stack(x if isinstance(x, list) else [x]).astype(np.int64)
+def _counts(x: Any, case: Case) -> Array:
+    buckets = x if isinstance(x, list) else [x]
+    return np.stack([bucket[case.padding :].reshape(case.rounds, case.size) for bucket in buckets]).astype(np.int64)
