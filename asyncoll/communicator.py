@@ -381,7 +381,8 @@ class Communicator:
         For models rather than gradients: a contribution replaces this rank's earlier one and stays, so a rank that
         has not arrived gives its newest `x` again, or nothing before its first call. `x` comes back as the result of
         `Reduction.group`, the ranks of this rank's group; `Reduction.active` of them had something to give, and AVG
-        divides by that. Unless `Reduction.included`, this rank's own part in it is an older `x`: it is stale.
+        divides by that. Unless `Reduction.included`, this rank's own part in it is an older `x`: it is stale. If nobody
+        in the group had anything to give yet (`active` is 0), `x` stays as it is.
 
         The groups of a round are of `group_size` ranks, or, where that does not divide `size`, ceil(size / group_size)
         groups of nearly equal size. They change from round to round so that an update reaches all ranks in about

@@ -60,11 +60,13 @@ class Identity:
 class Execution:
     """One execution of one operation at this rank; `identity` is None while only peers have spoken of it."""
 
-    __slots__ = ("granted", "identity", "mailbox", "spoken", "waits")
+    __slots__ = ("early_riders", "granted", "identity", "mailbox", "rider", "spoken", "waits")
 
     def __init__(self) -> None:
         self.identity: Identity | None = None
         self.mailbox = Mailbox()
+        self.rider: Array | None = None  # goes along with every message, and grows to the maximum of all that come
+        self.early_riders: list[tuple[int, Buffer]] = []
         self.granted: set[Key] = set()
         self.waits: dict[asyncio.Future[None], Key | None] = {}
         self.spoken: dict[int, int] = {}  # source: fingerprint, heard before this rank opened the execution
@@ -136,17 +138,20 @@ class Endpoint:
 
     # -- executions -------------------------------------------------------------------------------
 
-    def open(self, identity: Identity) -> Execution:
+    def open(self, identity: Identity, rider: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
         self.check(identity.communicator)
         key = (identity.context, identity.number)
         execution = self._execution(key)
         assert execution.identity is None, f"{identity.describe()} is already open"
-        execution.identity = identity
+        execution.identity, execution.rider = identity, rider
         for source, fingerprint in execution.spoken.items():
             if fingerprint != identity.fingerprint:
                 execution.mailbox.forget(source)  # it is part of something else
                 self._dispute(source, identity)
+        for source, early in execution.early_riders:
+            if execution.spoken[source] == identity.fingerprint:
+                self._ride(source, execution, early)
         return execution
 
     def end(self, execution: Execution, *, completed: bool) -> None:
@@ -200,7 +205,7 @@ class Endpoint:
         if data.nbytes > SEGMENT_BYTES or link.outstanding + cost > WINDOW_BYTES:
             return False
         link.outstanding += cost
-        self._send(dest, [_data_header(execution, step), data.view(np.uint8)])
+        self._send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
 
     async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
@@ -210,9 +215,9 @@ class Endpoint:
                 await self._credit(execution, dest)
             return
         await self._grant(execution, dest, step)
-        header, raw = _data_header(execution, step), data.view(np.uint8)
+        raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
-            self._send(dest, [header, raw[start : start + SEGMENT_BYTES]])
+            self._send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
             await self.transport.drain(dest)
 
     async def _credit(self, execution: Execution, dest: int) -> None:
@@ -379,7 +384,7 @@ class Endpoint:
             header = wire.decode(frames)
             if header.kind == wire.DATA:
                 self.traffic.bytes_received += len(frames[1])
-                self._data(source, header, frames[1])
+                self._data(source, header, *frames[1:])
             elif header.kind == wire.GRANT:
                 self._granted(source, header)
             elif header.kind == wire.CREDIT:
@@ -405,16 +410,29 @@ class Endpoint:
     def lost(self, source: int, cause: str) -> None:
         self.fail(lambda: PeerLostError(source, cause))
 
-    def _data(self, source: int, header: wire.Header, payload: Buffer) -> None:
+    def _data(self, source: int, header: wire.Header, payload: Buffer, rider: Buffer | None = None) -> None:
         execution = self._agreed(source, header)
         if execution is None:
             return
+        if rider is not None:
+            self._ride(source, execution, rider)
         receive = execution.mailbox.posted.get((source, header.step))
         if execution.mailbox.arrive((source, header.step), payload):
             assert receive is not None
             _check_whole(receive)
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
+
+    def _ride(self, source: int, execution: Execution, rider: Buffer) -> None:
+        """Take in what came along with the data of `source`."""
+        if execution.identity is None:
+            execution.early_riders.append((source, rider))
+            return
+        mine = execution.rider
+        if mine is None or len(rider) != mine.nbytes:
+            self._broken(source, ProtocolError(f"{len(rider)} bytes go along with {execution.identity.describe()}"))
+            return
+        np.maximum(mine, np.frombuffer(rider, np.uint8).view(mine.dtype), out=mine)
 
     def _granted(self, source: int, header: wire.Header) -> None:
         execution = self._agreed(source, header)
@@ -493,10 +511,11 @@ class Endpoint:
             link.earned = 0
 
 
-def _data_header(execution: Execution, step: int) -> bytes:
+def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffer]:
     identity = execution.identity
     assert identity is not None
-    return wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
+    header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
+    return [header, payload] if execution.rider is None else [header, payload, execution.rider.view(np.uint8)]
 
 
 def _check_whole(receive: Receive) -> None:

@@ -35,10 +35,12 @@ class Lane:
 
     Ranks here are places in the group. Use it as a context manager around the whole execution. An array that is being
     received into must not be read, and one that is being sent must not be written, until the call that says so is done.
+    A short `rider` goes along with every message and becomes, element by element, the maximum of what has come: that of
+    all ranks, once an algorithm is done in which every rank's result depends on every rank's data.
     Steps are below 2^24 and used once in a phase.
     """
 
-    __slots__ = ("_endpoint", "_execution", "_identity", "_phase", "_world", "rank", "size")
+    __slots__ = ("_endpoint", "_execution", "_identity", "_phase", "_rider", "_world", "rank", "size")
 
     def __init__(
         self,
@@ -48,16 +50,18 @@ class Lane:
         number: int,
         fingerprint: int,
         describe: Callable[[], str],
+        rider: Array | None = None,
     ) -> None:
         self.rank = group.rank
         self.size = group.size
         self._phase = 0
         self._world = group.ranks
+        self._rider = rider
         self._endpoint = endpoint
         self._identity = Identity(group.communicator, group.ranks, context, number, fingerprint, describe)
 
     def __enter__(self) -> Lane:
-        self._execution = self._endpoint.open(self._identity)
+        self._execution = self._endpoint.open(self._identity, self._rider)
         return self
 
     def __exit__(

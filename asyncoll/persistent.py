@@ -55,7 +55,8 @@ class Operations:
         operation = self._get(spec, self._group.rank, site)
         delivery = await operation.call(bundle)
         result = delivery.result
-        bundle.write(result.parts, self._divisor(spec, result))
+        if result.active:
+            bundle.write(result.parts, self._divisor(spec, result))
         missed = tuple(bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed)
         return Reduction(
             round=result.number,
@@ -74,7 +75,7 @@ class Operations:
         """What AVG divides by: in groups the models that are there, otherwise all ranks, as the paper does."""
         if spec.op is not ReduceOp.AVG:
             return 1
-        return max(1, result.active) if spec.group_size else self._group.size
+        return result.active if spec.group_size else self._group.size
 
     def _get(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
         """The operation `spec.name`, made and announced along the activation tree if it is new here.

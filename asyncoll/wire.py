@@ -1,9 +1,9 @@
 """Message to frames and back. No sockets, no clock, no pickle.
 
-A message is one or two frames: a fixed header, and a payload of raw tensor bytes (DATA) or msgpack (CONTROL). The
-header names the execution that the message belongs to, (context, number), the step inside it, and the fingerprint of
-what its sender believes that execution to be. `number` means: of DATA, GRANT and SIGNAL, the call or the round; of
-CREDIT, bytes.
+A message is a fixed header and, in frames of their own, a payload of raw tensor bytes (DATA) or msgpack (CONTROL) and
+a rider that goes along with DATA. The header names the execution that the message belongs to, (context, number), the
+step inside it, and the fingerprint of what its sender believes that execution to be. `number` means: of DATA, GRANT
+and SIGNAL, the call or the round; of CREDIT, bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asyncoll.errors import ProtocolError
 MAGIC: Final = b"ac"
 VERSION: Final = 1
 SEGMENT_BYTES: Final = 1 << 20  # the largest payload of one DATA message; 1 MiB moved fastest through ZeroMQ
+RIDER_BYTES: Final = 1 << 18  # the largest rider: the attendance list of 16,384 ranks
 CONTROL_BYTES: Final = 1 << 16  # the largest payload of one CONTROL message
 MAX_FRAME_BYTES: Final = SEGMENT_BYTES
 
@@ -67,7 +68,10 @@ def decode(frames: list[Buffer]) -> Header:
     if limit is None:
         raise ProtocolError(f"unknown kind of message {header.kind}")
     expected = 2 if limit else 1
-    if len(frames) != expected:
+    if header.kind == DATA and len(frames) == 3:
+        if len(frames[2]) > RIDER_BYTES:
+            raise ProtocolError(f"a rider of more than {RIDER_BYTES} bytes")
+    elif len(frames) != expected:
         raise ProtocolError(f"a message of kind {header.kind} has {expected} frames, got {len(frames)}")
     if limit and len(frames[1]) > limit:
         raise ProtocolError(f"a payload of more than {limit} bytes")

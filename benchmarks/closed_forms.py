@@ -9,7 +9,7 @@ there; queues at a link can add to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncoll.algorithms import coordinated, dense
 from asyncoll.algorithms.tally import ATTENDANCE_BYTES
@@ -24,9 +24,10 @@ class Model:
     ranks: int
     latency_s: float  # alpha
     bandwidth: float  # 1 / beta, bytes per second
+    riding: int = 0  # bytes that go along with every message
 
     def message(self, size: float) -> float:
-        return self.latency_s + (size + HEADER_BYTES) / self.bandwidth
+        return self.latency_s + (size + self.riding + HEADER_BYTES) / self.bandwidth
 
     # -- reductions: the whole of it, from the moment when all ranks are there --------------------
 
@@ -104,17 +105,11 @@ class Model:
         return self._phases * self.message(0)
 
     def counted_allreduce(self, size: int) -> float:
-        """The reduction of a round: the attendance list goes along, or by itself after a long array."""
-        attendance = ATTENDANCE_BYTES * self.ranks
-        if size + attendance <= dense.DOUBLING_MAX_BYTES:
-            return self.allreduce(size + attendance)
-        return self.allreduce(size) + self.allreduce(attendance)
+        """The reduction of a round: the attendance list rides along with every message."""
+        return replace(self, riding=ATTENDANCE_BYTES * self.ranks).allreduce(size)
 
     def round_algorithm(self, mode: str, size: int) -> str:
-        if mode != "full" and self.is_coordinated(size):
-            return "coordinator"
-        attendance = ATTENDANCE_BYTES * self.ranks if mode != "full" else 0
-        return self.algorithm(size + attendance if size + attendance <= dense.DOUBLING_MAX_BYTES else size)
+        return "coordinator" if mode != "full" and self.is_coordinated(size) else self.algorithm(size)
 
     @property
     def _phases(self) -> int:

@@ -1,186 +1,314 @@
 """DC-S3GD hides the allreduce behind the gradient: iterations against max(compute, allreduce) (seed 003, equation 14).
 
-    python benchmarks/dc_s3gd_overlap.py [--ranks 4] [--parameters 1000000] [--factors 0.5,1,2,4] [--rounds 30]
+    python benchmarks/dc_s3gd_overlap.py [--ranks 2,4] [--networks host,1] [--computes sleep,burn] [--factors 2,1,0.5]
 
-Real processes. The gradient of a model of so many float32 parameters is emulated: a sleep, which blocks the caller's
-loop as a computation would. It is as long as the factors say, times the allreduce that was measured first. The
-synchronous trainer beside it takes compute + allreduce (equation 13). A time is the slowest rank's median iteration,
-and of several repeats (worlds of processes) the median.
+Real processes on one host. What an iteration is compared with is measured in the same processes: `compute`, the
+gradient alone, by all ranks at once; `allreduce`, alone; and `local`, DC-S3GD's iteration without both: copies,
+compensation and the optimizer's step (momentum SGD), by all ranks at once. The equation leaves `local` out, and nothing
+hides it. The synchronous trainer beside it takes compute + allreduce (equation 13). A time is the slowest rank's mean
+over iterations from update to update, everything included; of several repeats (worlds of processes) the median.
 
-`waits` is how long an iteration waits for its allreduce after the gradient: the communication that is not hidden.
-`local` is what is left of it: the optimizer's step, and DC-S3GD's compensation and copies, by all ranks at once on the
-same cores. Nothing hides it, and the paper's equation leaves it out.
+The gradient of so many float32 parameters is emulated, and takes `factor` times the allreduce. It `sleep`s, as if an
+accelerator computed, or it `burn`s the processor with matrix products, the same number of them in each iteration, so
+that it takes longer where communication needs the processor too. What burning takes alone is its processor time, shared
+evenly by the cores: where ranks outnumber cores, the scheduler does worse, which would flatter the iterations.
+
+The network `host` is asyncoll's sockets as they are: every byte costs processor time. A number is a network of so many
+Gbit/s, emulated: no allreduce returns before its call is 2 (P - 1) / P x bytes / bandwidth old, which costs nothing.
+
+`processors` is the processor time of compute, allreduce and local, each measured alone, over all ranks and shared by
+all cores. No order of work takes less, so where it exceeds max(compute, allreduce) by 15 %, the target is out of reach
+on this machine.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from common import Record, ask, parser, program
+from common import Record, ask, numbers, parser, program
 
 import asyncoll
 from trainers.allreduce_sgd import allreduce_sgd
 from trainers.dc_s3gd import dc_s3gd
 
 WARMUP = 3
-LEARNING_RATE = 1e-3
+TARGET = 1.15
+LEARNING_RATE, MOMENTUM = 1e-4, 0.9
+PRODUCT = 128  # rows of the matrices that are multiplied: they stay in a core's cache
+CALIBRATION = 300  # products
 TRAINERS: dict[str, Callable[..., AsyncIterator[asyncoll.Reduction]]] = {
-    "synchronous": allreduce_sgd,
     "DC-S3GD": dc_s3gd,
+    "synchronous": allreduce_sgd,
+}
+RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "DC-S3GD/max": lambda row: row["DC-S3GD_s"] / longest(row),
+    "processors/max": lambda row: row["processors_s"] / longest(row),
+    "synchronous/sum": lambda row: row["synchronous_s"] / (row["compute_s"] + row["allreduce_s"]),
+    "synchronous/DC-S3GD": lambda row: row["synchronous_s"] / row["DC-S3GD_s"],
 }
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--ranks", type=numbers, default=numbers("2,4"))
+    options.add_argument("--networks", default="host,1", help="host, or Gbit/s")
+    options.add_argument("--computes", default="sleep,burn")
+    options.add_argument("--factors", type=factors, default=factors("2,1,0.5"), help="compute over allreduce")
     options.add_argument("--parameters", type=int, default=1_000_000)
-    options.add_argument("--factors", type=factors, default=factors("0.25,0.5,1,2,4"))
-    options.add_argument("--rounds", type=int, default=30, help="counted iterations of each trainer in a repeat")
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=25, help="counted iterations of each trainer in a repeat")
+    options.add_argument("--repeats", type=int, default=5)
     record = Record(options, "dc_s3gd_overlap")
     chosen = record.arguments
-    question = {"parameters": chosen.parameters, "factors": chosen.factors, "rounds": chosen.rounds}
-    repeats = [ask(chosen.ranks, __file__, question) for _ in range(chosen.repeats)]
-    rows = [summary([found["sweep"][place] for found in repeats]) for place in range(len(chosen.factors))]
-    paper = "paper: DC-S3GD/max and synchronous/sum are 1, equations 13 and 14"
-    record.table(f"{chosen.ranks} ranks, {4e-6 * chosen.parameters:g} MB of gradients ({paper})", table(rows))
-    plot(record, rows)
-    record.write({"repeats": repeats, "summary": rows})
+    question = {
+        "networks": chosen.networks.split(","),
+        "computes": chosen.computes.split(","),
+        "factors": chosen.factors,
+        "parameters": chosen.parameters,
+        "rounds": chosen.rounds,
+    }
+    found = {}
+    for ranks in chosen.ranks:
+        repeats = [ask(ranks, __file__, question) for _ in range(chosen.repeats)]
+        rows = [summary(list(row)) for row in zip(*repeats, strict=True)]
+        found[ranks] = {"repeats": repeats, "summary": rows}
+        record.table(f"{ranks} ranks, {4e-6 * chosen.parameters:g} MB of gradients, times in ms", table(rows))
+    plot(record, {ranks: of_ranks["summary"] for ranks, of_ranks in found.items()})
+    record.write(found)
 
 
 def factors(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def summary(repeats: list[dict[str, float]]) -> dict[str, float]:
+def longest(row: dict[str, Any]) -> float:
+    return float(max(row["compute_s"], row["allreduce_s"]))
+
+
+def summary(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of the repeats; ratios are taken in each of them."""
-    row = {key: statistics.median(found[key] for found in repeats) for key in repeats[0]}
+    row = dict(repeats[0])
+    for key in row:
+        if key.endswith("_s"):
+            row[key] = statistics.median(found[key] for found in repeats)
     for key, ratio in RATIOS.items():
         row[key] = statistics.median(ratio(found) for found in repeats)
     return row
 
 
-RATIOS: dict[str, Callable[[dict[str, float]], float]] = {
-    "DC-S3GD/max": lambda found: found["DC-S3GD_s"] / max(found["compute_s"], found["allreduce_s"]),
-    "DC-S3GD/(max + local)": lambda found: (
-        found["DC-S3GD_s"] / (max(found["compute_s"], found["allreduce_s"]) + found["DC-S3GD local_s"])
-    ),
-    "synchronous/sum": lambda found: found["synchronous_s"] / (found["compute_s"] + found["allreduce_s"]),
-    "synchronous/DC-S3GD": lambda found: found["synchronous_s"] / found["DC-S3GD_s"],
-}
-
-
 # -- a rank ---------------------------------------------------------------------------------------
 
 
-def rank(question: dict[str, Any]) -> dict[str, Any]:
+def rank(question: dict[str, Any]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = asyncoll.run(measure, question)
+    found: list[dict[str, Any]] = asyncoll.run(measure, question)
     return found
 
 
-async def measure(comm: asyncoll.Communicator, question: dict[str, Any]) -> dict[str, Any]:
-    """The allreduce, then both trainers in turn for each compute time."""
-    parameters, rounds = question["parameters"], question["rounds"]
-    allreduce_s = await slowest_median(comm, await allreduces(comm, parameters, rounds))
-    sweep = []
-    for factor in question["factors"]:
-        compute_s = factor * allreduce_s
-        times = {}
-        for trainer in TRAINERS:
-            seconds, waits = await iterations(comm, trainer, parameters, rounds, compute_s)
-            times[f"{trainer}_s"] = await slowest_median(comm, seconds)
-            times[f"{trainer} waits_s"] = await slowest_median(comm, waits)
-            own_s = float(np.median(seconds) - np.median(waits)) - compute_s
-            times[f"{trainer} local_s"] = await slowest_median(comm, [own_s])
-        sweep.append({"compute_s": compute_s, "allreduce_s": allreduce_s, **times})
-    return {"sweep": sweep}
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one iteration: seconds of the slowest rank, and processor seconds of all ranks."""
+
+    wall_s: float
+    processor_s: float
 
 
-async def allreduces(comm: asyncoll.Communicator, parameters: int, calls: int) -> list[float]:
-    x, seconds = torch.zeros(parameters), []
-    for _ in range(WARMUP + calls):
-        await comm.barrier()
-        start = time.perf_counter()
-        await comm.allreduce(x, op=asyncoll.AVG)
-        seconds.append(time.perf_counter() - start)
-    return seconds[WARMUP:]
+class Meter:
+    """Measures from the last `start` to each `stop`: seconds, and processor seconds of all threads of this process."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[float, float]] = []
+        self.start()
+
+    def start(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self._parts.append((time.perf_counter() - self._start[0], time.process_time() - self._start[1]))
+        self.start()
+
+    async def cost(self, comm: asyncoll.Communicator) -> Cost:
+        wall_s, processor_s = (await comm.allgather(np.mean(self._parts[WARMUP:], axis=0))).T
+        return Cost(float(wall_s.max()), float(processor_s.sum()))
 
 
-class Waiting:
-    """A communicator that notes how long its allreduces were waited for."""
+class Network:
+    """A communicator whose allreduces take at least `wire_s`, counted from this rank's call."""
 
-    def __init__(self, comm: asyncoll.Communicator) -> None:
+    def __init__(self, comm: asyncoll.Communicator, wire_s: float) -> None:
         self._comm = comm
-        self.seconds: list[float] = []
+        self._wire_s = wire_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
     def allreduce(self, x: torch.Tensor, op: asyncoll.ReduceOp) -> Coroutine[Any, Any, torch.Tensor]:
+        end_s = time.perf_counter() + self._wire_s
         work = self._comm.allreduce(x, op=op)  # has started
 
         async def wait() -> torch.Tensor:
-            start = time.perf_counter()
             await work
-            self.seconds.append(time.perf_counter() - start)
+            rest_s = end_s - time.perf_counter()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
             return x
 
         return wait()
 
 
-async def iterations(
-    comm: asyncoll.Communicator, trainer: str, parameters: int, rounds: int, compute_s: float
-) -> tuple[list[float], list[float]]:
-    """Seconds from update to update, and waited for an allreduce in each."""
-    model, waiting = torch.nn.Linear(parameters, 1, bias=False), Waiting(comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+class Alone(Network):
+    """A communicator whose allreduces only pretend: what is left of an iteration is local work."""
+
+    def __init__(self, comm: asyncoll.Communicator) -> None:
+        super().__init__(comm, 0.0)
+
+    async def allreduce(self, x: torch.Tensor, op: asyncoll.ReduceOp) -> torch.Tensor:
+        x[0] += 1  # the average differs from this rank's model, or there is nothing to compensate
+        return x
+
+
+async def measure(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each network, kind of compute and factor: what it consists of, and both trainers."""
+    parameters, rounds = question["parameters"], question["rounds"]
+    bytes_sent = 4 * parameters * 2 * (comm.size - 1) / comm.size
+    local = await iterations(Alone(comm), "DC-S3GD", parameters, rounds, lambda: None)
+    product_s = await products(comm)
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    for name in question["networks"]:
+        network = Network(comm, 0.0 if name == "host" else 8e-9 * bytes_sent / float(name))
+        allreduce = await allreduces(network, parameters, rounds)
+        for kind in question["computes"]:
+            for factor in question["factors"]:
+                compute = sleep(factor * allreduce.wall_s)
+                if kind == "burn":
+                    compute = burn(max(1, round(factor * allreduce.wall_s / product_s)))
+                alone = await gradients(comm, parameters, rounds, compute)
+                compute_s = alone.wall_s if kind == "sleep" else alone.processor_s / min(cores, comm.size)
+                times = {
+                    f"{trainer}_s": (await iterations(network, trainer, parameters, rounds, compute)).wall_s
+                    for trainer in TRAINERS
+                }
+                processor_s = sum(cost.processor_s for cost in (alone, allreduce, local))
+                rows.append(
+                    {
+                        "network": name if name == "host" else f"{name} Gbit/s",
+                        "by": kind,
+                        "factor": factor,
+                        "compute_s": compute_s,
+                        "allreduce_s": allreduce.wall_s,
+                        "local_s": local.wall_s,
+                        "processors_s": processor_s / cores,
+                        **times,
+                    }
+                )
+    return rows
+
+
+def sleep(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)  # blocks the caller's loop, as a computation would
+
+
+def burn(count: int) -> Callable[[], None]:
+    a, result = torch.eye(PRODUCT), torch.empty(PRODUCT, PRODUCT)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=result)
+
+    return compute
+
+
+async def products(comm: asyncoll.Communicator) -> float:
+    """Seconds of a matrix product while all ranks multiply."""
+    compute, meter = burn(CALIBRATION), Meter()
+    await comm.barrier()
+    meter.start()
+    for _ in range(2 * WARMUP):
+        compute()
+        meter.stop()
+    return (await meter.cost(comm)).wall_s / CALIBRATION
+
+
+async def allreduces(network: Network, parameters: int, rounds: int) -> Cost:
+    x, meter = torch.zeros(parameters), Meter()
+    for _ in range(WARMUP + rounds):
+        await network.barrier()
+        meter.start()
+        await network.allreduce(x, op=asyncoll.AVG)
+        meter.stop()
+    return await meter.cost(network._comm)
+
+
+def model_of(parameters: int) -> torch.nn.Linear:
+    return torch.nn.Linear(parameters, 1, bias=False)
+
+
+async def gradients(comm: asyncoll.Communicator, parameters: int, rounds: int, compute: Callable[[], None]) -> Cost:
+    """The gradient alone, by all ranks at once."""
+    gradient, meter = torch.zeros(parameters), Meter()
+    await comm.barrier()
+    meter.start()
+    for _ in range(WARMUP + rounds):
+        compute()
+        gradient.fill_(comm.rank + 1)
+        meter.stop()
+    return await meter.cost(comm)
+
+
+async def iterations(network: Network, trainer: str, parameters: int, rounds: int, compute: Callable[[], None]) -> Cost:
+    """A trainer's iterations from update to update; the first one has no allreduce to wait for."""
+    model, meter = model_of(parameters), Meter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     async def gradient(round_: int) -> None:
-        time.sleep(compute_s)  # noqa: ASYNC251 (progress comes from elsewhere)
+        compute()
         assert model.weight.grad is not None
-        model.weight.grad.fill_(comm.rank + 1)
+        model.weight.grad.fill_(network.rank + 1)
 
-    ends = []
-    async for _ in TRAINERS[trainer](waiting, model, optimizer, gradient, rounds=WARMUP + rounds):
-        ends.append(time.perf_counter())
-    return list(np.diff(ends)[WARMUP - 1 :]), waiting.seconds[WARMUP:]
-
-
-async def slowest_median(comm: asyncoll.Communicator, seconds: list[float]) -> float:
-    everyones = await comm.allgather(np.array(np.median(seconds)))
-    return float(everyones.max())
+    async for _ in TRAINERS[trainer](network, model, optimizer, gradient, rounds=WARMUP + rounds):
+        meter.stop()
+    return await meter.cost(network._comm)
 
 
 # -- showing --------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, float]]) -> list[list[str]]:
-    times = ["compute", "allreduce"]
-    times += [f"{trainer}{part}" for trainer in TRAINERS for part in ("", " waits", " local")]
-    lines = [[*(f"{name} (ms)" for name in times), *RATIOS.keys()]]
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    times = ["compute", "allreduce", "local", "processors", *TRAINERS]
+    lines = [["network", "by", *times, *RATIOS, "within 15 %"]]
     for row in rows:
-        cells = [f"{1e3 * row[f'{name}_s']:.1f}" for name in times]
-        lines.append([*cells, *(f"{row[ratio]:.2f}" for ratio in RATIOS)])
+        cells = [row["network"], row["by"], *(f"{1e3 * row[f'{name}_s']:.1f}" for name in times)]
+        lines.append([*cells, *(f"{row[ratio]:.2f}" for ratio in RATIOS), verdict(row)])
     return lines
 
 
-def plot(record: Record, rows: list[dict[str, float]]) -> None:
-    """Iterations by compute time, and what equations 13 and 14 say."""
-    compute = [1e3 * row["compute_s"] for row in rows]
-    allreduce = 1e3 * rows[0]["allreduce_s"]
-    with record.figure() as (axes,):
-        for colour, trainer in enumerate(TRAINERS):
-            axes.plot(compute, [1e3 * row[f"{trainer}_s"] for row in rows], "o", color=f"C{colour}", label=trainer)
-        axes.plot(compute, [each + allreduce for each in compute], "-", color="C0", linewidth=0.8, label="sum")
-        axes.plot(compute, [max(each, allreduce) for each in compute], "-", color="C1", linewidth=0.8, label="max")
-        axes.set(xlabel="compute, ms", ylabel="iteration, ms")
-        axes.legend()
+def verdict(row: dict[str, Any]) -> str:
+    if row["DC-S3GD/max"] <= TARGET:
+        return "yes"
+    return "no: processors" if row["processors/max"] > TARGET else "no"
+
+
+def plot(record: Record, found: dict[int, list[dict[str, Any]]]) -> None:
+    """Iterations over max(compute, allreduce)."""
+    with record.figure(len(found)) as panels:
+        for axes, (ranks, rows) in zip(panels, found.items(), strict=True):
+            places = range(len(rows))
+            for trainer, marker in zip(TRAINERS, "ox", strict=True):
+                axes.plot(places, [row[f"{trainer}_s"] / longest(row) for row in rows], marker, label=trainer)
+            axes.plot(places, [row["processors/max"] for row in rows], "_", color="grey", label="processors")
+            axes.axhline(TARGET, color="grey", linewidth=0.8)
+            labels = [f"{row['network']}, {row['by']}, {row['factor']:g}:1" for row in rows]
+            axes.set_xticks(places, labels, rotation=75, fontsize=7)
+            axes.set(title=f"{ranks} ranks", ylabel="iteration / max(compute, allreduce)", ylim=(0, None))
+            axes.legend()
 
 
 if __name__ == "__main__":

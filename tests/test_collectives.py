@@ -53,6 +53,22 @@ def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, m
 
 
 @sizes
+@pytest.mark.parametrize("algorithm", [dense.tree, dense.recursive_doubling, dense.rabenseifner, dense.ring])
+@pytest.mark.parametrize("count", [0, 5, 3001])
+def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch):
+    """A round's attendance list, here among messages that overtake each other and come before they are asked for."""
+    monkeypatch.setattr(dense, "allreduce", algorithm)
+
+    async def main(comm):
+        for _ in range(3):
+            reduction = await comm.group_allreduce(np.ones(count), group_size=size, sync_every=1)
+            assert reduction.active == size
+        return comm.statistics().operations["group"].active
+
+    assert simulate(size, main, Network(jitter_s=1e-2), seed=count).results == [{size: 3}] * size
+
+
+@sizes
 @counts
 @pytest.mark.parametrize("root", [0, -1])
 def test_one_root(size, count, root):

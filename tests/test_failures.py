@@ -835,6 +835,24 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
     assert raised[0].source == 1
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_rider_of_a_wrong_size_is_refused(early):
+    async def act(comm: Communicator) -> None:
+        x = np.ones(1 << 17)
+        await comm.solo_allreduce(x, sync_every=1)
+        operation = comm._operations._operations["solo"]
+        if comm.rank == 1:
+            header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
+            comm._endpoint.transport.send(0, [header, b"", b"x" * 5])
+        if comm.rank == 1 or early:
+            await asyncio.sleep(0.5)
+        await comm.solo_allreduce(x, sync_every=1)
+
+    raised = failures(2, act)
+    assert type(raised[0]) is ProtocolError
+    assert raised[0].source == 1
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_to_call_on_when_others_have_left_is_a_mismatch(size):
     async def main(comm: Communicator) -> None:

@@ -169,3 +169,14 @@ def test_groups_over_real_sockets():
         return comm.statistics().operations["group"].rounds
 
     assert min(run_ranks(7, main, transport="zmq")) >= 20
+
+
+def test_a_group_with_nothing_to_give_leaves_the_tensor_alone():
+    async def main(comm):
+        if comm.rank:
+            await asyncio.sleep(1)  # rank 0, a group of its own, has opened the first round long ago
+        x = np.full(3, 1.0 + comm.rank)
+        reduction = await comm.group_allreduce(x, group_size=1, op=AVG)
+        return reduction.active, x.tolist()
+
+    assert simulate(3, main).results == [(1, [1.0] * 3), (0, [2.0] * 3), (0, [3.0] * 3)]

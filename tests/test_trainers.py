@@ -761,6 +761,15 @@ def test_small_gradients_are_corrected_as_large_ones_are() -> None:
     torch.testing.assert_close(small * 1e10, large)
 
 
+def test_the_correction_is_one_step_for_all_pieces_of_a_large_model() -> None:
+    before = torch.cat([torch.full((3 << 19,), 2.0), torch.full((1 << 20,), -1.0)])
+    g, distance = before.clone(), torch.full_like(before, 1e-3)
+    compensate(g, distance, lambda0=0.2)
+    added, whole = ((x.double() ** 2).sum().sqrt() for x in (g - before, before))
+    assert float(added / whole) == pytest.approx(0.2, rel=1e-3)
+    assert float((g - before)[0] / (g - before)[-1]) == pytest.approx(4.0, rel=1e-4)  # as g∘g∘D
+
+
 def test_an_allreduce_hides_behind_the_gradient() -> None:
     """Iterations take max(compute, allreduce) and not their sum (equation 14), in virtual time."""
     rounds, compute_s = 20, 1.0

@@ -73,7 +73,7 @@ def test_a_header_of_another_length_is_refused(kind, length):
 def test_a_frame_too_many_or_too_few_is_refused(kind):
     frames = message(kind)
     with pytest.raises(ProtocolError, match="frames"):
-        wire.decode([*frames, b""])
+        wire.decode([*frames, *[b""] * (2 if kind == wire.DATA else 1)])
     with pytest.raises(ProtocolError, match="frames"):
         wire.decode([frames[0], *[b""] * (kind not in WITH_PAYLOAD)])
 
@@ -87,6 +87,13 @@ def test_a_strange_header_is_explained(place, value, complaint):
     header[place : place + 1] = value
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode([bytes(header)])
+
+
+def test_a_rider_goes_along_with_data_and_has_a_limit():
+    frames = message(wire.DATA, b"data")
+    assert wire.decode([*frames, bytes(wire.RIDER_BYTES)]).kind == wire.DATA
+    with pytest.raises(ProtocolError, match="rider"):
+        wire.decode([*frames, bytes(wire.RIDER_BYTES + 1)])
 
 
 @pytest.mark.parametrize(("kind", "limit"), LIMITS)

@@ -17,6 +17,8 @@ from torch import Tensor
 import asyncoll
 from trainers.allreduce_sgd import complete
 
+_PIECE = 1 << 16  # elements: the sum of more squares in single precision would swallow small ones
+
 
 async def dc_s3gd(
     comm: asyncoll.Communicator,
@@ -45,16 +47,18 @@ async def dc_s3gd(
     schedule(1)
     optimizer.step()  # w_i = w̄ + Δw_i, Δw_i = U(g_i)
     yield complete(comm, 1)
+    mean, distance = torch.empty_like(flat.gradients), torch.empty_like(flat.gradients)  # reused: fresh memory is slow
     for t in range(2, rounds + 1):
-        flat.zero_gradients()
         w, g = flat.parameters[: flat.gradients.numel()], flat.gradients  # frozen parameters stay as they are
-        mean = w.clone()
+        mean.copy_(w)
         averaged = comm.allreduce(mean, op=asyncoll.AVG)  # has started; the model is free for the gradient
         try:
+            flat.zero_gradients()
             await gradient(t)  # g_i = ∇l(w̄ + Δw_i)
         finally:
             await averaged  # whatever became of the gradient: the peers count on this call
-        compensate(g, mean - w, lambda0)  # D_i = mean - w_i (equation 9)
+        torch.sub(mean, w, out=distance)  # D_i = mean - w_i (equation 9)
+        compensate(g, distance, lambda0)
         w.copy_(mean)
         schedule(t)
         optimizer.step()  # w_i = w_i + D_i + U(g̃_i) (equations 11 and 12)
@@ -67,14 +71,18 @@ def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:
 
     In words: a step of length λ0 |g| along g∘g∘D, which is how we compute it, for λ itself may exceed any float.
     Norms run over the whole model, as equation 17 has one λ per worker; by tensor, a layer that hardly differs from
-    the average would be corrected as much as one that differs a lot. They are summed in double precision: fourth
-    powers of small gradients vanish in single.
+    the average would be corrected as much as one that differs a lot. `distance` is D, and is overwritten.
     """
-    correction = g * g * distance
+    if not lambda0:
+        return
+    correction = distance.mul_(g).mul_(g)
     norm = _norm(correction)
-    if lambda0 and 0.0 < norm < math.inf:
+    if 0.0 < norm < math.inf:
         g.add_(correction.div_(norm), alpha=lambda0 * _norm(g))
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    """|x|. Single precision is quicker, and enough for pieces whose squares neither vanish in it nor exceed it."""
+    single = torch.promote_types(x.dtype, torch.float32)
+    norm = math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=single)) for piece in x.split(_PIECE)))
+    return norm if 1e-12 < norm < math.inf else float(torch.linalg.vector_norm(x, dtype=torch.float64))

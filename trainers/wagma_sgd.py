@@ -83,9 +83,11 @@ async def wagma_sgd(
 
 def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:
     """The next model. Weights add up to one: S of the paper is the number of models that are in `total`."""
+    if not reduction.active:
+        return own  # the others have made no step yet, and nor had I when the round began
     if reduction.included:
         return total / reduction.active  # line 11, and line 16, where all ranks are active
-    return (total + own) / (reduction.active + 1)  # line 13: `total` holds an older model of mine, or none
+    return (total + own) / (reduction.active + 1)  # line 13: `total` holds an older model of mine
 
 
 def _weights(flat: asyncoll.Flat) -> Tensor:

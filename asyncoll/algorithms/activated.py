@@ -20,7 +20,7 @@ from asyncoll.errors import ProtocolError
 from asyncoll.group import Group, Lane
 from asyncoll.schedule import Schedule
 from asyncoll.tensors import Array, fill_neutral
-from asyncoll.wire import Buffer, digest
+from asyncoll.wire import Buffer
 
 # Steps of signals that are no edges of the tree: what the drawn ranks of a round are told.
 ARRIVED = 255  # I am here
@@ -184,29 +184,12 @@ class ActivatedRounds(WaitAvoiding):
         return parts, False
 
     async def _allreduce(self, group: Group, number: int, parts: Parts, attendance: Array) -> None:
-        """Reduce the parts and the attendance list: small ones together, in one message at each step.
-
-        Otherwise side by side, so that the short list costs no time of its own.
-        """
-        if sum(part.nbytes for part in parts) <= dense.DOUBLING_MAX_BYTES:
-            with self._lane(group, self._context, number) as lane:
-                await dense.packed_allreduce(lane, [*parts, attendance], [*self._combines, dense.add])
-            return
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._count(group, number, attendance))
-            with self._lane(group, self._context, number) as lane:
-                for part, combine in zip(parts, self._combines, strict=True):
-                    await dense.allreduce(lane, part, combine)
-                    lane.next_phase()
-
-    async def _count(self, group: Group, number: int, attendance: Array) -> None:
-        with self._lane(group, digest(self._context, "attendance"), number) as lane:
-            await dense.short_allreduce(lane, attendance, dense.add)
-
-    def _lane(self, group: Group, context: int, number: int) -> Lane:
-        return Lane(
-            self._endpoint, group, context, number, self._fingerprint, lambda: f"round {number} of {self.describe()}"
-        )
+        """Reduce the parts; the attendance list, of which every rank fills in its own column, rides along."""
+        describe = lambda: f"round {number} of {self.describe()}"  # noqa: E731
+        with Lane(self._endpoint, group, self._context, number, self._fingerprint, describe, attendance) as lane:
+            for part, combine in zip(parts, self._combines, strict=True):
+                await dense.allreduce(lane, part, combine)
+                lane.next_phase()
 
     def _publish(self, result: Result) -> None:
         super()._publish(result)

@@ -7,7 +7,6 @@ is copied; so all ranks end with the same bits, run after run. Terms: n elements
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -71,31 +70,6 @@ async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
         await tree(lane, x, combine)
     else:
         await recursive_doubling(lane, x, combine)
-
-
-async def packed_allreduce(lane: Lane, arrays: Sequence[Array], combines: Sequence[Combine]) -> None:
-    """Reduce several short arrays, each in its own way, in one message at each step."""
-    packed = np.concatenate([array.view(np.uint8) for array in arrays])
-    places = _packing(tuple(array.nbytes for array in arrays))
-    pieces = [(place, array.dtype, each) for place, array, each in zip(places, arrays, combines, strict=True)]
-
-    def combine(into: Array, other: Array) -> None:
-        for place, dtype, each in pieces:
-            each(into[place].view(dtype), other[place].view(dtype))
-
-    await short_allreduce(lane, packed, combine)
-    for place, array in zip(places, arrays, strict=True):
-        array.view(np.uint8)[...] = packed[place]
-
-
-@lru_cache(maxsize=64)
-def _packing(sizes: tuple[int, ...]) -> list[slice]:
-    """Where arrays of so many bytes lie, one after another."""
-    return [slice(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
-
-
-def add(into: Array, other: Array) -> None:
-    np.add(into, other, out=into)
 
 
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:

@@ -40,7 +40,7 @@ class Transport(Protocol):
         """
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
-        """Send one message of one or two frames. Never waits; the frames may be reused when it returns.
+        """Send one message of one to three frames. Never waits; the frames may be reused when it returns.
 
         Raises UsageError for a frame above MAX_FRAME_BYTES. What is sent to a lost or closed rank is dropped.
         """

@@ -171,7 +171,7 @@ class SimulatedTransport:
         loop = self._loop
         copies = [bytes(frame) for frame in frames]
         payload = len(copies[1]) if len(copies) > 1 else 0
-        length = len(copies[0]) + payload
+        length = sum(map(len, copies))
         arrives = self._world.arrival_s(self.rank, dest, length, loop.time())
         if arrives < math.inf:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)

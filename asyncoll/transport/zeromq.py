@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
-_PAYLOAD_FOLLOWS = 0x80
+_FIRST_MAX = 255  # bytes
+_PACKED = struct.Struct("<BBH")  # frames of a packed message; bytes of the first frame, and of the third
 _LAST = int(zmq.NOBLOCK)  # plain numbers: every flag that pyzmq makes of two costs a microsecond
 _MORE = _LAST | int(zmq.SNDMORE)
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
@@ -275,16 +277,15 @@ def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
 def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     """The ZeroMQ frames of a message.
 
-    A small one is one frame: a byte with the length of its first frame and whether a second follows, then both. A
-    larger one goes as it is, after a first frame that says no more than that.
+    A small one is one frame: how long its frames are, the first, the third and the second. A larger one goes as it is,
+    after an empty frame.
     """
-    head = frames[0]
-    if len(head) < _PAYLOAD_FOLLOWS:
-        if len(frames) == 1:
-            return (bytes((len(head),)) + bytes(head),)
-        if len(frames[1]) <= _PACKED_MAX:
-            return (b"".join((bytes((len(head) | _PAYLOAD_FOLLOWS,)), head, frames[1])),)
-    return (b"", *frames)
+    count = len(frames)
+    first, third = len(frames[0]), len(frames[2]) if count > 2 else 0
+    second = len(frames[1]) if count > 1 else 0
+    if first > _FIRST_MAX or count > 3 or second + third > _PACKED_MAX:
+        return (b"", *frames)
+    return (b"".join((_PACKED.pack(count, first, third), frames[0], *frames[2:], *frames[1:2])),)
 
 
 def _unpack(received: list[Any]) -> list[Buffer]:
@@ -292,7 +293,14 @@ def _unpack(received: list[Any]) -> list[Buffer]:
     first = received[0]
     if not first:
         return [received[1].bytes, *received[2:]] if len(received) > 1 else received
-    end = 1 + (first[0] & ~_PAYLOAD_FOLLOWS)
-    if first[0] & _PAYLOAD_FOLLOWS:
-        return [first[1:end], memoryview(first)[end:], *received[1:]]
-    return [first[1:], *received[1:]]
+    if len(first) < _PACKED.size:
+        return received
+    count, length, riding = _PACKED.unpack_from(first)
+    packed = memoryview(first)
+    middle = _PACKED.size + length
+    frames: list[Buffer] = [first[_PACKED.size : middle]]
+    if count > 1:
+        frames.append(packed[middle + riding :])
+    if count > 2:
+        frames.append(packed[middle : middle + riding])
+    return frames + received[1:]
