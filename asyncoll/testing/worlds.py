@@ -18,7 +18,7 @@ import uvloop
 
 from asyncoll.communicator import Communicator
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import DeadlockError, UsageError
+from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.progress import SharedLoop
 from asyncoll.transport import Transport, inproc, zeromq
 from asyncoll.transport.simulated import Crash, Network, SimulatedWorld
@@ -90,7 +90,7 @@ async def _run_all(
 ) -> list[T]:
     """Every rank's `main` in a task of its own. The first failure cancels the rest and is raised."""
     tasks: list[asyncio.Task[T]] = []
-    errors: list[BaseException] = []  # in the order in which they came up: the first is the cause of the rest
+    errors: list[BaseException] = []  # in the order in which they came up
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport in transports:
@@ -99,8 +99,13 @@ async def _run_all(
             for crash in crashes:
                 _schedule_crash(crash, transports[crash.rank], tasks[crash.rank])
     except BaseExceptionGroup as group:
-        raise (errors[0] if errors else group.exceptions[0]) from None
+        raise _cause(errors or list(group.exceptions)) from None
     return [None if task.cancelled() else task.result() for task in tasks]  # type: ignore[misc]
+
+
+def _cause(errors: Sequence[BaseException]) -> BaseException:
+    """The first error that does not tell of another rank's: who gives up may be heard before it has raised its own."""
+    return next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
 
 
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
