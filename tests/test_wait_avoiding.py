@@ -251,3 +251,22 @@ def test_a_rank_that_has_finished_still_opens_rounds_for_the_others():
 
     for seed in range(10):
         assert simulate(4, main, JITTER, seed).results[0] >= 6
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("history", [0, 2])
+def test_rounds_that_end_at_once_do_not_spoil_a_result_that_is_being_handed_out(seed, history):
+    """News of one round is long on its way; those of later ones are there when it comes, and all end in one turn."""
+
+    async def main(comm):
+        values, newest = {}, 0
+        while newest < 60:
+            x = np.full(4, newest + 1.0) if comm.rank == 0 else np.zeros(4)
+            newest = (await comm.solo_allreduce(x, history=history)).round
+            values[newest] = x[0]
+            await asyncio.sleep(1e-3 if comm.rank == 0 else 0)
+        return values
+
+    prompt, *others = simulate(4, main, Network(latency_s=1e-5, jitter_s=1e-2), seed).results
+    for values in others:
+        assert all(value == prompt[number] for number, value in values.items() if number in prompt)

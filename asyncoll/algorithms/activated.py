@@ -7,6 +7,7 @@ group), and in what a contribution is. Taking what is staged is one step of this
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, heard
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.group import Group, Lane
 from asyncoll.schedule import Schedule
 from asyncoll.tensors import Array, fill_neutral
@@ -62,13 +63,11 @@ class ActivatedRounds(WaitAvoiding):
             self._staged = mine
         self._lent = False
 
-    async def _reclaim(self, done: asyncio.Future[Result]) -> None:
+    async def _reclaim(self, number: int) -> None:
         self._keep_staged()
-        while self._has_begun() and not done.done():  # it may run in the caller's memory, and soon ends
-            try:
-                await asyncio.wait([done])
-            except asyncio.CancelledError:
-                continue
+        while number == self._number and self._has_begun() and not self._endpoint.has_failed(self._group.communicator):
+            with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
+                await done  # it may run in the caller's memory, and ends soon
 
     # -- opening a round --------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class ActivatedRounds(WaitAvoiding):
     def _may_open(self) -> bool:
         return self.operation.opening is Opening.MAJORITY and self._group.rank in self._drawn
 
-    def _signalled(self, source: int, number: int, step: int, payload: Buffer) -> None:
+    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
             raise ProtocolError(f"signal {step} of {self.operation} has nothing to carry")
         if number == self._number:

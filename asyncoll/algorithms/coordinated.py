@@ -54,7 +54,6 @@ class CoordinatedRounds(WaitAvoiding):
 
     def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
         self._everybody = tuple(range(group.size))
-        self._places = {rank: place for place, rank in enumerate(group.ranks)}
         self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # (place, step, payload), by round
         super().__init__(endpoint, group, operation, describe)
@@ -100,10 +99,9 @@ class CoordinatedRounds(WaitAvoiding):
 
     # -- coordinating -----------------------------------------------------------------------------
 
-    def _signalled(self, source: int, number: int, step: int, payload: Buffer) -> None:
+    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
         """Rounds end in order: what is said of a later one waits until this rank has come to it."""
         self._check(number, step, payload)
-        place = self._places[source]
         if step == RESULT:
             self._pass_on(number, payload)
         self._early.setdefault(number, []).append((place, step, payload))
@@ -180,13 +178,19 @@ class CoordinatedRounds(WaitAvoiding):
         number = self._number
         self._early.pop(number, None)  # what came too late for it is sent again by those who sent it
         attendance, *parts = self._unpacked(payload, self._group.size)
-        counted = int(attendance[self._group.rank])  # how many of mine are in it
+        counted = self._count_mine(attendance[self._group.rank])
         taken = self._sent[counted - 1].ticket if counted else self._latest.taken
         del self._sent[:counted]
         self._tally.began(self._endpoint.now_s())
         active, _ = self._tally.count_round(self._everybody, attendance)
         synchronous = self.operation.is_synchronous(number)
         self._publish(Result(number, parts, active, self._everybody, taken, synchronous))
+
+    def _count_mine(self, counted: float) -> int:
+        """How many of the contributions that this rank has sent are in a result."""
+        if not 0 <= counted <= len(self._sent):  # nor is it NaN
+            raise ProtocolError(f"a result of {self.operation} has {counted} of the {len(self._sent)} sent to it")
+        return int(counted)
 
     def _coordinator_of(self, number: int) -> int:
         return self._coordinator if number == self._number else self.operation.drawn(number, self._group.size)[0]

@@ -15,9 +15,10 @@ that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,7 +90,9 @@ class WaitAvoiding(ABC):
         self._seen = 0  # the newest round that a caller here was given
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
+        self._handed: Result | None = None  # to a caller who may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._places = {rank: place for place, rank in enumerate(group.ranks)}
         self._arm()
         endpoint.on_signal(self._context, self._heard)
         endpoint.on_depart(self._stand_in)
@@ -114,6 +117,7 @@ class WaitAvoiding(ABC):
 
     async def _call(self, contribution: Contribution) -> Delivery:
         self._endpoint.check(self._group.communicator)
+        self._handed = None
         self._tally.came(self._endpoint.now_s())
         aim = self._seen + 1
         if self._latest.number < aim or self._is_awaited():
@@ -154,17 +158,23 @@ class WaitAvoiding(ABC):
         return spare or [np.empty(count, storage(dtype)) for dtype, count in self.operation.layout]
 
     async def _take_part(self, number: int) -> Result:
+        try:
+            with self._wait_for(number) as future:
+                self._arrive(number)
+                return await future
+        except asyncio.CancelledError:
+            await self._reclaim(number)
+            raise
+
+    @contextlib.contextmanager
+    def _wait_for(self, number: int) -> Iterator[asyncio.Future[Result]]:
+        """A future that gets the result of round `number`."""
         with self._endpoint.watch(self._group.communicator, f"{self.describe()}: round {number}") as future:
             self._waiting[number] = future
             try:
-                self._arrive(number)
-                result: Result = await asyncio.shield(future)
-                return result
-            except asyncio.CancelledError:
-                await self._reclaim(future)
-                raise
+                yield future
             finally:
-                self._waiting.pop(number, None)
+                del self._waiting[number]
 
     def statistics(self) -> OperationStatistics:
         return self._tally.statistics()
@@ -181,17 +191,21 @@ class WaitAvoiding(ABC):
         self._arm()
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
+            self._handed = result
             waiter.set_result(result)
         self._stand_in()
 
     def _retire(self, result: Result) -> None:
-        """A newer result is there; this one goes into history, and what falls out of it is memory to use again."""
+        """A newer result is there; this one goes into history, and what falls out of it is memory to use again.
+
+        Not if its caller has been given it and has not run since: several rounds may end in one turn of the loop.
+        """
         if not result.number or result.lent:
             return
         kept = self._history
         oldest = result if not kept.maxlen else kept[0] if len(kept) == kept.maxlen else None
         kept.append(result)
-        if oldest is not None:
+        if oldest is not None and oldest is not self._handed:
             self._spare = oldest.parts
 
     def _send(self, place: int, number: int, step: int, payload: Buffer = b"") -> None:
@@ -200,12 +214,13 @@ class WaitAvoiding(ABC):
     def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
         if fingerprint != self._fingerprint:
             return  # the announcement that came before it has already failed the communicator
-        if source not in self._group.ranks:
+        place = self._places.get(source)
+        if place is None:
             raise ProtocolError(f"a signal for {self.operation} from a rank that has no part in it")
         if number > self._number + EARLY_MAX:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         if number >= self._number:
-            self._signalled(source, number, step, payload)
+            self._signalled(place, number, step, payload)
 
     # -- a form of rounds -------------------------------------------------------------------------
 
@@ -237,8 +252,8 @@ class WaitAvoiding(ABC):
         """Once this rank makes no more calls, nobody waits for one: it is always there, with what it has staged."""
 
     @abstractmethod
-    def _signalled(self, source: int, number: int, step: int, payload: Buffer) -> None:
-        """Rank `source` of the world says something about round `number`, this one or a later one."""
+    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
+        """The rank at `place` says something about round `number`, this one or a later one."""
 
-    async def _reclaim(self, done: asyncio.Future[Result]) -> None:  # noqa: B027
-        """The caller stops waiting for the round that `done` tells of: nobody must use its memory any more."""
+    async def _reclaim(self, number: int) -> None:  # noqa: B027
+        """The caller stops waiting for round `number`: nobody must use its memory any more."""
