@@ -64,6 +64,7 @@ class CoordinatedRounds(WaitAvoiding):
         self._drawn = self.operation.drawn(self._number, self._group.size)
         self._coordinator = self._drawn[0]
         # At the coordinator:
+        self._begun = False
         self._arrived: set[int] = set()
         self._gone: set[int] = set()
         self._given: list[tuple[int, Buffer]] = []
@@ -71,7 +72,7 @@ class CoordinatedRounds(WaitAvoiding):
             self._submit(LATE, sent.payload)
 
     def _has_begun(self) -> bool:
-        return False  # a round is begun and done in one step
+        return self._begun
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         ticket = super()._stage(contribution)
@@ -128,10 +129,15 @@ class CoordinatedRounds(WaitAvoiding):
             self._given.append((place, payload))
             if step == ARRIVED or self._is_awaiting(place):
                 self._arrived.add(place)
-        if self._is_open():
-            result = self._sum()
-            self._pass_on(self._number, result)
-            self._finish(result)
+        if self._is_open() and not self._begun:
+            self._begun = True
+            self._endpoint.spawn(self._carry_out(), self._group.communicator)
+
+    async def _carry_out(self) -> None:
+        """In the loop's next turn, so that what has arrived here together takes part together."""
+        result = self._sum()
+        self._pass_on(self._number, result)
+        self._finish(result)
 
     def _is_awaiting(self, place: int) -> bool:
         """Whether most ranks wait for `place` to open the round, so that a late call of it does."""

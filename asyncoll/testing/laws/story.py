@@ -180,9 +180,11 @@ async def _take_part(comm: Communicator, case: Case) -> list[Call]:
         if comm.rank == case.sleeper and len(calls) == case.nap_before:
             await asyncio.sleep(NAP_S)
         contribution = _contribution(case, comm.rank, len(calls))
-        began = now()
+        given, began = _counts(contribution, case), now()
         reduction = await _OPERATIONS[case.kind](comm, contribution, case)
         value, waited_s = _counts(contribution, case), now() - began
+        if not reduction.active:  # a group that had nothing to give leaves the tensors as they are
+            value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
         calls.append(Call(comm.rank, len(calls), seen + 1, value, missed, reduction, waited_s))
         seen = reduction.round
