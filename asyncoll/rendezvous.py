@@ -148,14 +148,28 @@ def _open_store(environment: Environment) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = environment.rank == 0 and not served_by_agent
     return TCPStore(
         environment.master_addr,
         environment.master_port,
         environment.size,
-        is_master=environment.rank == 0 and not served_by_agent,
+        is_master=serves,
         timeout=_TIMEOUT,
         wait_for_workers=False,
+        master_listen_fd=_listen(environment.master_addr, environment.master_port) if serves else None,
     )
+
+
+def _listen(address: str, port: int) -> int:
+    """A socket that listens on this address alone: left to itself, the store listens on all of them."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family).detach()
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}; they must be an address of "
+            "this host and a free port"
+        ) from error
 
 
 def _machine() -> str:

@@ -1,10 +1,10 @@
 """Seed 000, figure 9: rank r arrives r skews late; how long do the ranks wait, and how many are active?
 
-    python benchmarks/skewed_arrivals.py [--ranks 32,8] [--skew 1ms] [--size 4K] [--iterations 32] [--repeats 3]
+    python benchmarks/skewed_arrivals.py [--ranks 32,8] [--skew 1ms] [--size 4K] [--iterations 128] [--repeats 3]
 
 asyncoll's modes (`asyncoll bench solo`), Gloo's allreduce and, where `mpirun` and mpi4py are installed, Open MPI's, in
 turn, all with the same protocol: fresh input, barrier, sleep of rank x skew, timed call. A number is the mean over all
-ranks and calls, and of several repeats the median.
+ranks and calls, and of several repeats the median. The ranks drawn for majority average out over many calls only.
 
 Two bounds stand beside the ratio full/this. `ceiling`: with free communication, only the expected waits count. `by
 processor`: the same full, as measured, over this mode's waits if a round, once it is open, ends after the processor
@@ -46,7 +46,7 @@ def main() -> None:
     options.add_argument("--ranks", type=numbers, default=[32, 8])
     options.add_argument("--skew", type=parse_duration, default=1e-3)
     options.add_argument("--size", type=lambda text: parse_sizes(text)[0], default=4096)
-    options.add_argument("--iterations", type=int, default=32, help="counted calls of each mode in a repeat")
+    options.add_argument("--iterations", type=int, default=128, help="counted calls of each mode in a repeat")
     options.add_argument("--repeats", type=int, default=3)
     record = Record(options, "skewed_arrivals")
     chosen = record.arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -93,6 +94,28 @@ def test_every_collective_from_the_environment_alone(env):
         for process in ranks:
             code, out, err = finish(process)
             assert (code, out.endswith("all right\n")) == (0, True), err
+
+
+STORE_OF_RANK_0 = """
+import socket
+from asyncoll.rendezvous import Environment, _open_store
+store = _open_store(Environment.read())
+for address in "127.0.0.1", "127.0.0.2":
+    with socket.socket() as caller:
+        print(caller.connect_ex((address, int(store.port))))
+"""
+
+
+def test_the_store_listens_on_the_master_address_alone(env):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    told = run(env | place, sys.executable, "-c", STORE_OF_RANK_0)
+    assert told.split() == ["0", str(errno.ECONNREFUSED)]
+
+
+def test_a_master_address_of_another_host_is_explained(env):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(free_port())}
+    with pytest.raises(AssertionError, match=r"rank 0 cannot listen on MASTER_ADDR=192\.0\.2\.1"):
+        run(env | place, sys.executable, "-c", STORE_OF_RANK_0)
 
 
 def test_a_blocked_rank_takes_part_in_the_rounds_of_others(env, tmp_path):

@@ -88,7 +88,7 @@ def pingpong(as_json: bool, **plan: Any) -> None:
     show_default=True,
     help="Rank r comes r times this late.",
 )
-@click.option("--iterations", type=click.IntRange(min=1), default=64, show_default=True, help="Counted calls.")
+@click.option("--iterations", type=click.IntRange(min=1), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: how long ranks wait in full, majority, quorum (half) and solo allreduces, and for whom."""
     _measure(Plan("solo", **plan), as_json)
