@@ -14,6 +14,9 @@ import numpy as np
 from asyncoll import tensors
 from asyncoll.errors import UsageError
 from asyncoll.tensors import Array, Operand
+from asyncoll.wire import digest
+
+_SHOWN = 64  # characters
 
 
 class Bundle:
@@ -30,6 +33,14 @@ class Bundle:
     def layout(self) -> tuple[tuple[str, int], ...]:
         """(dtype, number of elements) of each array of `read`."""
         return tuple((dtype, sum(operand.flat.size for operand in pack)) for dtype, pack in self._packs.items())
+
+    @property
+    def boundaries(self) -> str:
+        """Where one of several tensors ends and the next begins; the digest of it, if there are many. Empty for one."""
+        if len(self._operands) == 1:
+            return ""
+        sizes = "+".join(str(operand.flat.size) for operand in self._operands)
+        return sizes if len(sizes) <= _SHOWN else f"{digest(sizes):x}"
 
     def read(self, into: Iterable[Array]) -> None:
         """Copy the tensors' values, packed, into these arrays."""

@@ -29,7 +29,7 @@ from asyncoll.bundle import bundle
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.group import Group, Lane
-from asyncoll.persistent import Operations, Reduction, check
+from asyncoll.persistent import Operations, Receipt, Reduction, check
 from asyncoll.progress import Runner
 from asyncoll.tensors import Operand, ReduceOp
 from asyncoll.wire import digest
@@ -310,13 +310,18 @@ class Communicator:
         `name` tells operations apart; each has its own rounds, and its dtypes, numbers of elements and options are
         fixed by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the
         paper does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks,
-        which bounds staleness by that many rounds. Cancelling the wait leaves the contribution in.
+        which bounds staleness by that many rounds.
+
+        Cancelling the wait leaves the contribution in, and the round goes on; the next call tells of it, as missed or
+        skipped. If the round of a long `x` has begun (more than 1 MiB over all ranks, no `history`), it runs in `x`,
+        and the cancellation waits for its end. `x` is the caller's again afterwards, and holds nothing to rely on.
 
         Every rank keeps the last `history` results before the newest. A rank that comes late by no more rounds gets
         them in `Reduction.missed`, so that it can apply every result exactly once, as the ranks in time did.
 
         A rank that has ended its program is there for every round that others would wait for it in, with nothing more
-        to give: synchronous rounds and quorums then include fewer ranks, but nobody waits for ever.
+        to give: synchronous rounds and quorums then include fewer ranks, but nobody waits for ever. That is about
+        programs: a rank that only calls other names from now on is waited for.
         """
         return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
 
@@ -492,10 +497,12 @@ class Communicator:
     ) -> Coroutine[Any, Any, Reduction]:
         contribution = bundle(x)
         numbers = {rule: _whole(value, rule) for rule, value in rules.items()}
-        spec = Operation(name, contribution.layout, op, opening, fixed=fixed, **numbers)
+        boundaries = contribution.boundaries
+        spec = Operation(name, contribution.layout, op, opening, fixed=fixed, buckets=boundaries, **numbers)
         check(spec, self.size)
         self._check_open()
-        return self._runner.start(self._operations.contribute(spec, contribution, _site()))
+        receipt = Receipt()
+        return self._runner.start(self._operations.contribute(spec, contribution, _site(), receipt), receipt.take_back)
 
     def _finish(self, operand: Operand, op: ReduceOp) -> None:
         if op is ReduceOp.AVG:

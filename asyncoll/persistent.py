@@ -16,7 +16,7 @@ from asyncoll.algorithms.activated import ActivatedRounds
 from asyncoll.algorithms.activation import edges
 from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
-from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.algorithms.wait_avoiding import Delivery, Result, WaitAvoiding
 from asyncoll.bundle import Bundle
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
@@ -40,6 +40,22 @@ class Reduction:
     group: tuple[int, ...] = ()  # the ranks that took part, with or without a contribution
 
 
+class Receipt:
+    """What one call was given, in case that it cannot be handed to its caller any more."""
+
+    def __init__(self) -> None:
+        self._given: tuple[WaitAvoiding, Delivery] | None = None
+
+    def sign(self, operation: WaitAvoiding, delivery: Delivery) -> None:
+        self._given = operation, delivery
+
+    def take_back(self) -> None:
+        """The caller was cancelled."""
+        if self._given is not None:
+            operation, delivery = self._given
+            operation.take_back(delivery)
+
+
 class Operations:
     """The wait-avoiding operations of one communicator, by name, at one rank."""
 
@@ -49,11 +65,12 @@ class Operations:
         self._operations: dict[str, WaitAvoiding] = {}
         endpoint.on_announce(group.communicator, self._announced)
 
-    async def contribute(self, spec: Operation, bundle: Bundle, site: str) -> Reduction:
+    async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
         """One call: `bundle` is the contribution, and gets the result."""
         self._endpoint.check(self._group.communicator)
         operation = self._get(spec, self._group.rank, site)
         delivery = await operation.call(bundle)
+        receipt.sign(operation, delivery)
         result = delivery.result
         if result.active:
             bundle.write(result.parts, self._divisor(spec, result))
@@ -69,7 +86,8 @@ class Operations:
         )
 
     def statistics(self) -> dict[str, OperationStatistics]:
-        return {name: operation.statistics() for name, operation in self._operations.items()}
+        operations = list(self._operations.items())  # at once: this may be another thread than the runtime's
+        return {name: operation.statistics() for name, operation in operations}
 
     def _divisor(self, spec: Operation, result: Result) -> int:
         """What AVG divides by: in groups the models that are there, otherwise all ranks, as the paper does."""
@@ -118,6 +136,8 @@ def check(spec: Operation, size: int) -> None:
         tensors.check_reduction(spec.op, dtype)
         if dtype not in tensors.DTYPES or count < 0:
             raise UsageError(f"{count} elements of {dtype}")
+    if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
+        raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
     if spec.sync_every < 0 or spec.history < 0:
         raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
     _check_ranks("quorum", spec.quorum, size)

@@ -27,14 +27,19 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
 
 
+def _ignore() -> None:
+    pass
+
+
 class Runner(Protocol):
     """Starts coroutines on the runtime's loop."""
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the coroutine that is returned waits for it.
 
         Cancelling that coroutine cancels `work`, which has by then taken its first step, and waits until it has
-        stopped: nothing of the caller's memory is in use afterwards. If nobody awaits it, `work` runs to its end.
+        stopped: nothing of the caller's memory is in use afterwards. Then `discarded` is called on the runtime's loop,
+        as `work` may have been done already, and nobody gets its result. If nobody awaits it, `work` runs to its end.
         """
 
     def post(self, what: Callable[[], None]) -> None:
@@ -44,19 +49,20 @@ class Runner(Protocol):
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return _join(asyncio.get_running_loop().create_task(work))
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        return _join(asyncio.get_running_loop().create_task(work), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
         what()
 
 
-async def _join(task: asyncio.Task[T]) -> T:
+async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         asyncio.get_running_loop().call_soon(task.cancel)  # after the first step, which is already scheduled
         await _settled(task)
+        discarded()
         raise
 
 
@@ -79,10 +85,10 @@ class ProgressThread:
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         crossing = _Crossing(self._loop)
         crossing.begin(work)
-        return crossing.outcome()
+        return crossing.outcome(discarded)
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
@@ -113,12 +119,13 @@ class _Crossing:
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         self._there.call_soon_threadsafe(self._begin, work)
 
-    async def outcome(self) -> Any:
+    async def outcome(self, discarded: Callable[[], None]) -> Any:
         try:
             return await asyncio.shield(self._outcome)
         except asyncio.CancelledError:
             self._there.call_soon_threadsafe(self._cancel)
             await _settled(self._outcome)
+            self._there.call_soon_threadsafe(discarded)
             raise
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -99,6 +99,7 @@ class Announce:
     history: int
     group_size: int
     fixed: bool
+    buckets: str
     site: str
 
 

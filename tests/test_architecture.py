@@ -74,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
     },
     # facade
     "flat": {"errors"},
-    "bundle": {"errors", "tensors"},
+    "bundle": {"errors", "tensors", "wire"},
     "persistent": {
         "errors",
         "tensors",

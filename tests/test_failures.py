@@ -864,3 +864,81 @@ def test_to_call_on_when_others_have_left_is_a_mismatch(size):
         MismatchError, match=r"barrier #2.*the end of its program #2|the end of its program #2.*barrier #2"
     ):
         simulate(size, main)
+
+
+# -- cancelled calls, and the next one -----------------------------------------------------------
+
+
+async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
+    """Whether `call` was cancelled, and had not been answered before."""
+    try:
+        await asyncio.wait_for(call, after_s)
+    except TimeoutError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
+def test_the_call_after_a_cancelled_one_is_given_the_result_and_not_the_callers_memory(opening, count):
+    async def main(comm: Communicator) -> tuple[int, float]:
+        x = np.full(count, 1.0 + comm.rank)
+        if comm.rank == 0:
+            assert await cancelled(wait_avoiding(comm, opening, x), 1e-3)
+            x[:] = 1000
+        reduction = await wait_avoiding(comm, opening, x)
+        return reduction.round, x[0]
+
+    slow = Network(latency_s=1e-3, bandwidth_bytes_per_s=1e9)
+    for seed in range(5):
+        (first, mine), (second, theirs) = simulate(2, main, slow, seed).results
+        assert first != second or mine == theirs
+
+
+@pytest.mark.parametrize("history", [0, 100])
+def test_rounds_that_a_cancelled_call_was_given_are_missed_or_skipped_by_the_next(history):
+    """The answer is ready on the runtime's loop when the caller is cancelled."""
+
+    async def main(comm: Communicator) -> list[tuple[int, int, int]]:
+        told = []
+        for call in range(5):
+            work = asyncio.ensure_future(comm.solo_allreduce(np.ones(1), history=history))
+            if call == 2:
+                while comm.statistics().operations["solo"].calls < 3:
+                    await asyncio.sleep(0)
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                    pytest.fail("it had been answered before")
+                continue
+            reduction = await work
+            told.append((reduction.round, len(reduction.missed), reduction.skipped))
+        return told
+
+    after = (3, 0, 0) if history else (4, 0, 1)
+    assert run_ranks(1, main)[0] == [(1, 0, 0), (2, 0, 0), after, (after[0] + 1, 0, 0)]
+
+
+@pytest.mark.slow
+def test_no_round_goes_untold_when_calls_time_out_over_real_sockets():
+    async def main(comm: Communicator) -> None:
+        last = 0
+        for _ in range(100):
+            work = comm.solo_allreduce(np.ones(4), history=1000)
+            try:
+                reduction = await asyncio.wait_for(work, 300e-6)
+            except TimeoutError:
+                continue
+            assert reduction.round - len(reduction.missed) - reduction.skipped in (last, last + 1)
+            last = reduction.round
+
+    run_zmq(3, main)
+
+
+def test_buckets_that_are_divided_differently_are_a_mismatch():
+    async def main(comm: Communicator) -> None:
+        buckets = [np.ones(2), np.ones(4)]
+        await comm.quorum_allreduce(buckets if comm.rank else buckets[::-1], quorum=2)
+
+    with pytest.raises(MismatchError, match=r"buckets=.*buckets="):
+        simulate(2, main)

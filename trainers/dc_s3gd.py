@@ -43,6 +43,8 @@ async def dc_s3gd(
     """
     flat = asyncoll.flatten(model)
     await comm.broadcast(flat.parameters)  # w_i = w̄
+    if rounds < 1:
+        return
     await gradient(1)  # g_i = ∇l(w_i)
     schedule(1)
     optimizer.step()  # w_i = w̄ + Δw_i, Δw_i = U(g_i)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -67,7 +68,10 @@ class ActivatedRounds(WaitAvoiding):
         self._keep_staged()
         while number == self._number and self._has_begun() and not self._endpoint.has_failed(self._group.communicator):
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
-                await done  # it may run in the caller's memory, and ends soon
+                await done  # it may run in the caller's memory
+        if self._latest.lent:
+            own = [part.copy() for part in self._latest.parts]
+            self._latest = dataclasses.replace(self._latest, parts=own, lent=False)
 
     # -- opening a round --------------------------------------------------------------------------
 

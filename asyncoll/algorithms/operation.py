@@ -35,6 +35,7 @@ class Operation:
     history: int = 0  # results kept for ranks that are late
     group_size: int = 0  # reduce in groups, of contributions that replace and stay; 0: over all ranks, and they add up
     fixed: bool = False  # the same groups in every round
+    buckets: str = ""  # where one tensor ends and the next begins, if a contribution consists of several
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +77,7 @@ class Operation:
             "seed": self.seed,
             "sync_every": self.sync_every,
             "history": self.history,
+            "buckets": self.buckets,
         }
         more = "".join(f", {rule}={value}" for rule, value in rules.items() if value)
         return f"{kind} allreduce {self.name!r} of {what}, {self.op.name}{more}"

@@ -27,7 +27,9 @@ class OperationStatistics:
     rounds: int  # executed
     calls: int  # made by this rank
     active: dict[int, int]  # contributors in a round: number of such rounds
-    lag: dict[int, int]  # rounds that a call of this rank was behind, 0 when in time: number of such calls
+    lag: dict[
+        int, int
+    ]  # rounds between the one that a call of this rank aimed at and the one given: number of such calls
     stale: float  # share of this rank's calls whose contribution was not in the round they were given
     waits_s: tuple[float, ...]  # by rank: how long it has waited for rounds to begin; who waits least comes last
     late_s: tuple[float, ...]  # by rank: how long after the beginning of rounds it aimed at it has come
@@ -53,6 +55,12 @@ class Tally:
             self._came_s = now_s
         else:
             self._own_times_s[1] += now_s - self._passed_s
+
+    def left(self, now_s: float) -> None:
+        """This rank's caller has stopped waiting."""
+        if self._came_s is not None:
+            self._own_times_s[0] += now_s - self._came_s
+            self._came_s = None
 
     def began(self, now_s: float) -> None:
         """A round begins."""

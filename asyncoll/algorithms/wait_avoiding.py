@@ -70,6 +70,11 @@ class Delivery:
     skipped: int
     missed: tuple[Result, ...]  # what `history` has kept of the rounds before `result`, oldest first
 
+    @property
+    def rounds(self) -> int:
+        """How many rounds it tells of."""
+        return 1 + len(self.missed) + self.skipped
+
 
 class WaitAvoiding(ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results."""
@@ -88,6 +93,7 @@ class WaitAvoiding(ABC):
         self._spare: Parts | None = None  # memory that nobody uses any more
         self._submitted = 0  # contributions staged here so far
         self._seen = 0  # the newest round that a caller here was given
+        self._lost = 0  # rounds that were to be given to callers who were cancelled
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # to a caller who may not have read it yet
@@ -128,10 +134,23 @@ class WaitAvoiding(ABC):
             self._offer()
             result = self._latest
         self._seen = result.number
-        included, lag = ticket <= result.taken, result.number - aim
+        # A model that a newer one has replaced before the round began is not in it.
+        included = ticket == result.taken if self.operation.group_size else ticket <= result.taken
+        lag = result.number - aim
         self._tally.count_call(lag, included=included, next_has_begun=self._has_begun())
         missed = tuple(old for old in self._history if aim <= old.number < result.number)
-        return Delivery(result, included, lag - len(missed), missed)
+        skipped, self._lost = lag - len(missed) + self._lost, 0
+        return Delivery(result, included, skipped, missed)
+
+    def take_back(self, delivery: Delivery) -> None:
+        """The caller was cancelled when its answer was ready, and does not get it: the next call tells of its rounds.
+
+        It gives their results as `missed`, where history may have them, and otherwise counts them as skipped.
+        """
+        if self.operation.history and self._seen == delivery.result.number:
+            self._seen -= delivery.rounds
+        else:
+            self._lost += delivery.rounds
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         """Add to what is staged; returns the contribution's number. Memory is lent only by a caller who then waits."""
@@ -163,6 +182,7 @@ class WaitAvoiding(ABC):
                 self._arrive(number)
                 return await future
         except asyncio.CancelledError:
+            self._tally.left(self._endpoint.now_s())
             await self._reclaim(number)
             raise
 
