@@ -60,6 +60,7 @@ def test_the_worlds_put_the_laws_to_the_test(kind):
     assert any(call.round > call.aim for call in calls) or kind == "full"
     assert any(call.wait_s > 500 for call in calls)
     assert any(call.missed for call in calls) == (kind in ("solo", "majority", "quorum"))
+    assert any(story.cancelled for story in stories) == (kind != "group")
     cases = [story.case for story in stories]
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
@@ -76,7 +77,7 @@ def test_same_seed_same_world():
 
 def tensors(comm, x):
     """Of every bucket, what is behind the padding: by number of the call and rank."""
-    return [bucket[-12 * comm.size :].reshape(12, comm.size) for bucket in (x if isinstance(x, list) else [x])]
+    return [bucket[-16 * comm.size :].reshape(16, comm.size) for bucket in (x if isinstance(x, list) else [x])]
 
 
 def own(comm, x):

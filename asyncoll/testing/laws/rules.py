@@ -5,6 +5,7 @@ Contributions to a group allreduce replace and stay; in all other kinds they add
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from asyncoll.algorithms.grouping import partition
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.tensors import Array, ReduceOp
-from asyncoll.testing.laws.story import NAP_S, Call, Case, Story
+from asyncoll.testing.laws.story import NAP_S, Call, Cancelled, Case, Story
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def wholeness(story: Story) -> Iterator[Breach]:
 
 def exactly_once(story: Story) -> Iterator[Breach]:
     """No contribution is in two rounds, nor twice in one."""
-    so_far = np.zeros((story.case.rounds, story.case.size), np.int64)
+    so_far = np.zeros((story.case.calls, story.case.size), np.int64)
     for number, value, _ in _sums(story):
         so_far += value
         for index, rank in np.argwhere((value < 0) | (so_far > 1) & (value > 0)).tolist():
@@ -59,17 +60,22 @@ def exactly_once(story: Story) -> Iterator[Breach]:
 
 
 def conservation(story: Story) -> Iterator[Breach]:
-    """What was submitted is what was summed: all rounds together hold every contribution of every call."""
+    """What was submitted is what was summed: all rounds together hold every contribution of every call.
+
+    A call that is cancelled has submitted, too.
+    """
     case = story.case
     given = {number for number, _, _ in _sums(story)}
-    yield from (Breach(number, 0, "nobody was given it") for number in range(1, case.rounds + 1) if number not in given)
-    total = np.zeros((case.rounds, case.size), np.int64)
+    unknown = [number for number in range(1, case.rounds + 1) if number not in given]
+    if not story.cancelled:  # otherwise a round may have been for a caller alone who has given up
+        yield from (Breach(number, 0, "nobody was given it") for number in unknown)
+    total = np.zeros((case.calls, case.size), np.int64)
     for _, value, _ in _sums(story):
         total += value
-    for call in _calls(story):
+    for call in _submitted(story):
         total[call.index, call.rank] -= 1
-        if total[call.index, call.rank] < 0:
-            yield Breach(call.round, call.rank, f"its contribution of call {call.index} is in no round")
+        if total[call.index, call.rank] < 0 and not unknown and not (call.aim == case.rounds and _hurried(story, call)):
+            yield Breach(call.aim, call.rank, f"its contribution of call {call.index} is in no round")
     for index, rank in np.argwhere(total > 0).tolist():
         yield Breach(case.rounds, rank, f"a contribution of call {index} that it never made is in a sum")
 
@@ -108,9 +114,9 @@ def staleness(story: Story) -> Iterator[Breach]:
     for number, value, _ in _sums(story):
         for index, rank in np.argwhere(value).tolist():
             entered.setdefault((rank, index), number)
-    for call in _calls(story):
+    for call in _submitted(story):
         late = entered.get((call.rank, call.index), call.aim) - call.aim
-        if not 0 <= late < story.case.sync_every:
+        if not 0 <= late < story.case.sync_every + _hurried(story, call):
             yield Breach(call.aim, call.rank, f"its contribution of call {call.index} entered {late} rounds later")
 
 
@@ -144,7 +150,8 @@ def synchrony(story: Story) -> Iterator[Breach]:
         if call.reduction.synchronous != case.is_synchronous(call.round):
             yield Breach(call.round, call.rank, f"call {call.index} was told synchronous={call.reduction.synchronous}")
     for number in range(case.sync_every, case.rounds + 1, case.sync_every):
-        for rank in range(case.size):
+        gave_up = {call.rank for call in story.cancelled if call.aim <= number}
+        for rank in set(range(case.size)) - gave_up:
             there = any(call.round == number and call.included for call in story.calls[rank])
             if not there and not story.ended(rank, number):
                 yield Breach(number, rank, "it was not in this synchronous round")
@@ -163,7 +170,7 @@ def history(story: Story) -> Iterator[Breach]:
             told = f"{len(call.missed)} missed results and skipped={call.reduction.skipped}"
             yield Breach(call.round, call.rank, f"it aimed at round {call.aim} and was given {told}")
         for number, result in zip(range(call.round - kept, call.round), call.missed, strict=False):
-            if not np.array_equal(result[0], values[number]):
+            if number in values and not np.array_equal(result[0], values[number]):
                 yield Breach(number, call.rank, f"call {call.index} was given something else as its missed result")
 
 
@@ -186,6 +193,16 @@ def laws_of(kind: str) -> tuple[Law, ...]:
 
 def _calls(story: Story) -> Iterator[Call]:
     return (call for mine in story.calls for call in mine)
+
+
+def _submitted(story: Story) -> Iterator[Call | Cancelled]:
+    return itertools.chain(_calls(story), story.cancelled)
+
+
+def _hurried(story: Story, call: Call | Cancelled) -> bool:
+    """Whether this rank had given up a call for the same round, which may be over without this one before it hears."""
+    before = (each for each in story.cancelled if each.rank == call.rank and each.index < call.index)
+    return any(each.aim == call.aim for each in before)
 
 
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:

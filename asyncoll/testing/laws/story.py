@@ -43,6 +43,7 @@ SIMULATED = "simulated"
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
+_CANCELS = 4  # calls at most that the impatient rank of a world gives up
 _STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
 NAP_S = 1000.0  # longer than all the rest of a world
 
@@ -65,6 +66,7 @@ class Case:
     nap_before: int  # before this call
     quitter: int | None  # the rank that ends before the others,
     quits_after: int  # so many calls
+    impatient: int | None  # the rank that cancels some of its calls
     network: Network
     rounds: int = _ROUNDS
 
@@ -76,6 +78,11 @@ class Case:
     @property
     def candidates(self) -> int:
         return max(1, round(self.size / 3)) if self.kind == "candidates" else 1
+
+    @property
+    def calls(self) -> int:
+        """How many calls a rank may make: each answer is of a newer round than the one before."""
+        return self.rounds + _CANCELS
 
     def is_synchronous(self, number: int) -> bool:
         return number % self.sync_every == 0
@@ -114,6 +121,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         nap_before=one_of(0, 1, 3),
         quitter=one_of(None, None, rank()) if size > 1 else None,
         quits_after=one_of(1, 3, 6),
+        impatient=one_of(None, rank()) if kind != "group" and size > 1 else None,
         network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
     )
 
@@ -140,11 +148,21 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A call that was given up."""
+
+    rank: int
+    index: int
+    aim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Story:
     """A world that has ended."""
 
     case: Case
     calls: list[list[Call]]  # by rank, in order
+    cancelled: list[Cancelled]
     messages: int = 0
     rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(
         default_factory=dict
@@ -163,39 +181,52 @@ def tell(case: Case, transport: str) -> Story:
     """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
     if transport == SIMULATED:
         report = simulate(case.size, lambda comm: _take_part(comm, case), case.network, case.seed)
-        return Story(case, report.results, report.messages)
+        return _story(case, report.results, report.messages)
     case = replace(case, sleeper=None, network=Network())
-    return Story(case, run_ranks(case.size, lambda comm: _take_part(comm, case), transport))
+    return _story(case, run_ranks(case.size, lambda comm: _take_part(comm, case), transport), 0)
 
 
-async def _take_part(comm: Communicator, case: Case) -> list[Call]:
+def _story(case: Case, parts: list[tuple[list[Call], list[Cancelled]]], messages: int) -> Story:
+    return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
+
+
+async def _take_part(comm: Communicator, case: Case) -> tuple[list[Call], list[Cancelled]]:
     """Call at random moments until the last round is seen, and keep every answer."""
     generator = np.random.default_rng([case.seed, comm.rank])
     step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
     now = asyncio.get_running_loop().time
     calls: list[Call] = []
+    cancelled: list[Cancelled] = []
     seen = 0
     while seen < case.rounds and not (comm.rank == case.quitter and len(calls) == case.quits_after):
         await asyncio.sleep(generator.exponential(step_s))
         if comm.rank == case.sleeper and len(calls) == case.nap_before:
             await asyncio.sleep(NAP_S)
-        contribution = _contribution(case, comm.rank, len(calls))
+        index = len(calls) + len(cancelled)
+        contribution = _contribution(case, comm.rank, index)
         given, began = _counts(contribution, case), now()
-        reduction = await _OPERATIONS[case.kind](comm, contribution, case)
+        hurried = comm.rank == case.impatient and len(cancelled) < _CANCELS
+        patience_s = float(generator.exponential(_STEP_S)) if hurried else None
+        try:
+            reduction = await asyncio.wait_for(_OPERATIONS[case.kind](comm, contribution, case), patience_s)
+        except TimeoutError:
+            cancelled.append(Cancelled(comm.rank, index, seen + 1))
+            _scribble(contribution)
+            continue
         value, waited_s = _counts(contribution, case), now() - began
         if not reduction.active:  # a group that had nothing to give leaves the tensors as they are
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        calls.append(Call(comm.rank, len(calls), seen + 1, value, missed, reduction, waited_s))
+        calls.append(Call(comm.rank, index, seen + 1, value, missed, reduction, waited_s))
         seen = reduction.round
-    return calls
+    return calls, cancelled
 
 
 def _contribution(case: Case, rank: int, index: int) -> Any:
     """1 in the element that belongs to this call alone, in every bucket, behind the padding."""
-    own = case.padding + index * case.size + rank  # a call returns a newer round than the last: at most `rounds` calls
+    own = case.padding + index * case.size + rank
     dtypes = (np.int64, np.float64)[: case.buckets]
-    buckets = [np.zeros(case.padding + case.rounds * case.size, dtype) for dtype in dtypes]
+    buckets = [np.zeros(case.padding + case.calls * case.size, dtype) for dtype in dtypes]
     for bucket in buckets:
         bucket[own] = 1
     return buckets if case.buckets > 1 else buckets[0]
@@ -203,4 +234,10 @@ def _contribution(case: Case, rank: int, index: int) -> Any:
 
 def _counts(x: Any, case: Case) -> Array:
     buckets = x if isinstance(x, list) else [x]
-    return np.stack([bucket[case.padding :].reshape(case.rounds, case.size) for bucket in buckets]).astype(np.int64)
+    return np.stack([bucket[case.padding :].reshape(case.calls, case.size) for bucket in buckets]).astype(np.int64)
+
+
+def _scribble(x: Any) -> None:
+    """The tensors of a call that was given up are the caller's again."""
+    for bucket in x if isinstance(x, list) else [x]:
+        bucket.fill(-7)
