@@ -275,17 +275,19 @@ def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
 
 
 def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
-    """The ZeroMQ frames of a message.
+    """The ZeroMQ frames of a message: as few as possible without copying much.
 
-    A small one is one frame: how long its frames are, the first, the third and the second. A larger one goes as it is,
-    after an empty frame.
+    The first says how long the frames are, and holds the first and the third. The second, the payload, follows in it
+    or, if it is longer, after it. What does not fit that form goes as it is, after an empty frame.
     """
     count = len(frames)
     first, third = len(frames[0]), len(frames[2]) if count > 2 else 0
-    second = len(frames[1]) if count > 1 else 0
-    if first > _FIRST_MAX or count > 3 or second + third > _PACKED_MAX:
+    if first > _FIRST_MAX or third > _PACKED_MAX or count > 3:
         return (b"", *frames)
-    return (b"".join((_PACKED.pack(count, first, third), frames[0], *frames[2:], *frames[1:2])),)
+    packed = (_PACKED.pack(count, first, third), frames[0], *frames[2:])
+    if count > 1 and len(frames[1]) > _PACKED_MAX:
+        return (b"".join(packed), frames[1])
+    return (b"".join((*packed, *frames[1:2])),)
 
 
 def _unpack(received: list[Any]) -> list[Buffer]:
@@ -298,9 +300,9 @@ def _unpack(received: list[Any]) -> list[Buffer]:
     count, length, riding = _PACKED.unpack_from(first)
     packed = memoryview(first)
     middle = _PACKED.size + length
-    frames: list[Buffer] = [first[_PACKED.size : middle]]
-    if count > 1:
+    frames: list[Buffer] = [first[_PACKED.size : middle], *received[1:]]
+    if count > 1 and len(received) == 1:
         frames.append(packed[middle + riding :])
     if count > 2:
         frames.append(packed[middle : middle + riding])
-    return frames + received[1:]
+    return frames
