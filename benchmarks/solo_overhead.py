@@ -5,10 +5,10 @@
 All ranks arrive together, after a barrier, and the two take turns, call by call. A time is the slowest rank's median,
 and of several repeats (worlds of processes) the median. The target is a ratio of at most 1.3 at 1 MB and above.
 
-Where the difference goes is measured apart, in the same processes while the others do the same: the copy into a fresh
-array that stages a contribution, the copy of the result, the reduction of the attendance list (after a long array it
-goes by itself), and the activation with the rest of a round's bookkeeping (solo less allreduce of one element). A rank
-that comes a moment after a round has begun takes part with nothing; `rounds with all` says how often nobody did.
+Where the difference goes: `bookkeeping` is a round that waits for all, of the same tensor, less the allreduce;
+`activation, lateness` is the rest. A rank that comes a moment after a round has begun takes part with nothing, and has
+its contribution and the result copied; `one copy` is what that costs each time, measured apart while the others do the
+same, and `rounds with all` how often nobody was late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-from closed_forms import ATTENDANCE_BYTES
 from common import Record, ask, numbers, parser, program
 
 import asyncoll
@@ -70,33 +69,29 @@ async def measure(comm: asyncoll.Communicator, sizes: list[int], calls: int) -> 
 
 
 async def one_size(comm: asyncoll.Communicator, size: int, calls: int) -> dict[str, Any]:
-    x, one = np.empty(size // ITEM_BYTES, np.float32), np.empty(1, np.float32)
-    attendance = np.empty(comm.size * ATTENDANCE_BYTES // ITEM_BYTES, np.float32)
-    result = np.ones_like(x)
-    parts: dict[str, tuple[Array, Part]] = {
-        "allreduce": (x, allreduce(comm, x)),
-        "solo": (x, solo(comm, x, f"solo of {size}")),
-        "allreduce of one": (one, allreduce(comm, one)),
-        "solo of one": (one, solo(comm, one, f"solo beside {size}")),
-        "attendance": (attendance, allreduce(comm, attendance)),
-        "staging": (x, copying(x.copy)),
-        "result": (x, copying(lambda: np.copyto(x, result))),
+    x = np.empty(size // ITEM_BYTES, np.float32)
+    ones = np.ones_like(x)
+    parts: dict[str, Part] = {
+        "allreduce": allreduce(comm, x),
+        "solo": solo(comm, x, f"solo of {size}", sync_every=2),
+        "waiting": solo(comm, x, f"waiting of {size}", sync_every=1),
+        "copy": copying(x, ones),
     }
     seconds: dict[str, list[float]] = {part: [] for part in parts}
     wrong = together = 0
     for _ in range(WARMUP + calls):
-        for part, (array, call) in parts.items():
-            array.fill(1)
+        for part, call in parts.items():
+            x.fill(1)
             await comm.barrier()
             start = time.perf_counter()
             active = await call()
             seconds[part].append(time.perf_counter() - start)
-            wrong += wrong_elements(array, active)
-            together += part == "solo" and active == comm.size
-            if part.startswith("solo"):  # a round that waits for all brings in what came too late for this one
-                array.fill(0)
+            wrong += wrong_elements(x, active)
+            if part == "solo":  # a round that waits for all brings in what came too late for this one
+                together += active == comm.size
+                x.fill(0)
                 await call()
-                wrong += wrong_elements(array, comm.size - active)
+                wrong += wrong_elements(x, comm.size - active)
     medians = {part: (await slowest(comm, found[WARMUP:], 0))[0] for part, found in seconds.items()}
     _, _, wrong = await slowest(comm, [0.0], wrong)
     if wrong:
@@ -113,18 +108,16 @@ def allreduce(comm: asyncoll.Communicator, x: Array) -> Part:
     return call
 
 
-def solo(comm: asyncoll.Communicator, x: Array, name: str) -> Part:
-    """Every second round waits for all; the others are what is measured."""
-
+def solo(comm: asyncoll.Communicator, x: Array, name: str, sync_every: int) -> Part:
     async def call() -> int:
-        return (await comm.solo_allreduce(x, name=name, sync_every=2)).active
+        return (await comm.solo_allreduce(x, name=name, sync_every=sync_every)).active
 
     return call
 
 
-def copying(work: Callable[[], object]) -> Part:
+def copying(x: Array, source: Array) -> Part:
     async def call() -> int:
-        work()
+        np.copyto(x, source)
         return 1
 
     return call
@@ -135,25 +128,15 @@ def copying(work: Callable[[], object]) -> Part:
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     lines = [["bytes", "allreduce (us)", "solo (us)", "solo/allreduce", "difference (us)"]]
-    lines[0] += ["activation, bookkeeping", "staging copy", "result copy", "attendance", "rest", "rounds with all"]
+    lines[0] += ["bookkeeping", "activation, lateness", "one copy", "rounds with all"]
     for row in rows:
-        parts = list(explained(row).values())
-        difference = row["solo_us"] - row["allreduce_us"]
-        together = f"{row['together']:.0%}"
-        times = [f"{row['allreduce_us']:.0f}", f"{row['solo_us']:.0f}", f"{row['ratio']:.2f}", f"{difference:.0f}"]
+        base, solo_us, waiting = row["allreduce_us"], row["solo_us"], row["waiting_us"]
+        ratio, together = f"{row['ratio']:.2f}", f"{row['together']:.0%}"
+        parts = [solo_us - base, waiting - base, solo_us - waiting, row["copy_us"]]
         lines.append(
-            [str(row["size"]), *times, *(f"{part:.0f}" for part in (*parts, difference - sum(parts))), together]
+            [str(row["size"]), f"{base:.0f}", f"{solo_us:.0f}", ratio, *(f"{part:.0f}" for part in parts), together]
         )
     return lines
-
-
-def explained(row: dict[str, Any]) -> dict[str, float]:
-    return {
-        "activation": row["solo of one_us"] - row["allreduce of one_us"],
-        "staging": row["staging_us"],
-        "result": row["result_us"],
-        "attendance": row["attendance_us"],
-    }
 
 
 def plot(record: Record, raw: dict[int, Any]) -> None:

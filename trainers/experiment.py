@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -73,18 +74,15 @@ def _train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(round_, settings)
 
-    model, rounds = workload.model, settings.rounds
+    common: dict[str, Any] = {"rounds": settings.rounds, "schedule": schedule}
+    given = comm, workload.model, optimizer, gradient
     match trainer:
         case "allreduce_sgd":
-            return allreduce_sgd(comm, model, optimizer, gradient, rounds=rounds, schedule=schedule)
+            return allreduce_sgd(*given, **common)
         case "eager_sgd":
             return eager_sgd(
-                comm,
-                model,
-                optimizer,
-                gradient,
-                rounds=rounds,
-                schedule=schedule,
+                *given,
+                **common,
                 partial=settings.partial,
                 candidates=settings.candidates,
                 quorum=settings.quorum,
@@ -95,12 +93,8 @@ def _train(
             )
         case "wagma_sgd":
             return wagma_sgd(
-                comm,
-                model,
-                optimizer,
-                gradient,
-                rounds=rounds,
-                schedule=schedule,
+                *given,
+                **common,
                 group_size=settings.group_size,
                 sync_every=settings.sync_every,
                 order=settings.order,
@@ -108,7 +102,7 @@ def _train(
                 observe=consensus.observe,
             )
         case "dc_s3gd":
-            return dc_s3gd(comm, model, optimizer, gradient, rounds=rounds, schedule=schedule, lambda0=settings.lambda0)
+            return dc_s3gd(*given, **common, lambda0=settings.lambda0)
     raise asyncoll.UsageError(f"there is no trainer {trainer!r}")
 
 
