@@ -28,8 +28,20 @@ def main() -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="Stop the job after so many seconds (exit code 124).",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(["shm", "zmq"]),
+    help="Memory that the ranks share, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
+)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
-def launch(size: int, module: bool, log_dir: Path | None, timeout: float | None, program: tuple[str, ...]) -> None:
+def launch(
+    size: int,
+    module: bool,
+    log_dir: Path | None,
+    timeout: float | None,
+    transport: str | None,
+    program: tuple[str, ...],
+) -> None:
     """Run a Python program as N ranks on this host.
 
     What follows the script's or the module's name belongs to the program. The ranks find each other by the
@@ -39,7 +51,7 @@ def launch(size: int, module: bool, log_dir: Path | None, timeout: float | None,
     from asyncoll.launch import launch as run
 
     try:
-        code = run(size, program, module=module, log_dir=log_dir, timeout=timeout)
+        code = run(size, program, module=module, log_dir=log_dir, timeout=timeout, transport=transport)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     sys.exit(code)
@@ -65,10 +77,10 @@ def doctor(as_json: bool) -> None:
 @click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Processes; one for each CPU.")
 @click.option(
     "--transport",
-    type=click.Choice(["simulated", "inproc", "zmq"]),
+    type=click.Choice(["simulated", "memory", "inproc", "zmq", "shm"]),
     default="simulated",
     show_default=True,
-    help="A simulated network in virtual time, or ranks in one process in real time.",
+    help="A simulated network, or memory shared, in virtual time; or ranks in one process in real time.",
 )
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
     """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.

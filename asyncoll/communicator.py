@@ -11,12 +11,10 @@ communicator, because its peers cannot be left waiting; cancelling a wait-avoidi
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,11 +24,15 @@ from asyncoll.algorithms import dense
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
+from asyncoll.calls import Calls, Form, Signature
+from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError, UsageError
+from asyncoll.errors import ClosedError, UsageError
 from asyncoll.group import Group, Lane
-from asyncoll.persistent import Operations, Receipt, Reduction, check
+from asyncoll.persistent import Operations, Receipt, Reduction
+from asyncoll.persistent import check as check_operation
 from asyncoll.progress import Runner
+from asyncoll.registered import Registry
 from asyncoll.tensors import Operand, ReduceOp
 from asyncoll.wire import digest
 
@@ -49,28 +51,6 @@ class Statistics:
     operations: dict[str, OperationStatistics]  # the wait-avoiding operations of this communicator, by name
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call as its peers must have made it too."""
-
-    operation: str
-    number: int
-    dtype: str
-    count: int
-    detail: str
-    site: str
-
-    def __str__(self) -> str:
-        what = "" if self.count < 0 else f" of {self.count}"
-        more = f", {self.detail}" if self.detail else ""
-        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
-
-
-@lru_cache(maxsize=1024)
-def _fingerprint(operation: str, dtype: str, count: int, detail: str) -> int:
-    return digest(operation, dtype, count, detail)
-
-
 class Communicator:
     """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
 
@@ -81,9 +61,9 @@ class Communicator:
         self._endpoint = endpoint
         self._group = group
         self._runner = runner
-        self._number = 0
-        self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
-        self._operations = Operations(endpoint, group)
+        self._calls = Calls(endpoint, group, runner)
+        self._registry = Registry(self._calls.arena)
+        self._operations = Operations(endpoint, group, runner.post)
 
     @property
     def local_rank(self) -> int:
@@ -106,40 +86,40 @@ class Communicator:
         Every rank ends with the same bits. AVG is the sum divided by `size`, in the dtype of `x` (floats only).
         """
         operand = tensors.operand(x, writable=True)
-        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+        tensors.check_reduction(op, operand.dtype)
 
-        async def body(lane: Lane) -> T:
-            await dense.allreduce(lane, operand.flat, combine)
-            self._finish(operand, op)
+        async def body(form: Form) -> T:
+            await form.allreduce(operand.flat, op, operand.dtype)
+            operand.write_back()
             return x
 
-        return self._start(self._call("allreduce", operand, op.name), body)
+        return self._calls.start(self._call("allreduce", operand, op.name), body)
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
         operand = tensors.operand(x, writable=True)
         root = self._place(root, "root")
 
-        async def body(lane: Lane) -> T:
-            await dense.broadcast(lane, operand.flat, root)
+        async def body(form: Form) -> T:
+            await form.broadcast(operand.flat, root)
             operand.write_back()
             return x
 
-        return self._start(self._call("broadcast", operand, f"root {root}"), body)
+        return self._calls.start(self._call("broadcast", operand, f"root {root}"), body)
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
         root = self._place(root, "root")
         operand = tensors.operand(x, writable=self.rank == root)
-        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+        tensors.check_reduction(op, operand.dtype)
 
-        async def body(lane: Lane) -> T:
-            await dense.reduce(lane, operand.flat, combine, root)
+        async def body(form: Form) -> T:
+            await form.reduce(operand.flat, op, operand.dtype, root)
             if self.rank == root:
-                self._finish(operand, op)
+                operand.write_back()
             return x
 
-        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body)
+        return self._calls.start(self._call("reduce", operand, f"{op.name}, root {root}"), body)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` and return my shard of rows, as a new tensor; `x` is untouched.
@@ -147,66 +127,63 @@ class Communicator:
         Rows (dimension 0) are split as evenly as they go, the first `rows mod size` ranks having one more.
         """
         operand = tensors.operand(x)
-        combine = tensors.combiner(tensors.check_reduction(op, operand.dtype), operand.dtype)
+        tensors.check_reduction(op, operand.dtype)
         rows, row = self._rows(operand, "reduce_scatter")
         edges_of = dense.bounds(rows, self.size)
 
-        async def body(lane: Lane) -> T:
+        async def body(form: Form) -> T:
             chunks = [operand.flat[start * row : end * row] for start, end in edges_of]
-            shard = chunks[self.rank] = chunks[self.rank].copy()
-            await dense.reduce_scatter(lane, chunks, shard, combine)
-            if op is ReduceOp.AVG:
-                tensors.divide(shard, operand.dtype, self.size)
+            shard = np.empty_like(chunks[self.rank])
+            await form.reduce_scatter(chunks, shard, op, operand.dtype)
             start, end = edges_of[self.rank]
             mine: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return mine
 
-        return self._start(self._call("reduce_scatter", operand, op.name), body)
+        return self._calls.start(self._call("reduce_scatter", operand, op.name), body)
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
         operand = tensors.operand(x)
 
-        async def body(lane: Lane) -> T:
+        async def body(form: Form) -> T:
             stacked, blocks = shapes.blocks(operand, self.size)
             blocks[self.rank][...] = operand.flat
-            await dense.allgather(lane, blocks)
+            await form.allgather(blocks)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._start(self._call("allgather", operand), body)
+        return self._calls.start(self._call("allgather", operand), body)
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
         operand = tensors.operand(x)
 
-        async def body(lane: Lane) -> list[T]:
+        async def body(form: Form) -> list[T]:
             rows = shapes.rows(self.size)
             rows[self.rank][...] = shapes.encode_shape(operand.shape)
-            await dense.allgather(lane, rows)
-            lane.next_phase()
+            await form.allgather(rows)
             blocks, extents = shapes.receptacles(operand.dtype, rows)
             blocks[self.rank][...] = operand.flat
-            await dense.allgather_ring(lane, blocks)
+            await form.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._start(self._call("allgatherv", operand, any_count=True), body)
+        return self._calls.start(self._call("allgatherv", operand, any_count=True), body)
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
         operand = tensors.operand(x)
         root = self._place(root, "root")
 
-        async def body(lane: Lane) -> T | None:
+        async def body(form: Form) -> T | None:
             if self.rank != root:
-                await dense.gather(lane, operand.flat, [], root)
+                await form.gather(operand.flat, [], root)
                 return None
             stacked, blocks = shapes.blocks(operand, self.size)
-            await dense.gather(lane, operand.flat, blocks, root)
+            await form.gather(operand.flat, blocks, root)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._start(self._call("gather", operand, f"root {root}"), body)
+        return self._calls.start(self._call("gather", operand, f"root {root}"), body)
 
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
         """Give the root's `xs[rank]` to each rank, as a new tensor; `xs` is read at the root alone.
@@ -216,18 +193,17 @@ class Communicator:
         root = self._place(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
 
-        async def body(lane: Lane) -> T:
+        async def body(form: Form) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
             head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
-            await dense.scatter(lane, heads, head, root)
-            lane.next_phase()
+            await form.scatter(heads, head, root)
             dtype, shape = tensors.DTYPES[head[0]], shapes.decode_shape(head[2:])
             mine = np.empty(shapes.count(shape), tensors.storage(dtype))
-            await dense.scatter(lane, [operand.flat for operand in operands], mine, root)
+            await form.scatter([operand.flat for operand in operands], mine, root)
             result: T = tensors.build(mine, dtype, shape, as_torch=bool(head[1]))
             return result
 
-        return self._start(self._call("scatter", None, f"root {root}"), body)
+        return self._calls.start(self._call("scatter", None, f"root {root}"), body)
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of rows of `x` to rank i; returns what came, by rank, as a new tensor.
@@ -239,33 +215,32 @@ class Communicator:
         if rows % self.size:
             raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
 
-        async def body(lane: Lane) -> T:
+        async def body(form: Form) -> T:
             received = np.empty_like(operand.flat)
             parts = dense.bounds(operand.flat.size, self.size)
             outgoing = [operand.flat[start:end] for start, end in parts]
-            await dense.alltoall(lane, outgoing, [received[start:end] for start, end in parts])
+            await form.alltoall(outgoing, [received[start:end] for start, end in parts])
             result: T = operand.like(received, operand.shape)
             return result
 
-        return self._start(self._call("alltoall", operand), body)
+        return self._calls.start(self._call("alltoall", operand), body)
 
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
         """Send `xs[i]` to rank i, of any shapes and one dtype; returns what came, by rank, as new tensors."""
         operands = self._operands(xs, "alltoallv")
 
-        async def body(lane: Lane) -> list[T]:
+        async def body(form: Form) -> list[T]:
             rows = shapes.rows(self.size)
-            await dense.alltoall(lane, [shapes.encode_shape(operand.shape) for operand in operands], rows)
-            lane.next_phase()
+            await form.alltoall([shapes.encode_shape(operand.shape) for operand in operands], rows)
             blocks, extents = shapes.receptacles(operands[0].dtype, rows)
-            await dense.alltoall(lane, [operand.flat for operand in operands], blocks)
+            await form.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._start(self._call("alltoallv", operands[0], any_count=True), body)
+        return self._calls.start(self._call("alltoallv", operands[0], any_count=True), body)
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Return once every rank has called it."""
-        return self._start(self._call("barrier", None), dense.barrier)
+        return self._calls.start(self._call("barrier", None), lambda form: form.barrier())
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -399,6 +374,19 @@ class Communicator:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
         return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
 
+    # -- memory -----------------------------------------------------------------------------------
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """A tensor with arbitrary content in memory that the ranks of this host share ("registered").
+
+        A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
+        lies, without copies. Where ranks share no memory it is an ordinary tensor. Views of it are registered too; its
+        memory is given back some time after the last of them is gone. Local: the others need not call it.
+
+        Raises UsageError if the host has not so much memory left.
+        """
+        return self._registry.empty(shape, dtype)
+
     # -- the communicator itself ------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
@@ -410,10 +398,10 @@ class Communicator:
         key = _whole(key, "key")
         call = self._call("split", None)
 
-        async def body(lane: Lane) -> Communicator | None:
+        async def body(form: Form) -> Communicator | None:
             rows = shapes.rows(self.size, 3)
             rows[self.rank][...] = (color is not None, color or 0, key)
-            await dense.allgather(lane, rows)
+            await form.allgather(rows)
             if color is None:
                 return None
             places = [place for place, row in enumerate(rows) if row[0] and row[1] == color]
@@ -423,7 +411,7 @@ class Communicator:
             group = Group(ranks, places.index(self.rank), context)
             return Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
 
-        return self._start(call, body)
+        return self._calls.start(call, body)
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
@@ -439,58 +427,28 @@ class Communicator:
 
     def leave(self) -> Coroutine[Any, Any, None]:
         """A barrier as the last call of a rank; the end of `run` and `connect` makes it."""
-        return self._start(self._call("the end of its program", None), dense.barrier)
+        return self._calls.start(self._call("the end of its program", None), lambda form: form.barrier())
 
     def abort(self, reason: str) -> None:
         """Give up: every pending and later call on this communicator raises AbortedError, at every rank.
 
         Local, immediate, idempotent; never blocks.
         """
-        self._runner.post(lambda: self._abort(str(reason)))
+        self._calls.abort(str(reason))
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _abort(self, reason: str) -> None:
-        self._endpoint.abort(self._group.communicator, self._group.ranks, reason)
-
-    def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> _Call:
-        """Number a call. The caller's checks are done: whatever raises UsageError comes before this."""
-        self._number += 1
+    def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
         count = -1 if operand is None or any_count else operand.flat.size
-        return _Call(operation, self._number, operand.dtype if operand else "", count, detail, _site())
-
-    def _start(self, call: _Call, body: Callable[[Lane], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        return self._launch(call, self._group.communicator, call.number, body)
+        return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
     def _pairwise(
         self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
-        pair = (source, dest, tag)
-        number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
+        number = self._calls.number_pair(source, dest, tag)
         detail = f"from rank {source} to rank {dest}, tag {tag}"
-        call = _Call("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
-        return self._launch(call, digest(self._group.communicator, "pair", *pair), number, body)
-
-    def _launch(
-        self, call: _Call, context: int, number: int, body: Callable[[Lane], Awaitable[T]]
-    ) -> Coroutine[Any, Any, T]:
-        self._check_open()
-        fingerprint = _fingerprint(call.operation, call.dtype, call.count, call.detail)
-        lane = Lane(self._endpoint, self._group, context, number, fingerprint, call.__str__)
-        return self._runner.start(self._run(call, lane, body))
-
-    async def _run(self, call: _Call, lane: Lane, body: Callable[[Lane], Awaitable[T]]) -> T:
-        try:
-            with lane:
-                return await body(lane)
-        except asyncio.CancelledError:
-            self._abort(f"{call} was cancelled")
-            raise
-        except AsyncollError:
-            raise
-        except Exception as error:
-            self._abort(f"{call} failed: {error!r}")
-            raise
+        call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
+        return self._calls.start_pair(call, source, dest, tag, body)
 
     def _wait_avoiding(
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
@@ -499,15 +457,15 @@ class Communicator:
         numbers = {rule: _whole(value, rule) for rule, value in rules.items()}
         boundaries = contribution.boundaries
         spec = Operation(name, contribution.layout, op, opening, fixed=fixed, buckets=boundaries, **numbers)
-        check(spec, self.size)
-        self._check_open()
-        receipt = Receipt()
-        return self._runner.start(self._operations.contribute(spec, contribution, _site(), receipt), receipt.take_back)
-
-    def _finish(self, operand: Operand, op: ReduceOp) -> None:
-        if op is ReduceOp.AVG:
-            tensors.divide(operand.flat, operand.dtype, self.size)
-        operand.write_back()
+        check_operation(spec, self.size)
+        if self._endpoint.closed:
+            raise ClosedError("this communicator is closed")
+        receipt, arena = Receipt(), self._operations.arena
+        work = self._operations.contribute(spec, contribution, _site(), receipt)
+        if arena is None:
+            return self._runner.start(work, receipt.take_back)
+        check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
+        return self._runner.drive(Work(arena, work, check, lambda: f"a round of {spec}"), receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:
@@ -540,10 +498,6 @@ class Communicator:
         if place == self.rank:
             raise UsageError(f"{what} {place} is this rank itself: keep the tensor instead")
         return place
-
-    def _check_open(self) -> None:
-        if self._endpoint.closed:
-            raise ClosedError("this communicator is closed")
 
 
 def _whole(value: object, what: str) -> int:

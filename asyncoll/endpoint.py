@@ -31,7 +31,7 @@ from asyncoll.errors import (
 )
 from asyncoll.matching import Key, Mailbox, Receive
 from asyncoll.tensors import Array
-from asyncoll.transport import Buffer, Transport
+from asyncoll.transport import Arena, Buffer, Transport
 from asyncoll.wire import SEGMENT_BYTES
 
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # unconsumed short arrays on the way from one rank to another
@@ -96,8 +96,10 @@ class Traffic:
 class Endpoint:
     """The runtime of one rank. Everything happens on the loop that it was started on."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, arena: Arena | None = None) -> None:
+        """`arena` is what this rank shares with those of its host, if there is one."""
         self.transport = transport
+        self.arena = arena
         self.rank = transport.rank
         self.size = transport.size
         self.traffic = Traffic()
@@ -114,12 +116,19 @@ class Endpoint:
         self._early_count = 0
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
+        self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
+        self.lost_ranks: set[int] = set()
         self.departed = False
         self.closed = False
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self.transport.start(self)
+
+    def shared_by(self, ranks: tuple[int, ...]) -> Arena | None:
+        """The arena, if it is that of all these ranks of the world, and they are several."""
+        arena = self.arena
+        return arena if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks) else None
 
     def now_s(self) -> float:
         """The time of this rank's loop: virtual in a simulated world."""
@@ -319,6 +328,11 @@ class Endpoint:
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 _break(future, make)
+        self._alarm()
+
+    def _alarm(self) -> None:
+        if self.arena is not None:
+            self.arena.alarm()
 
     def abort(self, communicator: int, members: tuple[int, ...], reason: str) -> None:
         """Give up and tell the members. Local, immediate, idempotent."""
@@ -354,20 +368,30 @@ class Endpoint:
             lines += [f"{what}: step {step} from rank {source}" for source, step in execution.mailbox.waiting_for()]
             to = [key for key in execution.waits.values() if key is not None]
             lines += [f"{what}: rank {dest} has not posted its receive for step {step}" for dest, step in to]
+        lines += self.arena.waiting() if self.arena is not None else []
         return lines + [what for _, what in self._watched.values()]
 
     def _dispute(self, source: int, identity: Identity) -> None:
+        self.dispute(source, identity.communicator, identity.context, identity.number, identity.describe())
+
+    def dispute(self, source: int, communicator: int, context: int, number: int, description: str) -> None:
         """Ask `source` what it meant; its answer, which names both sides, goes to every member."""
-        message = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
-        self.tell(source, message)
+        self.tell(source, wire.Dispute(communicator, context, number, description))
+
+    def on_dispute(self, context: int, describe: Callable[[int], tuple[tuple[int, ...], str] | None]) -> None:
+        """`describe(number)` knows who takes part in that execution of `context`, and what it is."""
+        self._described[context] = describe
 
     def _answer(self, source: int, dispute: wire.Dispute) -> None:
         key = (dispute.context, dispute.number)
         execution = self._executions.get(key)
         identity = (execution.identity if execution else None) or self._finished.get(key)
-        mine = identity.describe() if identity else "something long ago"
+        known = (identity.members, identity.describe()) if identity else None
+        if known is None and dispute.context in self._described:
+            known = self._described[dispute.context](dispute.number)
+        members, mine = known or ((source,), "something long ago")
         text = f"rank {source} called {dispute.description}, but rank {self.rank} called {mine}"
-        self.mismatch(dispute.communicator, identity.members if identity else (source,), text)
+        self.mismatch(dispute.communicator, members, text)
 
     def mismatch(self, communicator: int, members: tuple[int, ...], text: str) -> None:
         """Ranks called different things: tell every member, and fail the communicator here."""
@@ -408,7 +432,9 @@ class Endpoint:
         self.fail(lambda: ProtocolError(text, source))
 
     def lost(self, source: int, cause: str) -> None:
+        self.lost_ranks.add(source)
         self.fail(lambda: PeerLostError(source, cause))
+        self._alarm()
 
     def _data(self, source: int, header: wire.Header, payload: Buffer, rider: Buffer | None = None) -> None:
         execution = self._agreed(source, header)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,10 @@ from asyncoll import tensors
 from asyncoll.algorithms import coordinated
 from asyncoll.algorithms.activated import ActivatedRounds
 from asyncoll.algorithms.activation import edges
+from asyncoll.algorithms.meeting import DisagreementError
+from asyncoll.algorithms.one_sided import OneSidedRounds
 from asyncoll.algorithms.operation import Layout, Opening, Operation
+from asyncoll.algorithms.roster import Roster
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.algorithms.wait_avoiding import Delivery, Result, WaitAvoiding
 from asyncoll.bundle import Bundle
@@ -22,8 +26,9 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group
 from asyncoll.tensors import ReduceOp
-from asyncoll.wire import Announce
+from asyncoll.wire import Announce, digest
 
+Rounds = WaitAvoiding | OneSidedRounds
 _MAX_NAME = 200
 
 
@@ -44,9 +49,9 @@ class Receipt:
     """What one call was given, in case that it cannot be handed to its caller any more."""
 
     def __init__(self) -> None:
-        self._given: tuple[WaitAvoiding, Delivery] | None = None
+        self._given: tuple[Rounds, Delivery] | None = None
 
-    def sign(self, operation: WaitAvoiding, delivery: Delivery) -> None:
+    def sign(self, operation: Rounds, delivery: Delivery) -> None:
         self._given = operation, delivery
 
     def take_back(self) -> None:
@@ -59,18 +64,32 @@ class Receipt:
 class Operations:
     """The wait-avoiding operations of one communicator, by name, at one rank."""
 
-    def __init__(self, endpoint: Endpoint, group: Group) -> None:
+    def __init__(self, endpoint: Endpoint, group: Group, post: Callable[[Callable[[], None]], None]) -> None:
+        """`post` calls on the runtime's loop, soon."""
         self._endpoint = endpoint
         self._group = group
-        self._operations: dict[str, WaitAvoiding] = {}
-        endpoint.on_announce(group.communicator, self._announced)
+        self._post = post
+        self._operations: dict[str, Rounds] = {}
+        self._roster: Roster | None = None
+        self.arena = endpoint.shared_by(group.ranks)
+        if self.arena is not None:
+            self._roster = Roster(self.arena, group.size, group.rank, group.communicator)
+            endpoint.on_depart(self._roster.depart)
+        else:
+            endpoint.on_announce(group.communicator, self._announced)
 
     async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
         """One call: `bundle` is the contribution, and gets the result."""
         self._endpoint.check(self._group.communicator)
-        operation = self._get(spec, self._group.rank, site)
+        operation = await self._get_in_memory(spec, site) if self._roster else self._get(spec, self._group.rank, site)
         delivery = await operation.call(bundle)
         receipt.sign(operation, delivery)
+        try:
+            return self._hand_over(spec, delivery, bundle)
+        finally:
+            operation.release(delivery)
+
+    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle) -> Reduction:
         result = delivery.result
         if result.active:
             bundle.write(result.parts, self._divisor(spec, result))
@@ -95,18 +114,44 @@ class Operations:
             return 1
         return result.active if spec.group_size else self._group.size
 
-    def _get(self, spec: Operation, caller: int, site: str) -> WaitAvoiding:
+    async def _get_in_memory(self, spec: Operation, site: str) -> Rounds:
+        """The operation `spec.name`. Ranks of a host need not be told of it: they find it when they come."""
+        known = self._known(spec, self._group.rank, site)
+        if known is not None:
+            return known
+        assert self.arena is not None
+        assert self._roster is not None
+        group, context = self._group, digest(self._group.communicator, "persistent", spec.name)
+        text = f"{spec} at {site}"
+        self._endpoint.on_dispute(context, lambda _: (group.ranks, text))
+        try:
+            has_failed = lambda: self._endpoint.has_failed(group.communicator)  # noqa: E731
+            operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_failed)
+        except DisagreementError as disagreement:
+            peer = group.ranks[disagreement.place]
+            self._post(lambda: self._endpoint.dispute(peer, group.communicator, context, 1, text))
+            await self._roster.failure()
+            raise
+        self._operations[spec.name] = operation
+        return operation
+
+    def _known(self, spec: Operation, caller: int, site: str) -> Rounds | None:
+        """The operation of that name, if there is one here. Raises MismatchError if it is another."""
+        known = self._operations.get(spec.name)
+        if known is not None and known.operation != spec:
+            text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
+            self._post(lambda: self._endpoint.mismatch(self._group.communicator, self._group.ranks, text))
+            raise MismatchError(text)
+        return known
+
+    def _get(self, spec: Operation, caller: int, site: str) -> Rounds:
         """The operation `spec.name`, made and announced along the activation tree if it is new here.
 
         The announcement goes out on each edge before any signal does, so a rank whose program has not come to its
         first call yet can take part all the same.
         """
-        known = self._operations.get(spec.name)
+        known = self._known(spec, caller, site)
         if known is not None:
-            if known.operation != spec:
-                text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
-                self._endpoint.mismatch(self._group.communicator, self._group.ranks, text)
-                raise MismatchError(text)
             return known
         text = f"{spec} (first called by rank {caller} at {site})"
         message = _announcement(self._group.communicator, spec, site)

@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import uvloop
 
+from asyncoll.driver import Work
+from asyncoll.timer import Timer
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -25,6 +27,10 @@ T = TypeVar("T")
 # How long pure Python code in another thread may keep the GIL once the progress thread wants it. At the default of
 # 5 ms a round waits up to 10 ms for a rank that computes in Python; at this value, 1.2 ms.
 SWITCH_INTERVAL_S = 0.0005
+
+# Work in memory waits for its caller to come back to it for once to twice as long. A caller who computes first wants it
+# done meanwhile.
+TAKEOVER_S = 0.0005
 
 
 def _ignore() -> None:
@@ -42,6 +48,12 @@ class Runner(Protocol):
         as `work` may have been done already, and nobody gets its result. If nobody awaits it, `work` runs to its end.
         """
 
+    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        """Begin `work` now; the coroutine that is returned goes on with it, and the runtime does if nobody awaits that.
+
+        Cancelling it cancels `work`, and waits until it has stopped. Then `discarded` is called, as above.
+        """
+
     def post(self, what: Callable[[], None]) -> None:
         """Call `what` on the runtime's loop, soon."""
 
@@ -51,6 +63,9 @@ class SharedLoop:
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return _join(asyncio.get_running_loop().create_task(work), discarded)
+
+    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
         what()
@@ -83,12 +98,59 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
+        self._unclaimed: dict[Work[Any], tuple[_Crossing, int]] = {}  # and the timer's turn in which it began
+        self._turn = 0
+        self._takeover = Timer()
+        self._loop.call_soon_threadsafe(self._loop.add_reader, self._takeover.fileno(), self._heed_timer)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         crossing = _Crossing(self._loop)
         crossing.begin(work)
         return crossing.outcome(discarded)
+
+    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        work.begin()
+        if work.is_over:
+            return work.finish()
+        crossing = _Crossing(self._loop)
+        self._unclaimed[work] = crossing, self._turn
+        if len(self._unclaimed) == 1:
+            self._takeover.set(TAKEOVER_S)
+        return self._claim(work, crossing, discarded)
+
+    async def _claim(self, work: Work[T], crossing: _Crossing, discarded: Callable[[], None]) -> T:
+        """The caller has come to wait for it."""
+        if self._unclaimed.pop(work, None) is None:  # too late: the runtime drives it
+            outcome: T = await self._outcome(crossing, discarded)
+            return outcome
+        if not self._unclaimed:
+            self._takeover.set(0.0)
+        try:
+            return await work.finish()
+        except asyncio.CancelledError:
+            discarded()
+            raise
+
+    async def _outcome(self, crossing: _Crossing, discarded: Callable[[], None]) -> Any:
+        try:
+            return await crossing.outcome(_ignore)
+        except asyncio.CancelledError:
+            discarded()  # here: the caller's next call may begin before the runtime's loop turns
+            raise
+
+    def _heed_timer(self) -> None:
+        self._takeover.read()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What nobody has come to wait for is the runtime's."""
+        for work, (crossing, turn) in list(self._unclaimed.items()):
+            if turn < self._turn and self._unclaimed.pop(work, None) is not None:
+                crossing.begin_here(work.finish())
+        self._turn += 1
+        if self._unclaimed:
+            self._takeover.set(TAKEOVER_S)
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
@@ -97,6 +159,7 @@ class ProgressThread:
         """End the thread. Everything started on it must be done."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._takeover.close()
         sys.setswitchinterval(self._switch_interval_s)
 
     def _run(self) -> None:
@@ -117,7 +180,7 @@ class _Crossing:
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._there.call_soon_threadsafe(self._begin, work)
+        self._there.call_soon_threadsafe(self.begin_here, work)
 
     async def outcome(self, discarded: Callable[[], None]) -> Any:
         try:
@@ -128,7 +191,8 @@ class _Crossing:
             self._there.call_soon_threadsafe(discarded)
             raise
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+    def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:
+        """On the runtime's loop."""
         self._task = self._there.create_task(work)
         self._task.add_done_callback(self._done)
 

@@ -7,6 +7,7 @@ that is the agent's, elsewhere rank 0 serves it): ranks that share a host talk o
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -20,9 +21,13 @@ from typing import Any, Protocol
 import msgpack
 
 from asyncoll.errors import UsageError
+from asyncoll.transport.arena import HostArena
+from asyncoll.transport.handover import ArenaUnavailable, join
 from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 
+TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
 _TIMEOUT = timedelta(seconds=300)
+logger = logging.getLogger("asyncoll")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Environment:
     folder: str  # of the job's sockets; empty unless `asyncoll launch` made one
     master_addr: str
     master_port: int
+    shares_memory: bool  # with the ranks of its host, if that is possible
     run: str  # tells the runs of an elastic job apart
 
     @classmethod
@@ -52,8 +58,16 @@ class Environment:
             folder,
             master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
             master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
+            shares_memory=_shares_memory(environ),
             run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
         )
+
+
+def _shares_memory(environ: Mapping[str, str]) -> bool:
+    transport = environ.get("ASYNCOLL_TRANSPORT") or "shm"
+    if transport not in TRANSPORTS:
+        raise UsageError(f"ASYNCOLL_TRANSPORT={transport!r} in the environment: use one of {', '.join(TRANSPORTS)}")
+    return transport == "shm"
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -74,6 +88,7 @@ class Meeting:
     """A transport that knows its peers, and where each rank runs."""
 
     transport: ZeroMQTransport
+    arena: HostArena | None  # of this host's ranks
     hosts: tuple[str, ...]
     store: Any = None  # kept alive: where rank 0 serves it, it must outlive the meeting
     folder: Path | None = None  # of this host's sockets, if this rank made it and must remove it once all are connected
@@ -95,7 +110,20 @@ def _meet_in_folder(environment: Environment) -> Meeting:
     transport = ZeroMQTransport(environment.rank, environment.size, job)
     transport.peers = [ipc_address(folder, rank) for rank in range(environment.size)]
     transport.bind(transport.peers[environment.rank])
-    return Meeting(transport, (socket.gethostname(),) * environment.size)
+    arena = _share_memory(environment, folder, tuple(range(environment.size)))
+    return Meeting(transport, arena, (socket.gethostname(),) * environment.size)
+
+
+def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...]) -> HostArena | None:
+    """The arena of the ranks of this host; none if they are not to have one, or cannot."""
+    if not environment.shares_memory or len(ranks) == 1:
+        return None
+    try:
+        return join(folder, environment.rank, ranks)
+    except ArenaUnavailable as error:
+        if environment.rank == ranks[0]:
+            logger.warning("the ranks of this host share no memory and go on by messages: %s", error)
+        return None
 
 
 class _Store(Protocol):
@@ -121,8 +149,9 @@ def _meet_in_store(environment: Environment) -> Meeting:
     tcp = transport.bind(f"tcp://{_own_address(environment.master_addr)}:0") if len(neighbours) < size else ""
     addresses = board.exchange("address", rank, [ipc, tcp])
     transport.peers = [addresses[peer][peer not in neighbours] for peer in range(size)]
+    arena = _share_memory(environment, folder, tuple(neighbours))
     made = folder if rank == neighbours[0] else None
-    return Meeting(transport, tuple(name for _, name in machines), store, made)
+    return Meeting(transport, arena, tuple(name for _, name in machines), store, made)
 
 
 class _Board:

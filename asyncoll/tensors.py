@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Combine: TypeAlias = Callable[[Array, Array], object]  # combine(into, other): into = into ∘ other, element by element
+Reduce: TypeAlias = Callable[[Array, Sequence[Array], int], None]  # see `reducer`
 T = TypeVar("T")
 
 BFLOAT16 = "bfloat16"
@@ -118,6 +119,45 @@ def _half_combiner(op: ReduceOp, dtype: str) -> Combine:
         function(target, _as_torch(other, dtype), out=target)
 
     return combine
+
+
+@lru_cache(maxsize=256)
+def reducer(op: ReduceOp, dtype: str) -> Reduce:
+    """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
+
+    In the order of the arrays, of which the first may be `into` itself. Halves are reduced in float32 and rounded once,
+    as torch sums them.
+    """
+    if dtype in _HALVES:
+        return _half_reducer(op, dtype)
+    ufunc = _UFUNCS[op]
+
+    def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
+        first, *others = arrays
+        with np.errstate(all="ignore"):
+            for other in others:
+                ufunc(first, other, out=into)
+                first = into
+        if first is not into:
+            into[...] = first
+        if divisor != 1:
+            divide(into, dtype, divisor)
+
+    return reduce
+
+
+def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
+    import torch
+
+    function = getattr(torch, _TORCH_FUNCTIONS[op])
+
+    def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
+        total = _as_torch(arrays[0], dtype).float()
+        for other in arrays[1:]:
+            function(total, _as_torch(other, dtype).float(), out=total)
+        _as_torch(into, dtype).copy_(total.div_(divisor) if divisor != 1 else total)
+
+    return reduce
 
 
 def _as_torch(flat: Array, dtype: str) -> torch.Tensor:

@@ -61,7 +61,7 @@ async def connect() -> AsyncIterator[Communicator]:
     meeting = await asyncio.to_thread(meet, environment)
     thread = ProgressThread()
     try:
-        async with World(Endpoint(meeting.transport), thread, meeting.hosts) as comm:
+        async with World(Endpoint(meeting.transport, meeting.arena), thread, meeting.hosts) as comm:
             if meeting.folder is not None:
                 shutil.rmtree(meeting.folder, ignore_errors=True)
             yield comm
@@ -91,6 +91,8 @@ class World:
     async def _join(self) -> Communicator:
         try:
             await self._endpoint.start()
+            if self._endpoint.arena is not None:
+                self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
             await self._barrier("joining")  # after it everybody is connected to everybody
         except BaseException:
             await self._endpoint.close()
@@ -104,6 +106,8 @@ class World:
                 await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
+            if self._endpoint.arena is not None:
+                self._endpoint.arena.close()
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""

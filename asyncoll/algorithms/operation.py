@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncoll.algorithms.grouping import partition
@@ -61,10 +62,13 @@ class Operation:
 
     def members(self, number: int, size: int, place: int) -> tuple[int, ...]:
         """The ranks that `place` reduces with in round `number`."""
+        return next(group for group in self.groups(number, size) if place in group)
+
+    def groups(self, number: int, size: int) -> Sequence[tuple[int, ...]]:
+        """The groups of round `number`, each in order of ranks: one of all, unless this reduces in groups."""
         if not self.group_size or self.is_synchronous(number):
-            return tuple(range(size))
-        groups = partition(size, self.group_size, 1 if self.fixed else number)
-        return next(group for group in groups if place in group)
+            return [tuple(range(size))]
+        return partition(size, self.group_size, 1 if self.fixed else number)
 
     def __str__(self) -> str:
         kind = "group" if self.group_size else self.opening.value

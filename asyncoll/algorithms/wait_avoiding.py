@@ -152,6 +152,9 @@ class WaitAvoiding(ABC):
         else:
             self._lost += delivery.rounds
 
+    def release(self, delivery: Delivery) -> None:  # noqa: B027 (they are this rank's own)
+        """The results have been read."""
+
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         """Add to what is staged; returns the contribution's number. Memory is lent only by a caller who then waits."""
         del may_lend  # a form of rounds that reduces in place looks at it

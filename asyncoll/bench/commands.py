@@ -42,10 +42,10 @@ def _sizes(default: str) -> Callable[[Any], Any]:
 
 _transport = click.option(
     "--transport",
-    type=click.Choice(["ipc", "tcp", "inproc"]),
-    default="ipc",
+    type=click.Choice(["shm", "ipc", "tcp", "inproc"]),
+    default="shm",
     show_default=True,
-    help="Processes over unix sockets or loopback tcp, or ranks in one process.",
+    help="Processes that share memory, or talk over unix sockets or loopback tcp; or ranks in one process.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
@@ -59,6 +59,7 @@ def bench() -> None:
 @_ranks(1)
 @_sizes("4:100M")
 @_transport
+@click.option("--registered", is_flag=True, help="Reduce a tensor of `comm.empty`, in place.")
 @_json
 def allreduce(as_json: bool, **plan: Any) -> None:
     """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them."""

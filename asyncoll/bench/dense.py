@@ -25,13 +25,13 @@ def pattern(count: int) -> Array:
 
 
 async def allreduce(comm: Communicator, plan: Plan) -> list[Row]:
-    return [await _allreduce(comm, size) for size in plan.sizes]
+    return [await _allreduce(comm, size, registered=plan.registered) for size in plan.sizes]
 
 
-async def _allreduce(comm: Communicator, size: int) -> Row:
+async def _allreduce(comm: Communicator, size: int, *, registered: bool) -> Row:
     base = pattern(size // ITEM_BYTES)
     mine, total = base * (comm.rank + 1), base * (comm.size * (comm.size + 1) // 2)
-    x = np.empty_like(base)
+    x = comm.empty(base.size, "float32") if registered else np.empty_like(base)
 
     def prepare() -> None:
         x[...] = mine

@@ -22,7 +22,8 @@ class Plan:
     benchmark: str
     ranks: int
     sizes: tuple[int, ...]
-    transport: str = "ipc"
+    transport: str = "shm"
+    registered: bool = False
     skew_s: float = 0.0
     iterations: int = 0
 

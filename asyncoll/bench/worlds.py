@@ -19,6 +19,7 @@ from asyncoll.launch import launch
 from asyncoll.testing import run_ranks
 
 TRANSPORTS = {
+    "shm": "real processes that share memory",
     "ipc": "real processes over unix sockets",
     "tcp": "real processes over loopback tcp",
     "inproc": "ranks in one process",
@@ -31,7 +32,8 @@ def run_plan(plan: Plan) -> tuple[int, list[Row]]:
         return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         results = Path(folder) / "rows"
-        code = launch(plan.ranks, ["asyncoll.bench", plan.to_json(), folder], module=True)
+        transport = "shm" if plan.transport == "shm" else "zmq"
+        code = launch(plan.ranks, ["asyncoll.bench", plan.to_json(), folder], module=True, transport=transport)
         return code, [json.loads(line) for line in results.read_text().splitlines()] if code == 0 else []
 
 

@@ -16,7 +16,9 @@ FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def job_environment(size: int, port: int, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def job_environment(
+    size: int, port: int, folder: Path, transport: str | None, environ: Mapping[str, str]
+) -> dict[str, str]:
     """`environ` with everything that all the ranks of a job share."""
     return {
         **threads(size, environ),
@@ -27,6 +29,7 @@ def job_environment(size: int, port: int, folder: Path, environ: Mapping[str, st
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "ASYNCOLL_FOLDER": str(folder),
+        **({} if transport is None else {"ASYNCOLL_TRANSPORT": transport}),
     }
 
 

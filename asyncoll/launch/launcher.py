@@ -32,11 +32,13 @@ def launch(
     module: bool = False,
     log_dir: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
+    transport: str | None = None,
 ) -> int:
     """Run `size` ranks of a Python program on this host and return the job's exit code.
 
     `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir`
-    each rank's raw bytes are also kept there, as `rank-R.out` and `rank-R.err`.
+    each rank's raw bytes are also kept there, as `rank-R.out` and `rank-R.err`. `transport` is "shm", memory that the
+    ranks share (with messages for what needs them), or "zmq", messages alone; None leaves it to ASYNCOLL_TRANSPORT.
 
     Returns when every process that the job started is gone: 0 if all ranks succeeded, else the exit code of
     the rank that failed first (128 plus the signal that killed it), 124 after `timeout` seconds, 130 after
@@ -53,7 +55,7 @@ def launch(
         signals = job.enter_context(stop_signals())
         folder = job.enter_context(job_folder())
         port = job.enter_context(reserve_port()).getsockname()[1]
-        template = job.enter_context(helper.start(program, job_environment(size, port, folder, os.environ)))
+        template = job.enter_context(helper.start(program, job_environment(size, port, folder, transport, os.environ)))
         selector = job.enter_context(selectors.DefaultSelector())
         return _Launcher(size, timeout, output, signals, template, selector).run()
 
@@ -63,7 +65,7 @@ def _check(size: int, program: Program, timeout: float | None) -> None:
         raise UsageError(f"a job has at least one rank, not {size}")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
-    files, files_max = 6 * size + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files, files_max = 12 * size + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files_max < files:
         raise UsageError(f"{size} ranks need {files} open files, the limit is {files_max}: raise it (ulimit -n)")
     program.check()

@@ -1,15 +1,18 @@
-"""What every transport promises, as one suite: run it on a transport of your own too."""
+"""What every transport and every arena promises, as one suite each: run it on one of your own too."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 
-from asyncoll.errors import UsageError
-from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Transport
+import numpy as np
+
+from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.transport import MAX_FRAME_BYTES, Arena, Board, Buffer, Transport, Wait
 
 OpenWorld = Callable[[int], AbstractContextManager[Sequence[Transport]]]
+OpenArenas = Callable[[int], AbstractContextManager[Sequence[Arena]]]
 Message = tuple[int, list[bytes]]  # source, frames
 
 
@@ -24,6 +27,21 @@ def check_transport(
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             try:
                 runner.run(_checked(open_world, size, check))
+            except Exception as error:
+                raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
+
+
+def check_arena(
+    open_arenas: OpenArenas, loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+) -> None:
+    """Raise AssertionError, naming the promise, if the arenas of `open_arenas(size)` break one.
+
+    Every check runs on a loop of its own, with 1 to 5 ranks on it.
+    """
+    for size, check in _ARENA_CHECKS:
+        with asyncio.Runner(loop_factory=loop_factory) as runner, open_arenas(size) as arenas:
+            try:
+                runner.run(check(arenas))
             except Exception as error:
                 raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
 
@@ -218,4 +236,227 @@ _CHECKS: list[tuple[int, Callable[[_World], Awaitable[None]]]] = [
     (3, _tells_of_a_loss),
     (2, _is_silent_when_closed),
     (2, _flushes),
+]
+
+
+# -- arenas ---------------------------------------------------------------------------------------
+
+
+class _StoppedError(Exception):
+    """There is nothing to wait for any more."""
+
+
+async def _wait(arena: Arena, board: Board, ready: Callable[[], bool], stopped: Sequence[object] = ()) -> None:
+    """Wait for `ready`, until `stopped` has something in it."""
+
+    def check() -> None:
+        if stopped:
+            raise _StoppedError
+
+    await arena.wait(Wait(board, ready), check, lambda: f"rank {arena.place}")
+
+
+async def _until_asleep(arena: Arena, count: int = 1) -> None:
+    while len(arena.waiting()) < count:
+        await asyncio.sleep(1e-6)  # a moment even in virtual time
+
+
+def _change(board: Board, word: int, by: int = 1) -> None:
+    with board:
+        board.words[word] += by
+        board.wake()
+
+
+async def _places_its_ranks(arenas: Sequence[Arena]) -> None:
+    """every rank has a place of its own, and all agree on who has which"""
+    assert [arena.place for arena in arenas] == list(range(3))
+    assert len({arena.ranks for arena in arenas}) == 1
+    assert len(set(arenas[0].ranks)) == 3
+
+
+async def _shares_a_clock(arenas: Sequence[Arena]) -> None:
+    """the time is the same at every rank, and does not go back"""
+    times = [arena.now_s() for arena in [*arenas, *arenas]]
+    assert times == sorted(times)
+
+
+async def _shares_memory(arenas: Sequence[Arena]) -> None:
+    """an address means the same byte at every rank, and whatever one writes all see"""
+    for owner in arenas:
+        address = owner.allocate(100)
+        for writer in arenas:
+            writer.view(address + 10, 5)[:] = writer.place + 1
+            for reader in arenas:
+                assert reader.view(address, 100)[10:15].tolist() == [writer.place + 1] * 5
+
+
+async def _keeps_blocks_apart(arenas: Sequence[Arena]) -> None:
+    """what is allocated is aligned to 64 bytes, of the size asked for, and overlaps nothing that is in use"""
+    blocks: dict[int, tuple[int, int]] = {}
+    for number, nbytes in enumerate([1, 64, 65, 0, 4096, 100_000, 3 << 20, 17] * 3):
+        arena = arenas[number % len(arenas)]
+        if number % 5 == 4:
+            address = min(address for address in blocks if blocks[address][0] % len(arenas) == arena.place)
+            arena.free(address)
+            del blocks[address]
+        address = arena.allocate(nbytes)
+        assert address % 64 == 0
+        blocks[address] = (number, nbytes)
+        arena.view(address, nbytes)[:] = number
+    for address, (number, nbytes) in blocks.items():
+        view = arenas[0].view(address, nbytes)
+        assert view.dtype == np.uint8
+        assert view.shape == (nbytes,)
+        assert (view == number).all()
+
+
+async def _locates_its_own(arenas: Sequence[Arena]) -> None:
+    """`locate` knows the address of any array in this rank's part, and that other arrays have none"""
+    for arena in arenas:
+        address = arena.allocate(1000)
+        flat = arena.view(address, 1000)
+        assert arena.locate(flat) == address
+        assert arena.locate(flat[24:800].view(np.float64)) == address + 24
+        assert arena.locate(np.zeros(1000, np.uint8)) is None
+
+
+async def _shares_boards(arenas: Sequence[Arena]) -> None:
+    """a context is one board at every rank, zero at first, made by the first who asks, and apart from the others"""
+    first, second = ([arena.board(context, 4) for arena in arenas] for context in (7, (1 << 64) - 1))
+    for boards in (first, second):
+        assert [board.created for board in boards] == [True, False, False]
+        assert [list(board.words) for board in boards] == [[0] * 4] * 3
+    for place, board in enumerate(first):
+        _change(board, place, by=-(2**63) + place)
+    assert [list(board.words) for board in first] == [[-(2**63), 1 - 2**63, 2 - 2**63, 0]] * 3
+    assert [list(board.words) for board in second] == [[0] * 4] * 3
+    assert [list(arena.board(7, 4).words) for arena in arenas] == [list(first[0].words)] * 3
+
+
+async def _refuses_another_size(arenas: Sequence[Arena]) -> None:
+    """a board of another size than the one that there is, is an error, and harms nothing"""
+    _change(arenas[0].board(7, 4), 3)
+    try:
+        arenas[1].board(7, 5)
+    except AsyncollError:
+        assert list(arenas[1].board(7, 4).words) == [0, 0, 0, 1]
+        return
+    raise AssertionError("one board had two sizes")
+
+
+async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
+    """a wait for what is ready ends, and nobody is waiting then"""
+    board = arenas[0].board(1, 1)
+    await _wait(arenas[0], board, lambda: board.words[0] == 0)
+    assert arenas[0].waiting() == []
+
+
+async def _wakes_sleepers(arenas: Sequence[Arena]) -> None:
+    """whoever waits says so, and wakes when another rank has changed the words"""
+    boards = [arena.board(1, 2) for arena in arenas]
+    task = asyncio.create_task(_wait(arenas[0], boards[0], lambda: boards[0].words[0] == 2))
+    for _ in range(2):
+        await _until_asleep(arenas[0])
+        assert arenas[0].waiting() == ["rank 0"]
+        assert not task.done()
+        _change(boards[1], 0)
+    await task
+    assert arenas[0].waiting() == []
+
+
+async def _wakes_many(arenas: Sequence[Arena]) -> None:
+    """any number may wait, at each rank and on several boards, and each wakes for what it waits for"""
+    contexts = range(3)
+    boards = [[arena.board(context, 5) for context in contexts] for arena in arenas]
+    tasks = [
+        asyncio.create_task(_wait(arena, board, lambda board=board, word=word: board.words[word]))  # type: ignore[misc]
+        for arena, mine in zip(arenas, boards, strict=True)
+        for board in mine
+        for word in range(5)
+    ]
+    for arena in arenas:
+        await _until_asleep(arena, 15)
+    for word in range(5):
+        for context in contexts:
+            _change(boards[word][context], word)
+    await asyncio.gather(*tasks)
+
+
+async def _meets(arenas: Sequence[Arena]) -> None:
+    """no wake-up is lost: ranks that count each other in never stop"""
+
+    async def rank(arena: Arena) -> None:
+        board = arena.board(3, 1)
+        for turn in range(1, 101):
+            _change(board, 0)
+            await _wait(arena, board, lambda turn=turn: board.words[0] >= turn * len(arenas))  # type: ignore[misc]
+
+    await asyncio.gather(*map(rank, arenas))
+
+
+async def _alarms(arenas: Sequence[Arena]) -> None:
+    """`alarm` makes every waiter of this rank, and of no other, ask whether it should go on"""
+    stopped: list[object] = []
+    boards = [arena.board(1, 1) for arena in arenas]
+    tasks = [
+        asyncio.create_task(_wait(arena, board, lambda board=board: board.words[0], stopped))  # type: ignore[misc]
+        for arena, board in zip(arenas, boards, strict=True)
+        for _ in range(2)
+    ]
+    for arena in arenas:
+        await _until_asleep(arena, 2)
+    arenas[0].alarm()  # and they go on
+    await _until_asleep(arenas[0], 2)
+    stopped.append("now")
+    arenas[0].alarm()
+    results = await asyncio.gather(*tasks[:2], return_exceptions=True)
+    assert [type(result) for result in results] == [_StoppedError, _StoppedError]
+    assert arenas[0].waiting() == []
+    assert len(arenas[1].waiting()) == 2
+    stopped.clear()
+    _change(boards[0], 0)
+    await asyncio.gather(*tasks[2:])
+
+
+async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
+    """an alarm before the wait is not lost: nobody sleeps without having asked whether it should"""
+    arenas[0].alarm()
+    board = arenas[0].board(1, 1)
+    try:
+        await _wait(arenas[0], board, lambda: False, ["stopped"])
+    except _StoppedError:
+        return
+    raise AssertionError("it found what never was")
+
+
+async def _survives_cancelling(arenas: Sequence[Arena]) -> None:
+    """a wait that is cancelled leaves nothing behind, and keeps nobody else from waking"""
+    boards = [arena.board(1, 1) for arena in arenas]
+    tasks = [asyncio.create_task(_wait(arenas[0], boards[0], lambda: boards[0].words[0] > 0)) for _ in range(3)]
+    await _until_asleep(arenas[0], 3)
+    tasks[1].cancel()
+    await asyncio.wait([tasks[1]])
+    assert tasks[1].cancelled()
+    assert len(arenas[0].waiting()) == 2
+    _change(boards[1], 0)
+    await asyncio.gather(tasks[0], tasks[2])
+    _change(boards[1], 0)
+    await _wait(arenas[0], boards[0], lambda: boards[0].words[0] == 2)
+
+
+_ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None, None]]]] = [
+    (3, _places_its_ranks),
+    (3, _shares_a_clock),
+    (3, _shares_memory),
+    (3, _keeps_blocks_apart),
+    (3, _locates_its_own),
+    (3, _shares_boards),
+    (2, _refuses_another_size),
+    (1, _sees_what_is_ready),
+    (2, _wakes_sleepers),
+    (5, _wakes_many),
+    *((size, _meets) for size in range(1, 6)),
+    (2, _alarms),
+    (1, _asks_before_it_sleeps),
+    (2, _survives_cancelling),
 ]

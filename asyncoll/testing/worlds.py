@@ -14,13 +14,14 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import uvloop
 
 from asyncoll.communicator import Communicator
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.progress import SharedLoop
-from asyncoll.transport import Transport, inproc, zeromq
+from asyncoll.transport import Arena, Transport, arena, inproc, inproc_arena, zeromq
 from asyncoll.transport.simulated import Crash, Network, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world import World
@@ -28,25 +29,42 @@ from asyncoll.world import World
 T = TypeVar("T")
 _HEARD_S = 0.05  # time for the others to hear of a failure, and to fail with its cause, before they are cancelled
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
-_WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Sequence[Transport]]]] = {
-    "inproc": lambda size: contextlib.nullcontext(inproc.world(size)),
-    "zmq": zeromq.local_world,
-}
+Places = tuple[Sequence[Transport], Sequence[Arena] | Sequence[None]]  # of each rank: its transport, and its arena
+
+
+@contextlib.contextmanager
+def _inproc(size: int) -> Iterator[Places]:
+    yield inproc.world(size), [None] * size
+
+
+@contextlib.contextmanager
+def _zmq(size: int) -> Iterator[Places]:
+    with zeromq.local_world(size) as transports:
+        yield transports, [None] * size
+
+
+@contextlib.contextmanager
+def _shm(size: int) -> Iterator[Places]:
+    with zeromq.local_world(size) as transports, arena.local_world(size) as arenas:
+        yield transports, arenas
+
+
+_WORLDS = {"inproc": _inproc, "zmq": _zmq, "shm": _shm}
 
 
 def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
     """Run `main(comm)` at `size` ranks on one loop; returns their results by rank.
 
-    `transport` is "inproc" or "zmq" (real sockets). When a rank raises, the others are cancelled and its error is
-    raised here.
+    `transport` is "inproc", "zmq" (real sockets) or "shm" (real sockets and real shared memory). When a rank raises,
+    the others are cancelled and its error is raised here.
     """
     _check(size, main)
     if transport not in _WORLDS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
 
     async def everything() -> list[T]:
-        with _WORLDS[transport](size) as transports:
-            return await _run_all(transports, main, {})
+        with _WORLDS[transport](size) as (transports, arenas):
+            return await _run_all(transports, arenas, main, {})
 
     return _outside_of_any_loop(lambda: _run(uvloop.new_event_loop(), everything()))
 
@@ -62,8 +80,13 @@ class SimReport:
     trace: list[tuple[float, int, int, int]]  # (arrival, source, dest, payload bytes) of every message, in order
 
 
-def simulate(size: int, main: Main[Any], network: Network | None = None, seed: int = 0) -> SimReport:
+def simulate(
+    size: int, main: Main[Any], network: Network | None = None, seed: int = 0, *, shared_memory: bool = False
+) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time: same seed, same trace.
+
+    With `shared_memory` they are ranks of one host: collectives pass through memory, where each piece of work takes up
+    to the network's jitter, at random, and others come in between.
 
     Time passes only when everybody waits: a rank that never does (a root that only broadcasts) stops the clock.
 
@@ -72,29 +95,39 @@ def simulate(size: int, main: Main[Any], network: Network | None = None, seed: i
     """
     _check(size, main)
     world = SimulatedWorld(size, network or Network(), seed)
+    arenas = _simulated_memory(world, seed) if shared_memory else [None] * size
     loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
     async def everything() -> list[Any]:
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
-        return await _run_all(world.transports, main, endpoints, crashes)
+        return await _run_all(world.transports, arenas, main, endpoints, crashes)
 
     with _rare_collections():
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
     return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
 
 
+def _simulated_memory(world: SimulatedWorld, seed: int) -> Sequence[Arena]:
+    draw, jitter_s = np.random.default_rng([seed, world.size]), world.network.jitter_s
+    return inproc_arena.arenas(world.size, lambda: float(draw.uniform(0.0, jitter_s)))
+
+
 async def _run_all(
-    transports: Sequence[Any], main: Main[T], endpoints: dict[int, Endpoint], crashes: Sequence[Crash] = ()
+    transports: Sequence[Any],
+    arenas: Sequence[Arena] | Sequence[None],
+    main: Main[T],
+    endpoints: dict[int, Endpoint],
+    crashes: Sequence[Crash] = (),
 ) -> list[T]:
     """Every rank's `main` in a task of its own. The first failure cancels the rest and is raised."""
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     try:
         async with asyncio.TaskGroup() as ranks:
-            for transport in transports:
-                endpoint = endpoints[transport.rank] = Endpoint(transport)
+            for transport, arena_ in zip(transports, arenas, strict=True):
+                endpoint = endpoints[transport.rank] = Endpoint(transport, arena_)
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
             for crash in crashes:
                 _schedule_crash(crash, transports[crash.rank], tasks[crash.rank])

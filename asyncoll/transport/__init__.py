@@ -1,14 +1,20 @@
-"""The message seam: what a transport promises. `asyncoll.testing.check_transport` is its contract as a test."""
+"""The two seams: messages between any two ranks, and memory that the ranks of one host see together.
+
+`asyncoll.testing.check_transport` and `check_arena` are their contracts as tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncoll.errors import UsageError
+from asyncoll.tensors import Array
+from asyncoll.transport.board import Board, Wait
 from asyncoll.wire import MAX_FRAME_BYTES, Buffer
 
-__all__ = ["MAX_FRAME_BYTES", "Buffer", "Receiver", "Transport", "check_frames"]
+__all__ = ["MAX_FRAME_BYTES", "Arena", "Board", "Buffer", "Receiver", "Transport", "Wait", "check_frames"]
 
 
 class Receiver(Protocol):
@@ -50,6 +56,61 @@ class Transport(Protocol):
 
     async def close(self, *, flush: bool = False) -> None:
         """Stop, and let the peers know. Idempotent. `flush` gives what was sent up to a second to leave."""
+
+
+class Arena(Protocol):
+    """Memory that the ranks of one host see together, as one of them sees it.
+
+    An address is a number that means the same byte at each of them. What is allocated belongs to the rank that did it,
+    and lasts until it frees it, even if that rank dies before. May be used from any thread of the rank.
+    """
+
+    runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; whoever waits on another loop is a caller
+
+    @property
+    def place(self) -> int:
+        """Mine among the ranks of this host."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world, by place."""
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of so much memory of this rank's own, aligned to 64 bytes, whose content is arbitrary.
+
+        Raises UsageError, which says what to do, if the host has not so much left.
+        """
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` returned: nobody uses it any more."""
+
+    def view(self, address: int, nbytes: int) -> Array:
+        """The bytes at `address`, of whichever rank, as a flat uint8 array. Cheap. They keep nothing alive."""
+
+    def locate(self, flat: Array) -> int | None:
+        """The address of a flat array that lies in this rank's part of the arena; None for any other."""
+
+    def board(self, context: int, words: int) -> Board:
+        """What all ranks of the host know as `context`: a board of so many words, zero when the first asks for it."""
+
+    def now_s(self) -> float:
+        """A clock that all ranks of the host share."""
+
+    async def wait(self, wait: Wait, check: Callable[[], None], what: Callable[[], str]) -> None:
+        """Return once `wait.ready()` was true under the lock of its board. Any number may wait, on any loop.
+
+        `check` raises if there is nothing to wait for any more; it is asked whenever `alarm` has been called. `what`
+        says what is waited for, in case it is waited for for ever. Cancelling it has no effect but that.
+        """
+
+    def alarm(self) -> None:
+        """All who wait here, at this rank, ask their `check`. From any thread."""
+
+    def waiting(self) -> list[str]:
+        """What those who sleep here, at this rank, wait for."""
+
+    def close(self) -> None:
+        """Let go of everything. Nobody waits here any more."""
 
 
 def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:

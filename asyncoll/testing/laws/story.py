@@ -40,6 +40,7 @@ _OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]
 }
 KINDS = tuple(_OPERATIONS)
 SIMULATED = "simulated"
+MEMORY = "memory"  # simulated, on one host
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -179,8 +180,9 @@ class Story:
 
 def tell(case: Case, transport: str) -> Story:
     """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
-    if transport == SIMULATED:
-        report = simulate(case.size, lambda comm: _take_part(comm, case), case.network, case.seed)
+    if transport in (SIMULATED, MEMORY):
+        main, in_memory = (lambda comm: _take_part(comm, case)), transport == MEMORY
+        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
         return _story(case, report.results, report.messages)
     case = replace(case, sleeper=None, network=Network())
     return _story(case, run_ranks(case.size, lambda comm: _take_part(comm, case), transport), 0)
@@ -203,7 +205,7 @@ async def _take_part(comm: Communicator, case: Case) -> tuple[list[Call], list[C
         if comm.rank == case.sleeper and len(calls) == case.nap_before:
             await asyncio.sleep(NAP_S)
         index = len(calls) + len(cancelled)
-        contribution = _contribution(case, comm.rank, index)
+        contribution = _contribution(case, comm, index)
         given, began = _counts(contribution, case), now()
         hurried = comm.rank == case.impatient and len(cancelled) < _CANCELS
         patience_s = float(generator.exponential(_STEP_S)) if hurried else None
@@ -222,12 +224,14 @@ async def _take_part(comm: Communicator, case: Case) -> tuple[list[Call], list[C
     return calls, cancelled
 
 
-def _contribution(case: Case, rank: int, index: int) -> Any:
-    """1 in the element that belongs to this call alone, in every bucket, behind the padding."""
-    own = case.padding + index * case.size + rank
+def _contribution(case: Case, comm: Communicator, index: int) -> Any:
+    """1 in the element of this call alone, in every bucket, behind the padding. Every other call's are registered."""
+    own = case.padding + index * case.size + comm.rank
     dtypes = (np.int64, np.float64)[: case.buckets]
-    buckets = [np.zeros(case.padding + case.calls * case.size, dtype) for dtype in dtypes]
+    make = comm.empty if index % 2 else np.empty
+    buckets = [make(case.padding + case.calls * case.size, dtype) for dtype in dtypes]
     for bucket in buckets:
+        bucket.fill(0)
         bucket[own] = 1
     return buckets if case.buckets > 1 else buckets[0]
 

@@ -1,0 +1,81 @@
+"""Blocks: pieces of shared memory of one size that ranks hand around instead of copying.
+
+A block is written once, by whoever has just got it, and only read from then on. It is free again when nobody keeps it:
+not as a contribution, nor in a round, nor as a result, nor to read it. It may come from any rank's memory. Blocks count
+from 1, so that a word that is 0 means none.
+"""
+
+from __future__ import annotations
+
+from asyncoll.transport import Arena, Board
+
+_FREE, _MADE = range(2)  # numbers of blocks
+_HEAD = 2
+
+NONE = 0
+
+
+class Blocks:
+    """The blocks of one board. All methods but `provide` are called under its lock."""
+
+    def __init__(self, arena: Arena, board: Board, first_word: int, limit: int, nbytes: int) -> None:
+        self._arena = arena
+        self._board = board
+        self._words = board.words
+        self._head = first_word
+        self._stack = first_word + _HEAD  # of free blocks
+        self._addresses = self._stack + limit - 1
+        self._keepers = self._addresses + limit
+        self._limit = limit
+        self._nbytes = nbytes
+
+    @staticmethod
+    def words(limit: int) -> int:
+        """How many words of a board they need."""
+        return _HEAD + 3 * limit
+
+    def free_count(self) -> int:
+        return self._words[self._head + _FREE]
+
+    def provide(self, count: int) -> None:
+        """Make more, until `count` are free, as far as this can be seen without the lock. Not under the lock."""
+        while self.free_count() < count:
+            address = self._arena.allocate(self._nbytes)
+            words = self._words
+            with self._board:
+                block = words[self._head + _MADE] + 1
+                assert block <= self._limit, "somebody keeps blocks and never drops them"
+                words[self._head + _MADE] = block
+                words[self._addresses + block] = address
+                self._push(block)
+
+    def take(self) -> int:
+        """A free block, to be kept once; NONE if there is none."""
+        words = self._words
+        free = words[self._head + _FREE]
+        if not free:
+            return NONE
+        words[self._head + _FREE] = free - 1
+        block = words[self._stack + free - 1]
+        words[self._keepers + block] = 1
+        return block
+
+    def keep(self, block: int) -> None:
+        if block != NONE:
+            self._words[self._keepers + block] += 1
+
+    def drop(self, block: int) -> None:
+        if block == NONE:
+            return
+        self._words[self._keepers + block] -= 1
+        if not self._words[self._keepers + block]:
+            self._push(block)
+
+    def _push(self, block: int) -> None:
+        words = self._words
+        free = words[self._head + _FREE]
+        words[self._stack + free] = block
+        words[self._head + _FREE] = free + 1
+
+    def address(self, block: int) -> int:
+        return self._words[self._addresses + block]

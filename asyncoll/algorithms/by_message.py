@@ -1,0 +1,63 @@
+"""The collectives of `dense`, as one object for each call, with the same methods as `shared.Call`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncoll import tensors
+from asyncoll.algorithms import dense
+from asyncoll.group import Lane
+from asyncoll.tensors import Array, ReduceOp
+
+
+class MessageCall:
+    """One collective call at one rank, by messages. Several collectives of one call are told apart by phase."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    async def barrier(self) -> None:
+        await dense.barrier(self._lane)
+
+    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        await dense.allreduce(self._lane, x, tensors.combiner(op, dtype))
+        self._divide(x, op, dtype)
+
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+        await dense.reduce(self._lane, x, tensors.combiner(op, dtype), root)
+        if self._lane.rank == root:
+            self._divide(x, op, dtype)
+
+    async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        own = list(chunks)
+        own[self._lane.rank] = shard
+        shard[...] = chunks[self._lane.rank]
+        await dense.reduce_scatter(self._lane, own, shard, tensors.combiner(op, dtype))
+        self._divide(shard, op, dtype)
+
+    async def broadcast(self, x: Array, root: int) -> None:
+        await dense.broadcast(self._lane, x, root)
+        self._lane.next_phase()
+
+    async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
+        await dense.gather(self._lane, mine, blocks, root)
+        self._lane.next_phase()
+
+    async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
+        await dense.scatter(self._lane, blocks, mine, root)
+        self._lane.next_phase()
+
+    async def allgather(self, blocks: Sequence[Array]) -> None:
+        if len({block.size for block in blocks}) == 1:
+            await dense.allgather(self._lane, blocks)
+        else:
+            await dense.allgather_ring(self._lane, blocks)
+        self._lane.next_phase()
+
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        await dense.alltoall(self._lane, outgoing, incoming)
+        self._lane.next_phase()
+
+    def _divide(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        if op is ReduceOp.AVG:
+            tensors.divide(x, dtype, self._lane.size)

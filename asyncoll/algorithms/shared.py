@@ -1,0 +1,284 @@
+"""Textbook collectives in shared memory, as coroutines that await nothing but meetings.
+
+A short array is copied into a slot, shown, and read by those who want it. A long one passes in windows, through two
+slots in turn, so that it is still in the cache when it is read; registered ones are read, and written, where they are.
+
+An allreduce is cut into chunks, and whoever is there claims them. Each is reduced once, in the order of ranks, into the
+memory of rank 0, and copied from there. So all ranks get the same bits, and nobody waits for a rank that has shown its
+array but is not awake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncoll.algorithms.meeting import Hall, Meeting
+from asyncoll.tensors import Array, Reduce, ReduceOp, reducer
+from asyncoll.transport.board import breathe, until
+
+Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """What is reduced."""
+
+    raw: Array  # bytes of this rank's array
+    dtype: np.dtype[np.generic]
+    reduce: Reduce
+    divisor: int
+    is_wanted: bool  # here: the result goes back into `raw`
+
+
+class SharedCall:
+    """One collective call at one rank. Arrays are flat; those that are returned into must not overlap others."""
+
+    def __init__(self, hall: Hall, number: int, fingerprint: int) -> None:
+        self.rank = hall.rank
+        self.size = hall.size
+        self._hall = hall
+        self._number = number
+        self._fingerprint = fingerprint
+        self._count = 0  # meetings so far
+        self._lent: tuple[Meeting, int] | None = None  # where peers write into the caller's memory, and how much
+
+    async def retreat(self, is_lost: Callable[[int], bool]) -> None:
+        """After a failure: wait until no rank that is left uses the caller's memory."""
+        if self._lent is not None:
+            meeting, total = self._lent
+            await meeting.withdraw(total, is_lost)
+
+    async def barrier(self) -> None:
+        meeting = await self._next()
+        meeting.arrive(0, 0)
+        await meeting.everybody()
+        meeting.leave()
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        """Reduce `x` over all ranks, in place."""
+        what = self._reduction(x, op, dtype)
+        total, address = x.nbytes, self._hall.arena.locate(x)
+        if total > self._hall.sizes.window:
+            meeting = await self._next()
+            meeting.arrive(address or 0, total, direct=address is not None)
+            await meeting.everybody()
+            if not meeting.is_direct():
+                meeting.leave()
+                await self._in_windows(what)
+                return
+        else:
+            meeting = await self._come(what, 0, total, address)
+        self._lent = None if address is None else (meeting, total)
+        await self._take_part(meeting, what, 0, total, direct=address is not None)
+
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+        """Reduce into the root's `x`; the others' stay as they are."""
+        await self._in_windows(self._reduction(x, op, dtype, is_wanted=self.rank == root))
+
+    def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> _Reduction:
+        divisor = self.size if op is ReduceOp.AVG else 1
+        return _Reduction(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, is_wanted)
+
+    async def _in_windows(self, what: _Reduction) -> None:
+        """Copy one window in while others are still at the one before."""
+        window, total = self._hall.sizes.window, what.raw.size
+        behind: tuple[Meeting, int, int] | None = None
+        for start in range(0, max(total, 1), window):
+            end = min(start + window, total)
+            meeting = await self._come(what, start, end)
+            if behind is not None:
+                await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
+            behind = meeting, start, end
+        if behind is not None:
+            await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
+
+    async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Meeting:
+        """Show a part of the array: a copy, unless it lies at an address."""
+        meeting = await self._next()
+        if address is not None:
+            meeting.arrive(address, end - start, direct=True)
+            return meeting
+        address, slot = self._hall.slot(meeting.turn, end - start)
+        slot[...] = what.raw[start:end]
+        meeting.arrive(address, end - start)
+        return meeting
+
+    async def _take_part(self, meeting: Meeting, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
+        """Reduce bytes `start` to `end` together, and get the result."""
+        await meeting.everybody()
+        shown = meeting.shown()
+        await self._reduce_chunks(meeting, what, shown, end - start)
+        await meeting.reduced(end - start)
+        if what.is_wanted and not direct:
+            await breathe(meeting.board)
+            what.raw[start:end] = self._hall.arena.view(shown[0][0], end - start)
+        meeting.leave()
+        if direct and self.rank == 0 and not meeting.is_direct():
+            await meeting.everybody_left()  # others read the result in the caller's memory
+
+    async def _reduce_chunks(
+        self, meeting: Meeting, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
+    ) -> None:
+        view, chunk = self._hall.arena.view, self._hall.sizes.chunk
+        others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
+        while (first := meeting.claim(chunk, total)) is not None:
+            length = min(chunk, total - first)
+            await breathe(meeting.board)
+            arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
+            what.reduce(arrays[0], arrays, what.divisor)
+            for place in others:
+                arrays[place][...] = arrays[0]
+            await breathe(meeting.board)
+            meeting.done(length, total)
+
+    async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        """Reduce `chunks[place]` of all ranks into the `shard` of each place; chunks are only read."""
+        what = self._reduction(shard, op, dtype)
+        parts: list[Array] = []
+
+        def take(source: int, start: int, piece: Array) -> None:
+            parts.append(piece.view(shard.dtype))
+            if len(parts) == self.size:
+                what.reduce(what.raw[start : start + piece.size].view(what.dtype), parts, what.divisor)
+                parts.clear()
+
+        await self._deal(_bytes(chunks), take, dict.fromkeys(range(self.size), shard.nbytes))
+
+    # -- one rank to all, and back ----------------------------------------------------------------
+
+    async def broadcast(self, x: Array, root: int) -> None:
+        """Copy the root's `x` into every rank's."""
+        raw = x.view(np.uint8)
+        if self.rank == root:
+            await self._show(raw, _keep_nothing, {})
+        else:
+            await self._show(None, _into([raw] * self.size), {root: raw.size})
+
+    async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
+        """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not touched."""
+        if self.rank != root:
+            await self._show(mine.view(np.uint8), _keep_nothing, {})
+            return
+        if blocks[root] is not mine:
+            blocks[root][...] = mine
+        raws = _bytes(blocks)
+        await self._show(None, _into(raws), _sizes(raws, but=root))
+
+    async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
+        """Give the root's `blocks[place]` to `mine` of each place; elsewhere `blocks` is not read."""
+        if self.rank == root:
+            mine[...] = blocks[root]
+            await self._deal(_bytes(blocks), _keep_nothing, {})
+        else:
+            await self._deal([], _into([mine.view(np.uint8)] * self.size), {root: mine.nbytes})
+
+    # -- every rank a part ------------------------------------------------------------------------
+
+    async def allgather(self, blocks: Sequence[Array]) -> None:
+        """Fill `blocks`, of any sizes, with every rank's block, given mine."""
+        raws = _bytes(blocks)
+        await self._show(raws[self.rank], _into(raws), _sizes(raws, but=self.rank))
+
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Give `outgoing[place]` to each place and get `incoming[place]` from it."""
+        incoming[self.rank][...] = outgoing[self.rank]
+        raws = _bytes(incoming)
+        await self._deal(_bytes(outgoing), _into(raws), _sizes(raws, but=self.rank))
+
+    async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
+        """Show `mine` to everybody, and take what each rank in `wanted` shows: its number of bytes is known."""
+        window, shown = self._hall.sizes.window, mine.size if mine is not None else 0
+        address = self._hall.arena.locate(mine) if mine is not None and shown > window else None
+        start, longest = 0, 1
+        while start < longest:
+            meeting = await self._next()
+            if address is None:
+                self._show_piece(meeting, mine, start)
+            else:
+                meeting.arrive(address + start, shown, direct=True)
+            await meeting.everybody()
+            table = meeting.shown()
+            longest = max(length for _, length, _ in table)
+            for source, size in wanted.items():
+                await self._take(meeting, take, source, table[source][0], start, min(start + window, size))
+            meeting.leave()
+            start += window
+        if address is not None:
+            await self._quiet(meeting)
+
+    def _show_piece(self, meeting: Meeting, mine: Array | None, start: int) -> None:
+        shown = mine.size if mine is not None else 0
+        address, slot = self._hall.slot(meeting.turn, max(0, min(self._hall.sizes.window, shown - start)))
+        if mine is not None:
+            slot[...] = mine[start : start + slot.size]
+        meeting.arrive(address, shown)
+
+    async def _deal(self, blocks: Sequence[Array], take: Take, wanted: dict[int, int]) -> None:
+        """Show `blocks[place]` to each place, and take mine of each rank in `wanted`: its number of bytes is known."""
+        window = max(64, self._hall.sizes.window // self.size // 64 * 64)
+        shown = max((block.size for block in blocks), default=0)
+        start, longest = 0, 1
+        while start < longest:
+            meeting = await self._next()
+            apart = max(0, min(window, shown - start))
+            address, slot = self._hall.slot(meeting.turn, apart * self.size)
+            for place, block in enumerate(blocks):
+                piece = block[start : start + apart]
+                slot[place * apart : place * apart + piece.size] = piece
+            meeting.arrive(address, shown)
+            await meeting.everybody()
+            table = meeting.shown()
+            longest = max(length for _, length, _ in table)
+            for source, size in wanted.items():
+                address, length, _ = table[source]
+                mine = address + self.rank * max(0, min(window, length - start))
+                await self._take(meeting, take, source, mine, start, min(start + window, size))
+            meeting.leave()
+            start += window
+
+    async def _take(self, meeting: Meeting, take: Take, source: int, address: int, start: int, end: int) -> None:
+        if start < end:
+            await breathe(meeting.board)
+            take(source, start, self._hall.arena.view(address, end - start))
+
+    async def _quiet(self, last: Meeting) -> None:
+        """Nobody looks at what this call has shown any more."""
+        await last.everybody_left()
+        if self._count > 1:
+            before = self._hall.meeting(self._number, self._count - 2, self._fingerprint)
+            await before.everybody_left()
+
+    async def _next(self) -> Meeting:
+        """The next meeting of the call, once there is room for it."""
+        hall = self._hall
+        before = self._number - hall.sizes.calls  # had its meetings in the same place
+        if not self._count and not hall.is_over(before):
+            await until(hall.board, lambda: hall.is_over(before))
+        meeting = hall.meeting(self._number, self._count, self._fingerprint)
+        self._count += 1
+        await meeting.free()
+        return meeting
+
+
+def _bytes(arrays: Sequence[Array]) -> list[Array]:
+    return [array.view(np.uint8) for array in arrays]
+
+
+def _sizes(raws: Sequence[Array], but: int) -> dict[int, int]:
+    return {place: raw.size for place, raw in enumerate(raws) if place != but}
+
+
+def _into(raws: Sequence[Array]) -> Take:
+    def take(source: int, start: int, piece: Array) -> None:
+        raws[source][start : start + piece.size] = piece
+
+    return take
+
+
+def _keep_nothing(source: int, start: int, piece: Array) -> None:
+    del source, start, piece

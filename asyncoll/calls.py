@@ -1,0 +1,162 @@
+"""Collective calls of one communicator at one rank: numbered, described, and started in the form that suits them.
+
+Ranks of one host that share an arena meet in memory; all others, and all pairs, go by message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from asyncoll.algorithms.by_message import MessageCall
+from asyncoll.algorithms.meeting import DisagreementError, Hall, Sizes
+from asyncoll.algorithms.shared import SharedCall
+from asyncoll.driver import Work
+from asyncoll.endpoint import Endpoint
+from asyncoll.errors import AsyncollError, ClosedError
+from asyncoll.group import Group, Lane
+from asyncoll.progress import Runner
+from asyncoll.transport.board import until
+from asyncoll.wire import digest
+
+T = TypeVar("T")
+Form = MessageCall | SharedCall
+_RECENT = 256  # calls whose description is kept to explain a mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One call as its peers must have made it too."""
+
+    operation: str
+    number: int
+    dtype: str
+    count: int  # -1: any
+    detail: str
+    site: str
+
+    def fingerprint(self) -> int:
+        return _fingerprint(self.operation, self.dtype, self.count, self.detail)
+
+    def __str__(self) -> str:
+        what = "" if self.count < 0 else f" of {self.count}"
+        more = f", {self.detail}" if self.detail else ""
+        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
+
+
+@lru_cache(maxsize=1024)
+def _fingerprint(operation: str, dtype: str, count: int, detail: str) -> int:
+    return digest(operation, dtype, count, detail)
+
+
+class Calls:
+    """Starts the calls of one rank."""
+
+    def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
+        self._endpoint = endpoint
+        self._group = group
+        self._runner = runner
+        self._number = 0
+        self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
+        self._recent: deque[Signature] = deque(maxlen=_RECENT)
+        self._hall: Hall | None = None
+        self.arena = endpoint.shared_by(group.ranks)
+        if self.arena is not None:
+            self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), Sizes())
+            endpoint.on_dispute(group.communicator, self._describe)
+
+    def number(self, operation: str, dtype: str, count: int, detail: str, site: str) -> Signature:
+        """The next call. The caller's checks are done: whatever raises UsageError comes before this."""
+        self._number += 1
+        return Signature(operation, self._number, dtype, count, detail, site)
+
+    def start(self, call: Signature, body: Callable[[Form], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        """Start a call of all ranks; returns what waits for it."""
+        self._check_open()
+        if self._hall is None:
+            return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)))
+        self._recent.append(call)
+        check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
+        return self._runner.drive(Work(self._hall.arena, self._in_memory(self._hall, call, body), check, call.__str__))
+
+    def start_pair(
+        self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
+    ) -> Coroutine[Any, Any, T]:
+        """Start a call of two ranks."""
+        self._check_open()
+        return self._by_message(call, digest(self._group.communicator, "pair", source, dest, tag), body)
+
+    def number_pair(self, source: int, dest: int, tag: int) -> int:
+        pair = (source, dest, tag)
+        number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
+        return number
+
+    def abort(self, reason: str) -> None:
+        """Give up, and tell the others. From any thread."""
+        group = self._group
+        self._runner.post(lambda: self._endpoint.abort(group.communicator, group.ranks, reason))
+
+    # -- by message -------------------------------------------------------------------------------
+
+    def _by_message(
+        self, call: Signature, context: int, body: Callable[[Lane], Awaitable[T]]
+    ) -> Coroutine[Any, Any, T]:
+        lane = Lane(self._endpoint, self._group, context, call.number, call.fingerprint(), call.__str__)
+
+        async def work() -> T:
+            with lane:
+                return await body(lane)
+
+        return self._runner.start(self._guarded(call, work()))
+
+    async def _guarded(self, call: Signature, work: Awaitable[T]) -> T:
+        """A call that ends in any way that its peers do not know of ends the communicator."""
+        try:
+            return await work
+        except asyncio.CancelledError:
+            self.abort(f"{call} was cancelled")
+            raise
+        except AsyncollError:
+            raise
+        except Exception as error:
+            self.abort(f"{call} failed: {error!r}")
+            raise
+
+    # -- in memory --------------------------------------------------------------------------------
+
+    async def _in_memory(self, hall: Hall, call: Signature, body: Callable[[Form], Awaitable[T]]) -> T:
+        self._endpoint.check(self._group.communicator)
+        form = SharedCall(hall, call.number, call.fingerprint())
+        hall.begin(call.number)
+        try:
+            return await self._guarded(call, body(form))
+        except DisagreementError as disagreement:
+            self._dispute(call, disagreement.place)
+            await until(hall.board, _never)  # the communicator fails as soon as that rank has said what it called
+            raise
+        except (Exception, asyncio.CancelledError):
+            await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.lost_ranks)
+            raise
+        finally:
+            hall.end(call.number)
+
+    def _dispute(self, call: Signature, place: int) -> None:
+        peer, context, text = self._group.ranks[place], self._group.communicator, str(call)
+        self._runner.post(lambda: self._endpoint.dispute(peer, context, context, call.number, text))
+
+    def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
+        """Who took part in call `number`, and what it was, if it is not too long ago."""
+        recent = {call.number: call for call in list(self._recent)}
+        return (self._group.ranks, str(recent[number])) if number in recent else None
+
+    def _check_open(self) -> None:
+        if self._endpoint.closed:
+            raise ClosedError("this communicator is closed")
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,36 @@
+"""A timer that any thread may set and one loop hears: Linux's timerfd, without waking the loop to set it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+
+_CLOCK_MONOTONIC = 1
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
+_libc = ctypes.PyDLL(None, use_errno=True)  # neither call blocks, so the GIL may be kept
+
+
+class Timer:
+    """Readable once the time is over."""
+
+    def __init__(self) -> None:
+        self._fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self, seconds: float) -> None:
+        """Ring after `seconds`, and not when it was to ring before; 0: never."""
+        _libc.timerfd_settime(self._fd, 0, struct.pack("4q", 0, 0, *divmod(int(seconds * 1e9), 10**9)), None)
+
+    def read(self) -> None:
+        """Be silent again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 8)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,84 @@
+"""A lock in shared memory that survives the death of its owner: the C library's robust mutex, through ctypes.
+
+Where the platform has no robust mutexes (macOS), `initialize` raises AttributeError, and there is no arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Sequence
+from functools import partial
+
+from asyncoll.errors import PeerLostError
+
+MUTEX_BYTES = 64
+_HOLDER = (
+    56  # where the place of its holder stands, or ~place of one who died; a pthread_mutex_t has 40 bytes, or 48 on ARM
+)
+_PROCESS_SHARED = 1
+_ROBUST = 1
+_CHECKING = 2  # a thread that locks twice gets an error, instead of waiting for itself
+
+# The first two never block, so they may keep the GIL, which costs less than to let it go and get it back. They have no
+# argument types: an array passes as its address, and nothing is as fast.
+_holding_gil = ctypes.PyDLL(None)
+_try_lock = _holding_gil.pthread_mutex_trylock
+_unlock = _holding_gil.pthread_mutex_unlock
+_unlock.restype = None
+_lock = ctypes.CDLL(None).pthread_mutex_lock
+
+
+class RobustMutex:
+    """A `Mutex` between the threads of all processes that share `memory`, MUTEX_BYTES of it.
+
+    What a dead owner left is never repaired. The kernel tells the next one, which notes it beside the mutex for all who
+    come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.)
+    """
+
+    __slots__ = ("_holder", "_mutex", "_place", "_ranks", "release")
+
+    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int]) -> None:
+        """As `place`, which is mine, sees it; `ranks` of the world, by place."""
+        self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
+        self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
+        self._place = place
+        self._ranks = ranks
+        self.release = partial(_unlock, self._mutex)  # with no frame of Python around it
+
+    @staticmethod
+    def initialize(memory: memoryview) -> None:
+        """Once, by whoever owns the memory, before anybody else sees it."""
+        mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)
+        attributes = (ctypes.c_char * MUTEX_BYTES)()
+        _holding_gil.pthread_mutexattr_init(attributes)
+        _holding_gil.pthread_mutexattr_setrobust(attributes, _ROBUST)
+        _holding_gil.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED)
+        _holding_gil.pthread_mutexattr_settype(attributes, _CHECKING)
+        failure = _holding_gil.pthread_mutex_init(mutex, attributes)
+        _holding_gil.pthread_mutexattr_destroy(attributes)
+        if failure:
+            raise OSError(failure, "cannot make a robust mutex")
+
+    def acquire(self) -> None:
+        if failure := _try_lock(self._mutex):
+            self._insist(failure)
+        if self._holder[0] < 0:
+            self._refuse()
+        self._holder[0] = self._place
+
+    def _insist(self, failure: int) -> None:
+        """Get the lock, whatever it takes."""
+        if failure == errno.EBUSY:
+            failure = _lock(self._mutex)
+        if failure == errno.EOWNERDEAD:
+            if self._holder[0] >= 0:
+                self._holder[0] = ~self._holder[0]
+            failure = _holding_gil.pthread_mutex_consistent(self._mutex)
+        if failure:
+            raise OSError(failure, "cannot lock shared memory")
+
+    def _refuse(self) -> None:
+        holder = ~self._holder[0]
+        self.release()
+        raise PeerLostError(self._ranks[holder], "it died while it was changing shared memory")

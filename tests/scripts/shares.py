@@ -1,0 +1,67 @@
+"""One rank of a host that has nothing but an arena: `shares.py FOLDER RANK SIZE WHAT`."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from asyncoll.errors import PeerLostError
+from asyncoll.transport import handover
+from asyncoll.transport.board import Wait
+
+
+def wait(arena, board, ready):
+    return arena.wait(Wait(board, ready), lambda: None, str)
+
+
+async def count(arena):
+    """Everybody adds one, 2000 times, and waits for the sum; then a token goes round."""
+    board = arena.board(1, 2)
+    for _ in range(2000):
+        with board:
+            board.words[0] += 1
+            board.wake()
+    await wait(arena, board, lambda: board.words[0] == 2000 * len(arena.ranks))
+    for turn in range(50):
+        mine = turn * len(arena.ranks) + arena.place
+        await wait(arena, board, lambda mine=mine: board.words[1] >= mine)
+        with board:
+            board.words[1] += 1
+            board.wake()
+    await wait(arena, board, lambda: board.words[1] == 50 * len(arena.ranks))
+    print(*board.words)
+
+
+async def die(arena):
+    """The last rank is killed while it holds the lock; what it had written before is still there."""
+    board = arena.board(1, 2)
+    if arena.place == len(arena.ranks) - 1:
+        address = arena.allocate(8)
+        arena.view(address, 8)[:] = 7
+        await wait(arena, board, lambda: board.words[0] == arena.place)
+        with board:
+            board.words[1] = address
+            os.kill(os.getpid(), signal.SIGKILL)
+    with board:
+        board.words[0] += 1
+        board.wake()
+    print(find_out(board))
+    print(find_out(board))
+    print(arena.view(board.words[1], 8).sum())
+
+
+def find_out(board):
+    while True:
+        try:
+            with board:
+                pass
+        except PeerLostError as error:
+            return error
+
+
+folder, rank, size, what = sys.argv[1:]
+ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not places
+arena = handover.join(Path(folder), ranks[int(rank)], ranks)
+asyncio.run({"count": count, "die": die}[what](arena))
+arena.close()

@@ -1,0 +1,677 @@
+"""Shared memory between the ranks of a host: the contract, the lock, what it costs the host, and how ranks join."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgpack
+import pytest
+import uvloop
+
+from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.testing.contract import check_arena
+from asyncoll.transport import arena as arena_module
+from asyncoll.transport import handover, inproc_arena
+from asyncoll.transport.arena import HostArena, local_world, make_part
+from asyncoll.transport.board import Wait
+from asyncoll.transport.handover import ArenaUnavailable
+from asyncoll.transport.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+SCRIPT = Path(__file__).parent / "scripts" / "shares.py"
+PATIENCE_S = 30  # a safety net, never reached
+MIB = 1 << 20
+BOTH = pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
+
+
+@pytest.fixture
+def two():
+    with local_world(2) as arenas:
+        yield arenas
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+@BOTH
+def test_between_processes(loop):
+    check_arena(local_world, loop)
+
+
+@BOTH
+def test_without_cores_to_look_from(loop, monkeypatch):
+    monkeypatch.setattr(arena_module, "_LOOKS", 0)
+    monkeypatch.setattr(arena_module, "_LOOKS_WITHOUT_CORES", 0)
+    check_arena(local_world, loop)
+
+
+def test_without_memfd(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    check_arena(local_world)
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, VirtualTimeLoop], ids=["asyncio", "uvloop", "virtual"])
+def test_in_one_process(loop):
+    check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)), loop)
+
+
+class Copying(inproc_arena.InprocArena):
+    """Nobody sees what it writes: the contract must notice."""
+
+    def view(self, address, nbytes):
+        return super().view(address, nbytes).copy()
+
+
+def test_the_contract_notices_a_broken_promise(monkeypatch):
+    monkeypatch.setattr(inproc_arena, "InprocArena", Copying)
+    with pytest.raises(AssertionError, match="whatever one writes all see"):
+        check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)))
+
+
+# -- the lock -------------------------------------------------------------------------------------
+
+
+def make_lock(ranks=(5, 6)):
+    memory = memoryview(bytearray(MUTEX_BYTES))
+    RobustMutex.initialize(memory)
+    return [RobustMutex(memory, place, ranks) for place in range(len(ranks))]
+
+
+def in_a_thread(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    return thread
+
+
+def test_the_lock_excludes_and_waits():
+    mine, other = make_lock()
+    seen = []
+
+    def take():
+        other.acquire()
+        seen.append("other")
+        other.release()
+
+    for _ in range(100):
+        mine.acquire()
+        thread = in_a_thread(take)
+        assert seen == []
+        mine.release()
+        thread.join()
+        assert seen.pop() == "other"
+
+
+def test_who_takes_the_lock_twice_is_told():
+    lock, _ = make_lock()
+    lock.acquire()
+    with pytest.raises(OSError, match="cannot lock") as caught:
+        lock.acquire()
+    assert caught.value.errno == errno.EDEADLK
+    lock.release()
+
+
+def test_nobody_ever_gets_the_lock_of_an_owner_that_has_died():
+    mine, other = make_lock()
+    in_a_thread(other.acquire).join()  # to the kernel, a thread that ends is an owner that dies
+    for lock in (mine, other, mine, mine):
+        with pytest.raises(
+            PeerLostError, match="rank 6 is gone: it died while it was changing shared memory"
+        ) as caught:
+            lock.acquire()
+        assert caught.value.rank == 6
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def held(arena):
+    return os.fstat(arena._memory).st_blocks * 512
+
+
+def test_memory_goes_back_to_the_host(two):
+    arena, _ = two
+    before = held(arena)
+    address = arena.allocate(64 * MIB + 1)
+    assert held(arena) > before + 64 * MIB, "it is all there before anybody touches it"
+    arena.free(address)
+    assert held(arena) < before + 8 * MIB, "but for what huge pages leave at the edges"
+
+
+def test_a_block_that_is_freed_is_used_again(two):
+    arena, _ = two
+    address = arena.allocate(1000)
+    arena.free(address)
+    assert arena.allocate(900) == address
+
+
+def test_nobody_can_cut_the_memory_of_others(two):
+    for size in (0, 1 << 50):
+        with pytest.raises(PermissionError):
+            os.ftruncate(two[0]._memory, size)
+
+
+def test_only_ones_own_part_is_located(two):
+    mine, other = two
+    address = other.allocate(100)
+    assert mine.locate(mine.view(address, 100)) is None
+    assert other.locate(other.view(address, 100)) == address
+
+
+def test_views_outlive_the_arena():
+    with local_world(1) as (arena,):
+        view = arena.view(arena.allocate(100), 100)
+        board = arena.board(1, 1)
+    view[:] = 1
+    with board:
+        board.words[0] = 1
+
+
+def test_more_than_the_host_has_is_refused(two):
+    with pytest.raises(UsageError, match=r"1,048,576\.0 MiB .* has .* MiB left; use smaller tensors.* --transport zmq"):
+        two[0].allocate(1 << 40)
+
+
+def test_more_than_is_left_is_refused(two, monkeypatch):
+    monkeypatch.setattr(arena_module, "_left", lambda: (2 * MIB, "the control group /x"))
+    before = held(two[0])
+    with pytest.raises(UsageError, match=r"3\.0 MiB .*: the control group /x has 2\.0 MiB left"):
+        two[0].allocate(3 * MIB)
+    assert held(two[0]) == before
+    two[0].allocate(2 * MIB)
+
+
+def test_more_than_the_kernel_gives_is_refused(two, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = two[0].allocate(64)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(UsageError, match="the kernel says 'No space left on device'"):
+        two[0].allocate(64)
+    monkeypatch.undo()
+    assert two[0].allocate(64) == before + 64
+
+
+def test_more_than_a_part_holds_is_refused(two, monkeypatch):
+    monkeypatch.setattr(arena_module, "_left", lambda: (1 << 60, "a dream"))
+    with pytest.raises(UsageError, match="a rank's part"):
+        two[0].allocate(1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/job/rank", "job/rank", ("memory.max", "memory.current", "inactive_file", "active_file")),
+        (
+            "4:cpu,memory:/job/rank",
+            "memory/job/rank",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_what_control_groups_leave(tmp_path, line, folder, names):
+    """The innermost has 1000 and uses 600, of which 150 are cached files; the one around it has no limit."""
+    limit, usage, inactive, active = names
+    for group, most in ((tmp_path / folder, "1000"), ((tmp_path / folder).parent, "max")):
+        group.mkdir(parents=True, exist_ok=True)
+        (group / limit).write_text(f"{most}\n")
+        (group / usage).write_text("600\n")
+        (group / "memory.stat").write_text(f"anon 1\n{inactive} 100\n{active} 50\n")
+    groups = tmp_path / "groups"
+    groups.write_text(f"7:pids:/\n{line}\n")
+    left = list(arena_module._left_in_groups(tmp_path, groups))
+    assert left == [(550, f"the control group {tmp_path / folder}")]
+
+
+# -- boards ---------------------------------------------------------------------------------------
+
+
+def test_a_board_of_another_size(two):
+    two[0].board(1, 4)
+    for arena in two:
+        with pytest.raises(ProtocolError, match="board 1 has 4 words, and not 5"):
+            arena.board(1, 5)
+
+
+def test_boards_run_out(two, monkeypatch):
+    monkeypatch.setattr(arena_module, "_BOARDS_MAX", 2)
+    two[0].board(1, 1)
+    two[1].board(2, 1)
+    for arena in two:
+        with pytest.raises(UsageError, match="have 2 boards"):
+            arena.board(3, 1)
+    assert not two[1].board(1, 1).created
+
+
+# -- loops ----------------------------------------------------------------------------------------
+
+
+def never():
+    raise AssertionError("there was no alarm")
+
+
+def until(arena, board, value):
+    return arena.wait(Wait(board, lambda: board.words[0] >= value), lambda: None, lambda: f"{value}")
+
+
+def add_one(board):
+    with board:
+        board.words[0] += 1
+        board.wake()
+
+
+async def asleep(arena, *names):
+    while sorted(arena.waiting()) != sorted(names):
+        await asyncio.sleep(0)
+
+
+def test_callers_come_and_go_with_their_loops(two):
+    """Each `asyncio.run` is another loop, and one that is gone rings for nobody."""
+    mine, other = (arena.board(1, 1) for arena in two)
+
+    async def caller(value):
+        task = asyncio.create_task(until(two[0], mine, value))
+        await asleep(two[0], str(value))
+        add_one(other)
+        await task
+
+    for value, run in enumerate([asyncio.run, uvloop.run, asyncio.run], 1):
+        run(caller(value))
+
+
+@BOTH
+def test_several_loops_wait_at_once(two, loop):
+    """The runtime's and two callers', in a thread each; two bells wake all of them."""
+    mine, other = (arena.board(1, 1) for arena in two)
+    runtime = loop()
+    two[0].runtime_loop = runtime
+
+    def run(event_loop):
+        with contextlib.closing(event_loop):
+            for value in range(1, 11):
+                event_loop.run_until_complete(until(two[0], mine, value))
+
+    async def drive():
+        for value in range(1, 11):
+            await asleep(two[0], *[str(value)] * 3)
+            add_one(other)
+
+    threads = [in_a_thread(run, event_loop) for event_loop in (runtime, loop(), loop())]
+    asyncio.run(drive())
+    for thread in threads:
+        thread.join()
+    assert two[0].waiting() == []
+
+
+@BOTH
+def test_a_closed_loop_breaks_nothing(two, loop):
+    mine, other = (arena.board(1, 1) for arena in two)
+    abandoned = loop()
+    waiter = until(two[0], mine, 1)
+    with contextlib.closing(abandoned):
+        task = abandoned.create_task(waiter)
+        abandoned.run_until_complete(asyncio.wait([task], timeout=0))
+        abandoned.run_until_complete(asleep(two[0], "1"))
+
+    async def caller():
+        task = asyncio.create_task(until(two[0], mine, 1))
+        await asleep(two[0], "1", "1")
+        add_one(other)
+        await task
+
+    asyncio.run(caller())
+    task._log_destroy_pending = False
+    waiter.close()
+    assert two[0].waiting() == []
+
+
+def test_an_alarm_reaches_every_loop(two):
+    """From a thread that has none."""
+    mine, _ = (arena.board(1, 1) for arena in two)
+    stopped = []
+
+    def check():
+        if stopped:
+            raise RuntimeError("stopped")
+
+    async def wait():
+        await two[0].wait(Wait(mine, lambda: False), check, str)
+
+    def run(event_loop):
+        with contextlib.closing(event_loop), pytest.raises(RuntimeError, match="stopped"):
+            event_loop.run_until_complete(wait())
+
+    loops = [asyncio.new_event_loop(), uvloop.new_event_loop()]
+    two[0].runtime_loop = loops[0]
+    threads = [in_a_thread(run, loop) for loop in loops]
+    asyncio.run(asleep(two[0], "", ""))
+    stopped.append(True)
+    two[0].alarm()
+    for thread in threads:
+        thread.join()
+
+
+# -- how ranks join -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of the ranks of a host; nothing is left in it."""
+    private = tmp_path / "f"
+    private.mkdir(0o700)
+    yield private
+    assert list(private.iterdir()) == []
+
+
+def join_all(folder, size):
+    """What becomes of each rank, as threads of this process: an arena or an error."""
+    ranks = tuple(range(10, 10 + size))  # of the world: not places
+
+    def join(rank):
+        try:
+            return handover.join(folder, rank, ranks)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, ranks))
+
+
+def all_alike(outcomes, kind):
+    assert [type(outcome) for outcome in outcomes] == [kind] * len(outcomes)
+    assert len(set(map(str, outcomes))) == 1
+    return outcomes[0]
+
+
+def check_joined(outcomes):
+    try:
+        assert [type(outcome) for outcome in outcomes] == [HostArena] * len(outcomes), outcomes
+        address = outcomes[-1].allocate(10)
+        outcomes[-1].view(address, 10)[:] = 3
+        assert {int(arena.view(address, 10).sum()) for arena in outcomes} == {30}
+        assert [arena.place for arena in outcomes] == list(range(len(outcomes)))
+        add_one(outcomes[-1].board(1, 1))
+        assert {arena.board(1, 1).words[0] for arena in outcomes} == {1}
+    finally:
+        for arena in outcomes:
+            if isinstance(arena, HostArena):
+                arena.close()
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Makes a rank introduce itself as something else."""
+
+    def pretend(rank, **fields):
+        introduce = handover._introduce
+
+        def other(stack, who, ranks):
+            me = introduce(stack, who, ranks)
+            return dataclasses.replace(me, **fields) if who == rank else me
+
+        monkeypatch.setattr(handover, "_introduce", other)
+
+    return pretend
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+def test_ranks_join(folder, size, monkeypatch):
+    monkeypatch.setattr(handover, "_BATCH", 4)  # several messages, and the last one is not full
+    check_joined(join_all(folder, size))
+
+
+def test_ranks_join_without_memfd(folder, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    check_joined(join_all(folder, 3))
+
+
+@pytest.mark.parametrize("rank", [10, 12])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"version": "0.0.9"}, r"runs (asyncoll )?0\.0\.9.*: install the same version"),
+        ({"layout": 99}, "install the same version"),
+        ({"boot": "another"}, "different kernels"),
+        ({"capacity": 4096}, "another size of this host's memory|and not 4096"),
+        ({"part": None, "failure": "rank 12 has no memory"}, "rank 12 has no memory"),
+        ({"part": None}, "descriptors of rank 1. have not come"),
+    ],
+    ids=["version", "layout", "kernel", "size", "failure", "nothing"],
+)
+def test_one_rank_that_cannot_share(folder, pretend, rank, fields, reason):
+    pretend(rank, **fields)
+    with pytest.raises(ArenaUnavailable, match=reason):
+        raise all_alike(join_all(folder, 3), ArenaUnavailable)
+
+
+def damage(change):
+    """A part that something has been done to before it is handed over."""
+
+    def make(place, capacity):
+        part = make_part(place, capacity)
+        if place == 1:
+            change(part)
+        return part
+
+    return make
+
+
+def unsealed(part):
+    descriptor = os.memfd_create("asyncoll", os.MFD_CLOEXEC)
+    os.truncate(descriptor, os.fstat(part.memory).st_size)
+    os.dup2(descriptor, part.memory, inheritable=False)
+    os.close(descriptor)
+
+
+def small(part):
+    unsealed(part)
+    os.truncate(part.memory, 4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda part: os.pwrite(part.memory, b"?", 3), "rank 10 cannot use the memory of rank 11: its header is"),
+        (lambda part: os.pwrite(part.memory, b"\2", 8), "its header is"),
+        (unsealed, "its size is not sealed"),
+        (small, "it has 4096 bytes, and not"),
+    ],
+    ids=["magic", "layout", "unsealed", "small"],
+)
+def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reason):
+    monkeypatch.setattr(handover, "make_part", damage(change))
+    with pytest.raises(ArenaUnavailable, match=reason):
+        raise all_alike(join_all(folder, 3), ArenaUnavailable)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, place):
+    class Cramped(HostArena):
+        def __init__(self, mine, ranks, parts):
+            if mine == place:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            super().__init__(mine, ranks, parts)
+
+    monkeypatch.setattr(handover, "HostArena", Cramped)
+    with pytest.raises(ArenaUnavailable, match=f"rank {10 + place} cannot map .* Cannot allocate memory"):
+        raise all_alike(join_all(folder, 3), ArenaUnavailable)
+
+
+def test_a_host_that_cannot_share(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "eventfd", refuse)
+    with pytest.raises(ArenaUnavailable, match=r"rank 10 cannot make memory to share: .*not implemented"):
+        raise all_alike(join_all(folder, 2), ArenaUnavailable)
+
+
+def test_a_rank_that_does_not_come(folder, monkeypatch):
+    """The clock stands still until the third rank is there, and then all time is over."""
+    clock = [0]
+    greet = handover._greet
+
+    def greet_and_wait(*args):
+        clock.append(1000)
+        return greet(*args)
+
+    monkeypatch.setattr(handover, "_greet", greet_and_wait)
+    monkeypatch.setattr(handover, "_now", lambda: clock[-1])
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(handover.join, folder, rank, (0, 1, 2, 3)) for rank in (0, 2)]
+        errors = [future.exception() for future in futures]
+    with pytest.raises(PeerLostError, match="rank 1 is gone: it did not join within 300 s, and neither did 3"):
+        raise all_alike(errors, PeerLostError)
+
+
+def test_a_first_rank_that_does_not_come(folder, monkeypatch):
+    times = iter(range(0, 1000, 200))
+    monkeypatch.setattr(handover, "_now", lambda: next(times))
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it did not join"):
+        handover.join(folder, 1, (0, 1))
+
+
+@contextlib.contextmanager
+def visitor(folder):
+    """Connects as soon as the first rank listens, before anybody else does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        while True:
+            with contextlib.suppress(OSError):
+                connection.connect(str(folder / "arena"))
+                break
+            os.sched_yield()
+        yield connection
+
+
+HELLO = ["asyncoll arena", 1, "0", 11, "boot", 4096, ""]
+STRANGERS = {
+    "silent": b"",
+    "noise": b"\xc1 not msgpack",
+    "truncated": msgpack.packb(HELLO)[:-8],
+    "endless": msgpack.packb([*HELLO, "x" * 10_000]),
+    "another magic": msgpack.packb(["asyncoll", *HELLO[1:]]),
+    "another rank": msgpack.packb([*HELLO[:3], 17, *HELLO[4:]]),
+    "no list": msgpack.packb(17),
+    "few fields": msgpack.packb(HELLO[:3]),
+}
+
+
+@pytest.mark.parametrize("message", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_turned_away(folder, caplog, message):
+    ranks = (10, 11)
+    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
+        first = pool.submit(handover.join, folder, 10, ranks)
+        with visitor(folder) as connection:
+            if message:
+                connection.send(message)
+        second = pool.submit(handover.join, folder, 11, ranks)
+        check_joined([first.result(), second.result()])
+    assert "turned a stranger away" in caplog.text
+
+
+def test_other_users_are_turned_away(folder, caplog, monkeypatch):
+    asked = []
+
+    def uid(line):
+        asked.append(line)
+        return os.getuid() + (len(asked) == 1)
+
+    monkeypatch.setattr(handover._Line, "_uid", uid)
+    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
+        first = pool.submit(handover.join, folder, 10, (10, 11))
+        with visitor(folder) as connection:
+            assert connection.recv(1) == b"", "it is told nothing"
+        second = pool.submit(handover.join, folder, 11, (10, 11))
+        check_joined([first.result(), second.result()])
+    assert f"a process of user {os.getuid() + 1}" in caplog.text
+
+
+def test_a_rank_that_goes_away_meanwhile(folder, monkeypatch):
+    """All others are told who it was."""
+    send = handover._Line.send
+
+    def send_and_leave(line, message, descriptors=()):
+        send(line, message, descriptors)
+        if isinstance(message, list) and message[3:4] == [11]:
+            raise OSError("killed")
+
+    monkeypatch.setattr(handover._Line, "send", send_and_leave)
+    first, gone, third = join_all(folder, 3)
+    assert isinstance(gone, PeerLostError)
+    with pytest.raises(PeerLostError, match="rank 11 is gone: it closed its connection"):
+        raise all_alike([first, third], PeerLostError)
+
+
+def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
+    def leave(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(handover, "_hand_over", leave)
+    first, second = join_all(folder, 2)
+    assert isinstance(first, MemoryError)
+    with pytest.raises(PeerLostError, match="rank 10 is gone: it closed its connection"):
+        raise second
+
+
+def test_too_few_files(folder, monkeypatch):
+    """The kernel leaves out the descriptors that a process may not have."""
+    receive = handover._Line.receive
+
+    def receive_less(line, descriptors_max=0, timeout_s=1.0):
+        message, descriptors = receive(line, descriptors_max, timeout_s)
+        return message, descriptors[:3]
+
+    monkeypatch.setattr(handover._Line, "receive", receive_less)
+    with pytest.raises(ArenaUnavailable, match="may not have 6 more files open: raise the limit"):
+        raise all_alike(join_all(folder, 2), ArenaUnavailable)
+
+
+def test_a_path_that_is_too_long(tmp_path):
+    with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
+        handover.join(tmp_path / ("x" * 100), 0, (0, 1))
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+def run_ranks(folder, size, what):
+    """What each of the ranks, as processes, has printed, and how it ended."""
+    command = [sys.executable, "-X", "dev", "-W", "error", str(SCRIPT), str(folder)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(size):
+            process = subprocess.Popen(
+                [*command, str(rank), str(size), what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in processes]
+        return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_count_together(folder, size):
+    assert run_ranks(folder, size, "count") == [(0, f"{2000 * size} {50 * size}\n", "")] * size
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_holds_the_lock(folder):
+    *others, killed = run_ranks(folder, 3, "die")
+    assert killed == (-signal.SIGKILL, "", "")
+    lost = "rank 12 is gone: it died while it was changing shared memory\n"
+    assert others == [(0, f"{lost}{lost}56\n", "")] * 2

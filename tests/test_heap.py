@@ -1,0 +1,68 @@
+"""The allocator of shared memory: no two blocks overlap, and everything comes back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asyncoll.transport.heap import ALIGNMENT, Heap
+
+PAGE = 4096
+START, END = PAGE, 40 * PAGE
+
+
+class Blocks(RuleBasedStateMachine):
+    """A heap, beside a plain list of what is in use."""
+
+    def __init__(self):
+        super().__init__()
+        self.heap = Heap(START, END, PAGE)
+        self.blocks: list[tuple[int, int]] = []
+
+    @rule(nbytes=st.one_of(st.integers(0, 300), st.integers(PAGE - 1, 9 * PAGE)))
+    def allocate(self, nbytes):
+        try:
+            offset = self.heap.allocate(nbytes)
+        except MemoryError:
+            assert self.largest_gap() < nbytes + 2 * PAGE, "there was room, however it had to be aligned"
+            return
+        assert self.heap.extent(offset) >= nbytes
+        self.blocks.append((offset, self.heap.extent(offset)))
+
+    @rule(data=st.data())
+    def free(self, data):
+        if self.blocks:
+            offset, _ = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+            self.heap.free(offset)
+
+    @invariant()
+    def blocks_are_apart_and_aligned(self):
+        ends = START
+        for offset, nbytes in sorted(self.blocks):
+            assert ends <= offset
+            alignment = PAGE if nbytes >= PAGE else ALIGNMENT
+            assert offset % alignment == 0
+            assert nbytes % alignment == 0
+            ends = offset + nbytes
+        assert ends <= END
+
+    def teardown(self):
+        for offset, _ in self.blocks:
+            self.heap.free(offset)
+        assert self.heap.allocate(END - START) == START, "all of it is one block again"
+
+    def largest_gap(self):
+        edges = [START, *(edge for offset, nbytes in sorted(self.blocks) for edge in (offset, offset + nbytes)), END]
+        return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+test_heap = Blocks.TestCase
+
+
+def test_what_is_not_in_use_cannot_be_freed():
+    heap = Heap(START, END, PAGE)
+    offset = heap.allocate(10)
+    heap.free(offset)
+    with pytest.raises(KeyError):
+        heap.free(offset)
