@@ -62,7 +62,7 @@ class Communicator:
         self._group = group
         self._runner = runner
         self._calls = Calls(endpoint, group, runner)
-        self._registry = Registry(self._calls.arena)
+        self.registry = Registry(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
 
     @property
@@ -385,7 +385,7 @@ class Communicator:
 
         Raises UsageError if the host has not so much memory left.
         """
-        return self._registry.empty(shape, dtype)
+        return self.registry.empty(shape, dtype)
 
     # -- the communicator itself ------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from asyncoll import registered
 from asyncoll.errors import UsageError
+from asyncoll.tensors import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,8 +34,8 @@ class Flat:
 
     def __init__(self, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
         everything = (*trainable, *frozen)
-        self._parameters = everything[0].data.new_empty(sum(p.numel() for p in everything))
-        self._gradients = everything[0].data.new_zeros(sum(p.numel() for p in trainable))
+        self._parameters = _flat(everything[0], sum(p.numel() for p in everything))
+        self._gradients = _flat(everything[0], sum(p.numel() for p in trainable)).zero_()
         self._data_views = _views(self._parameters, everything)
         self._gradient_views = _views(self._gradients, trainable)
         self._frozen = tuple(frozen)
@@ -80,6 +82,9 @@ class Flat:
 def flatten(model: nn.Module) -> Flat:
     """Make the parameters and gradients of `model` views of two flat tensors; parameters keep their values.
 
+    Called in a world (`asyncoll.run`, `asyncoll.connect`), both are registered, as tensors of `Communicator.empty` are:
+    peers on this host read gradients where `backward()` has put them.
+
     Gradients start at zero. All parameters must share one dtype and one device. An optimizer built before or
     after sees the same parameters either way.
     """
@@ -96,6 +101,14 @@ def flatten(model: nn.Module) -> Flat:
             raise UsageError(f"one flat tensor has one {what}, but the model's parameters have several: {names}")
     trainable = [p for p in parameters if p.requires_grad]
     return Flat(trainable, [p for p in parameters if not p.requires_grad])
+
+
+def _flat(like: nn.Parameter, count: int) -> Tensor:
+    """Memory on the parameter's device; in a world, memory that the ranks of this host share."""
+    if like.device.type != "cpu" or str(like.dtype).removeprefix("torch.") not in DTYPES:
+        return like.data.new_empty(count)
+    tensor: Tensor = registered.current().empty(count, like.dtype)
+    return tensor
 
 
 def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:

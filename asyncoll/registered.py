@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from asyncoll import tensors
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena
 
+_current: ContextVar[Registry | None] = ContextVar("registry", default=None)
+
 
 class Registry:
     """The registered tensors of one rank."""
@@ -20,6 +25,15 @@ class Registry:
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
         self._unused: deque[int] = deque()  # addresses; a finalizer may run anywhere, so it must not do more than this
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Who asks for registered memory without naming a communicator gets it here. Tasks and threads inherit it."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A numpy array, or for a torch dtype a torch tensor, with arbitrary content."""
@@ -36,10 +50,18 @@ class Registry:
             return np.empty(nbytes, np.uint8)
         while self._unused:
             arena.free(self._unused.popleft())
+        if not nbytes:
+            return np.empty(0, np.uint8)
         address = arena.allocate(nbytes)
-        raw = arena.view(address, nbytes)
-        weakref.finalize(raw, self._unused.append, address)  # as long as a view of it lives, so does it
-        return raw
+        # numpy refers views of views to the first array of all: not to the arena's own, but to one that goes with them.
+        owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
+        weakref.finalize(owner, self._unused.append, address)
+        return owner
+
+
+def current() -> Registry:
+    """The registry of the world that this task is in; outside of any, one of ordinary memory."""
+    return _current.get() or Registry(None)
 
 
 def _dtype(dtype: Any) -> tuple[str, bool]:

@@ -64,7 +64,8 @@ async def connect() -> AsyncIterator[Communicator]:
         async with World(Endpoint(meeting.transport, meeting.arena), thread, meeting.hosts) as comm:
             if meeting.folder is not None:
                 shutil.rmtree(meeting.folder, ignore_errors=True)
-            yield comm
+            with comm.registry.as_current():
+                yield comm
     finally:
         thread.stop()
         if meeting.folder is not None:

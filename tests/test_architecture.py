@@ -106,8 +106,8 @@ ROOMS: dict[str, set[str]] = {
         "algorithms.wait_avoiding",
     },
     # facade
-    "flat": {"errors"},
     "registered": {"errors", "tensors", "transport"},
+    "flat": {"errors", "tensors", "registered"},
     "calls": {
         "errors",
         "wire",

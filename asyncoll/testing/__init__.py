@@ -1,7 +1,7 @@
 """The test kit: worlds inside one process, real or simulated; the contract that every transport keeps; the laws of
 wait-avoiding collectives."""
 
-from asyncoll.testing.contract import check_transport
+from asyncoll.testing.contract import check_arena, check_transport
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.simulated import Crash, Cut, Network, Pause
@@ -14,6 +14,7 @@ __all__ = [
     "Network",
     "Pause",
     "SimReport",
+    "check_arena",
     "check_laws",
     "check_transport",
     "run_ranks",

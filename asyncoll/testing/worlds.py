@@ -145,7 +145,8 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
     try:
         async with world as comm:
             try:
-                return await main(comm)
+                with comm.registry.as_current():
+                    return await main(comm)
             except Exception as error:
                 errors.append(error)
                 raise
