@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 from asyncoll.algorithms.by_message import MessageCall
 from asyncoll.algorithms.meeting import DisagreementError, Hall, Sizes
@@ -28,22 +27,31 @@ Form = MessageCall | SharedCall
 _RECENT = 256  # calls whose description is kept to explain a mismatch
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Site(NamedTuple):
+    """A place in the user's code."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path.rpartition('/')[2]}:{self.line}"
+
+
+class Signature(NamedTuple):
     """One call as its peers must have made it too."""
 
     operation: str
     number: int
     dtype: str
-    count: int  # -1: any
+    elements: int  # -1: any
     detail: str
-    site: str
+    site: Site
 
     def fingerprint(self) -> int:
-        return _fingerprint(self.operation, self.dtype, self.count, self.detail)
+        return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
 
     def __str__(self) -> str:
-        what = "" if self.count < 0 else f" of {self.count}"
+        what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
         return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
 
@@ -63,13 +71,14 @@ class Calls:
         self._number = 0
         self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
+        self._check = partial(endpoint.check, group.communicator)
         self._hall: Hall | None = None
         self.arena = endpoint.shared_by(group.ranks)
         if self.arena is not None:
             self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), Sizes())
             endpoint.on_dispute(group.communicator, self._describe)
 
-    def number(self, operation: str, dtype: str, count: int, detail: str, site: str) -> Signature:
+    def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """The next call. The caller's checks are done: whatever raises UsageError comes before this."""
         self._number += 1
         return Signature(operation, self._number, dtype, count, detail, site)
@@ -80,8 +89,8 @@ class Calls:
         if self._hall is None:
             return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)))
         self._recent.append(call)
-        check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
-        return self._runner.drive(Work(self._hall.arena, self._in_memory(self._hall, call, body), check, call.__str__))
+        work = Work(self._hall.arena, self._in_memory(self._hall, call, body), self._check, call.__str__)
+        return self._runner.drive(work)
 
     def start_pair(
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
@@ -108,37 +117,36 @@ class Calls:
         lane = Lane(self._endpoint, self._group, context, call.number, call.fingerprint(), call.__str__)
 
         async def work() -> T:
-            with lane:
-                return await body(lane)
+            try:
+                with lane:
+                    return await body(lane)
+            except (Exception, asyncio.CancelledError) as error:
+                self._abort_for(call, error)
+                raise
 
-        return self._runner.start(self._guarded(call, work()))
+        return self._runner.start(work())
 
-    async def _guarded(self, call: Signature, work: Awaitable[T]) -> T:
+    def _abort_for(self, call: Signature, error: BaseException) -> None:
         """A call that ends in any way that its peers do not know of ends the communicator."""
-        try:
-            return await work
-        except asyncio.CancelledError:
+        if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-            raise
-        except AsyncollError:
-            raise
-        except Exception as error:
+        elif not isinstance(error, AsyncollError):
             self.abort(f"{call} failed: {error!r}")
-            raise
 
     # -- in memory --------------------------------------------------------------------------------
 
     async def _in_memory(self, hall: Hall, call: Signature, body: Callable[[Form], Awaitable[T]]) -> T:
-        self._endpoint.check(self._group.communicator)
+        self._check()
         form = SharedCall(hall, call.number, call.fingerprint())
         hall.begin(call.number)
         try:
-            return await self._guarded(call, body(form))
+            return await body(form)
         except DisagreementError as disagreement:
             self._dispute(call, disagreement.place)
             await until(hall.board, _never)  # the communicator fails as soon as that rank has said what it called
             raise
-        except (Exception, asyncio.CancelledError):
+        except (Exception, asyncio.CancelledError) as error:
+            self._abort_for(call, error)
             await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.lost_ranks)
             raise
         finally:

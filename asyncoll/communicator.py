@@ -24,7 +24,7 @@ from asyncoll.algorithms import dense
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Form, Signature
+from asyncoll.calls import Calls, Form, Signature, Site
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ClosedError, UsageError
@@ -461,7 +461,7 @@ class Communicator:
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
         receipt, arena = Receipt(), self._operations.arena
-        work = self._operations.contribute(spec, contribution, _site(), receipt)
+        work = self._operations.contribute(spec, contribution, str(_site()), receipt)
         if arena is None:
             return self._runner.start(work, receipt.take_back)
         check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
@@ -511,9 +511,9 @@ def _whole(value: object, what: str) -> int:
     return number
 
 
-def _site() -> str:
+def _site() -> Site:
     """Where the user's code made the call: the first frame outside this module."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return Site(frame.f_code.co_filename, frame.f_lineno)

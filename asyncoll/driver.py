@@ -8,8 +8,7 @@ between ranks that are all there is over without any other thread, or the loop, 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asyncoll.transport import Arena, Wait
 
@@ -19,7 +18,7 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """A coroutine in memory, to be driven to its end once."""
 
-    __slots__ = ("_arena", "_body", "_check", "_error", "_result", "_wait", "_what", "is_over")
+    __slots__ = ("__weakref__", "_arena", "_body", "_check", "_error", "_result", "_wait", "_what", "is_over")
 
     def __init__(
         self, arena: Arena, body: Coroutine[Wait, None, T], check: Callable[[], None], what: Callable[[], str]
@@ -36,7 +35,7 @@ class Work(Generic[T]):
 
     def begin(self) -> None:
         """Go as far as possible without waiting."""
-        self._step(partial(self._body.send, None))
+        self._step(self._body.send, None)
 
     async def finish(self) -> T:
         """Go on to the end, on the loop that runs here, and return what the coroutine returns.
@@ -50,17 +49,17 @@ class Work(Generic[T]):
                 await self._arena.wait(self._wait, self._check, self._what)
             except BaseException as error:
                 self._check = _nothing  # it has said what it had to say: what waits now is cleaning up
-                self._step(partial(self._body.throw, error))
+                self._step(self._body.throw, error)
             else:
-                self._step(partial(self._body.send, None))
+                self._step(self._body.send, None)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
-    def _step(self, step: Callable[[], Wait]) -> None:
+    def _step(self, step: Callable[[Any], Wait], argument: object) -> None:
         self._wait = None
         try:
-            self._wait = step()
+            self._wait = step(argument)
         except StopIteration as stop:
             self._result = stop.value
             self.is_over = True

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -98,10 +99,13 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        self._unclaimed: dict[Work[Any], tuple[_Crossing, int]] = {}  # and the timer's turn in which it began
+        # Begun by callers who have not come to wait for it: their loop, and the timer's turn in which it began.
+        self._unclaimed: dict[Work[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self._taken: weakref.WeakKeyDictionary[Work[Any], _Crossing] = weakref.WeakKeyDictionary()  # by the runtime
         self._turn = 0
-        self._takeover = Timer()
-        self._loop.call_soon_threadsafe(self._loop.add_reader, self._takeover.fileno(), self._heed_timer)
+        self._timer = Timer()
+        self._is_timer_set = False
+        self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
@@ -113,44 +117,42 @@ class ProgressThread:
         work.begin()
         if work.is_over:
             return work.finish()
-        crossing = _Crossing(self._loop)
-        self._unclaimed[work] = crossing, self._turn
-        if len(self._unclaimed) == 1:
-            self._takeover.set(TAKEOVER_S)
-        return self._claim(work, crossing, discarded)
+        self._unclaimed[work] = asyncio.get_running_loop(), self._turn
+        self._set_timer()
+        return self._claim(work, discarded)
 
-    async def _claim(self, work: Work[T], crossing: _Crossing, discarded: Callable[[], None]) -> T:
+    async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
         """The caller has come to wait for it."""
-        if self._unclaimed.pop(work, None) is None:  # too late: the runtime drives it
-            outcome: T = await self._outcome(crossing, discarded)
+        claimed = self._unclaimed.pop(work, None) is not None
+        try:
+            if claimed:
+                return await work.finish()
+            outcome: T = await self._taken.pop(work).outcome(_ignore)
             return outcome
-        if not self._unclaimed:
-            self._takeover.set(0.0)
-        try:
-            return await work.finish()
-        except asyncio.CancelledError:
-            discarded()
-            raise
-
-    async def _outcome(self, crossing: _Crossing, discarded: Callable[[], None]) -> Any:
-        try:
-            return await crossing.outcome(_ignore)
         except asyncio.CancelledError:
             discarded()  # here: the caller's next call may begin before the runtime's loop turns
             raise
 
-    def _heed_timer(self) -> None:
-        self._takeover.read()
-        self._take_over()
+    def _set_timer(self) -> None:
+        """After something was left unclaimed. It takes long, so not once for each."""
+        if not self._is_timer_set:
+            self._is_timer_set = True
+            self._timer.set(TAKEOVER_S)
 
     def _take_over(self) -> None:
         """What nobody has come to wait for is the runtime's."""
-        for work, (crossing, turn) in list(self._unclaimed.items()):
-            if turn < self._turn and self._unclaimed.pop(work, None) is not None:
-                crossing.begin_here(work.finish())
+        self._timer.read()
+        self._is_timer_set = False
+        for work, (caller, turn) in list(self._unclaimed.items()):
+            if turn < self._turn:
+                crossing = self._taken[work] = _Crossing(self._loop, caller)
+                if self._unclaimed.pop(work, None) is None:  # its caller has come in this moment
+                    del self._taken[work]
+                else:
+                    crossing.begin_here(work.finish())
         self._turn += 1
         if self._unclaimed:
-            self._takeover.set(TAKEOVER_S)
+            self._set_timer()
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
@@ -159,7 +161,7 @@ class ProgressThread:
         """End the thread. Everything started on it must be done."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._takeover.close()
+        self._timer.close()
         sys.setswitchinterval(self._switch_interval_s)
 
     def _run(self) -> None:
@@ -173,9 +175,10 @@ class ProgressThread:
 class _Crossing:
     """One piece of work on the runtime's loop, and its outcome on the caller's."""
 
-    def __init__(self, there: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop | None = None) -> None:
+        """`here` is the caller's, by default the one that runs."""
         self._there = there
-        self._here = asyncio.get_running_loop()
+        self._here = here or asyncio.get_running_loop()
         self._outcome: asyncio.Future[Any] = self._here.create_future()
         self._task: asyncio.Task[Any] | None = None
 

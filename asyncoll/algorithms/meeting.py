@@ -8,11 +8,13 @@ when all have left it, and so is the memory that was shown there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from asyncoll.errors import AsyncollError
 from asyncoll.tensors import Array
-from asyncoll.transport import Arena
+from asyncoll.transport import Arena, Board
 from asyncoll.transport.board import until
 
 # Words of a meeting, and of each rank's part in it.
@@ -20,12 +22,16 @@ _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST = range(8)
 _HEAD = 8
 _PART = 3  # the address of what it shows, negative if it is the caller's own memory; how long it is; whether it reduces
 
-_HALF = 1 << 63
+_HALF = 1 << 63  # 64 bits without a sign, in a word that has one
+_LEAST = 1024  # bytes of a slot
+_VIEWS_MAX = 1024  # kinds of short arrays whose views are kept
+_NOTHING: Array = np.empty(0, np.uint8)
 
 
 class Sizes(NamedTuple):
     """How arrays are cut up; measured by `asyncoll bench tune`."""
 
+    short: int = 1 << 16  # bytes that the last to come reduces for all
     window: int = 1 << 19  # bytes that a rank shows in one meeting
     chunk: int = 1 << 16  # bytes that one rank reduces at a time
     calls: int = 4  # under way at once in a communicator
@@ -48,9 +54,17 @@ class Hall:
         self.rank = rank
         self.sizes = sizes
         self._stride = _HEAD + _PART * size
-        self.board = arena.board(context, 2 * sizes.calls * self._stride)
-        self._slots: dict[int, tuple[int, int]] = {}  # address and bytes, by turn
+        self._addresses = 2 * sizes.calls * self._stride  # words: of each rank's short arrays
+        self.board = arena.board(context, self._addresses + size)
+        self._slots: dict[int, tuple[int, Array]] = {}  # with their addresses, by turn
+        self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
+        self.known_free = 0  # the tag of a meeting whose place was seen to be free
+        self._publish(arena.allocate(2 * sizes.calls * sizes.short))
+
+    def _publish(self, address: int) -> None:
+        with self.board as board:
+            board.words[self._addresses + self.rank] = address
 
     def begin(self, number: int) -> None:
         """Call `number` begins here."""
@@ -65,8 +79,13 @@ class Hall:
 
     def meeting(self, number: int, count: int, fingerprint: int) -> Meeting:
         """The meeting after `count` others of call `number`."""
-        turn = 2 * (number % self.sizes.calls) + count % 2
-        return Meeting(self, turn, number << 32 | count, fingerprint)
+        return Meeting(self, 2 * (number % self.sizes.calls) + count % 2, number << 32 | count, fingerprint)
+
+    def look_ahead(self, number: int) -> None:
+        """Under the lock: note whether the place of the first meeting of call `number` is free."""
+        words, base, tag = self.board.words, self.base(2 * (number % self.sizes.calls)), number << 32
+        if words[base + _LEFT] == self.size or words[base + _TAG] in (0, tag):
+            self.known_free = tag
 
     def base(self, turn: int) -> int:
         return turn * self._stride
@@ -77,64 +96,93 @@ class Hall:
 
     def slot(self, turn: int, nbytes: int) -> tuple[int, Array]:
         """This rank's own memory for what it shows at that turn, and its address."""
-        address, room = self._slots.get(turn, (0, 0))
-        if room < nbytes or not room:
-            if room:
+        address, slot = self._slots.get(turn) or (0, _NOTHING)
+        if slot.size < max(nbytes, 1):
+            if slot.size:
                 self.arena.free(address)
-            room = max(nbytes, 64)
+            room = max(nbytes, _LEAST)
             address = self.arena.allocate(room)
-            self._slots[turn] = address, room
-        return address, self.arena.view(address, nbytes)
+            slot = self.arena.view(address, room)
+            self._slots[turn] = address, slot
+        return address, slot[:nbytes]
+
+    def short_array(self, place: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
+        """What the rank at `place` shows at that turn if it is short: always the same memory, known from the start."""
+        key = turn, dtype, count
+        arrays = self._short_arrays.get(key)
+        if arrays is None:
+            if len(self._short_arrays) == _VIEWS_MAX:
+                self._short_arrays.clear()
+            arrays = self._short_arrays[key] = [None] * self.size
+        array = arrays[place]
+        if array is None:
+            with self.board as board:
+                address = board.words[self._addresses + place] + turn * self.sizes.short
+            array = arrays[place] = self.arena.view(address, count * dtype.itemsize).view(dtype)
+        return array
 
 
 class Meeting:
     """All ranks at one point of one call. Every rank that takes part calls `free`, `arrive`, `everybody`, `leave`."""
 
-    __slots__ = ("_base", "_fingerprint", "_rank", "_size", "_tag", "_words", "board", "turn")
+    __slots__ = ("_base", "_fingerprint", "_hall", "_words", "tag", "turn")
 
     def __init__(self, hall: Hall, turn: int, tag: int, fingerprint: int) -> None:
-        self.board = hall.board
-        self.turn = turn
+        self._hall = hall
         self._words = hall.board.words
         self._base = hall.base(turn)
-        self._rank = hall.rank
-        self._size = hall.size
-        self._tag = tag
-        self._fingerprint = fingerprint - _HALF  # 64 bits without a sign, in a word that has one
+        self._fingerprint = fingerprint - _HALF
+        self.turn = turn
+        self.tag = tag
+
+    @property
+    def board(self) -> Board:
+        return self._hall.board
 
     async def free(self) -> None:
         """Wait until all have left the meeting before it in the same place. My memory for it is then free, too."""
-        words, base, tag = self._words, self._base, self._tag
-        await until(self.board, lambda: words[base + _TAG] in (0, tag) or words[base + _LEFT] == self._size)
+        words, base, tag, size = self._words, self._base, self.tag, self._hall.size
+        if self._hall.known_free != tag:
+            await until(self.board, lambda: words[base + _TAG] in (0, tag) or words[base + _LEFT] == size)
+
+    def arrive_shortly(self) -> bool:
+        """Show one's short array. Returns whether all the others have; then they wait for this rank to reduce it."""
+        arrived = self._base + _ARRIVED
+        with self._hall.board:
+            self._enter()
+            self._words[arrived] += 1
+            return self._words[arrived] == self._hall.size
 
     def arrive(self, address: int, nbytes: int, *, direct: bool = False) -> None:
         """Show memory: `direct` if it is the caller's own. Raises DisagreementError if others have come for another."""
         words, base = self._words, self._base
         with self.board as board:
-            if words[base + _TAG] != self._tag:
-                self._open()
-            elif words[base + _FINGERPRINT] != self._fingerprint:
-                raise DisagreementError(words[base + _FIRST])
-            part = base + _HEAD + _PART * self._rank
+            self._enter()
+            part = base + _HEAD + _PART * self._hall.rank
             words[part] = -address if direct else address
             words[part + 1] = nbytes
             words[part + 2] = 0
             words[base + _DIRECT] += direct
             words[base + _ARRIVED] += 1
-            if words[base + _ARRIVED] == self._size:
+            if words[base + _ARRIVED] == self._hall.size:
                 board.wake()
 
-    def _open(self) -> None:
+    def _enter(self) -> None:
+        """Under the lock. Whoever comes first opens the meeting."""
         words, base = self._words, self._base
+        if words[base + _TAG] == self.tag:
+            if words[base + _FINGERPRINT] != self._fingerprint:
+                raise DisagreementError(words[base + _FIRST])
+            return
         for word in range(base, base + _HEAD):
             words[word] = 0
-        words[base + _TAG] = self._tag
+        words[base + _TAG] = self.tag
         words[base + _FINGERPRINT] = self._fingerprint
-        words[base + _FIRST] = self._rank
+        words[base + _FIRST] = self._hall.rank
 
     async def everybody(self) -> None:
         """Wait until all ranks are here."""
-        words, arrived, size = self._words, self._base + _ARRIVED, self._size
+        words, arrived, size = self._words, self._base + _ARRIVED, self._hall.size
         await until(self.board, lambda: words[arrived] == size)
 
     # -- what is shown: once everybody is here ----------------------------------------------------
@@ -142,12 +190,12 @@ class Meeting:
     def shown(self) -> list[tuple[int, int, bool]]:
         """By rank: the address of what it shows, its length, and whether that is its caller's own memory."""
         first = self._base + _HEAD
-        words = self._words[first : first + _PART * self._size].tolist()
+        words = self._words[first : first + _PART * self._hall.size].tolist()
         return [(abs(words[i]), words[i + 1], words[i] < 0) for i in range(0, len(words), _PART)]
 
     def is_direct(self) -> bool:
         """Whether all ranks show their callers' own memory."""
-        return self._words[self._base + _DIRECT] == self._size
+        return self._words[self._base + _DIRECT] == self._hall.size
 
     # -- reducing together ------------------------------------------------------------------------
 
@@ -159,7 +207,7 @@ class Meeting:
             if first >= total:
                 return None
             words[claimed] = first + chunk
-            words[self._base + _HEAD + _PART * self._rank + 2] = 1
+            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 1
         return first
 
     def done(self, nbytes: int, total: int) -> None:
@@ -167,7 +215,7 @@ class Meeting:
         words, done = self._words, self._base + _DONE
         with self.board as board:
             words[done] += nbytes
-            words[self._base + _HEAD + _PART * self._rank + 2] = 0
+            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
             if words[done] == total or words[self._base + _CLAIMED] == total:
                 board.wake()
 
@@ -181,24 +229,28 @@ class Meeting:
         words, first = self._words, self._base + _HEAD + 2
         with self.board:
             words[self._base + _CLAIMED] = total
-            words[first + _PART * self._rank] = 0
+            words[first + _PART * self._hall.rank] = 0
 
         def is_busy(place: int) -> bool:
-            return words[self._base + _TAG] == self._tag and words[first + _PART * place] > 0 and not is_lost(place)
+            return words[self._base + _TAG] == self.tag and words[first + _PART * place] > 0 and not is_lost(place)
 
-        await until(self.board, lambda: not any(map(is_busy, range(self._size))))
+        await until(self.board, lambda: not any(map(is_busy, range(self._hall.size))))
 
     # -- leaving ----------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Look at nothing any more."""
-        words, left = self._words, self._base + _LEFT
-        with self.board as board:
+    def leave(self, reduced: int = 0) -> None:
+        """Look at nothing any more. With `reduced`: so many bytes, which are all, have been reduced by this rank."""
+        hall, words, left = self._hall, self._words, self._base + _LEFT
+        with hall.board as board:
             words[left] += 1
-            if words[left] == self._size:
+            if reduced:
+                words[self._base + _DONE] = reduced
                 board.wake()
+            elif words[left] == hall.size:
+                board.wake()
+            hall.look_ahead((self.tag >> 32) + 1)
 
     async def everybody_left(self) -> None:
         """Wait until nobody looks at what this rank has shown."""
         words, base = self._words, self._base
-        await until(self.board, lambda: words[base + _TAG] != self._tag or words[base + _LEFT] == self._size)
+        await until(self.board, lambda: words[base + _TAG] != self.tag or words[base + _LEFT] == self._hall.size)

@@ -11,7 +11,7 @@ array but is not awake.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from asyncoll.transport.board import breathe, until
 Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduction:
+class _Reduction(NamedTuple):
     """What is reduced."""
 
     raw: Array  # bytes of this rank's array
@@ -53,28 +52,49 @@ class SharedCall:
 
     async def barrier(self) -> None:
         meeting = await self._next()
-        meeting.arrive(0, 0)
-        await meeting.everybody()
-        meeting.leave()
+        if meeting.arrive_shortly():
+            meeting.leave(reduced=1)
+        else:
+            await meeting.reduced(1)
+            meeting.leave()
 
     # -- reductions -------------------------------------------------------------------------------
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `x` over all ranks, in place."""
+        if 0 < x.nbytes <= self._hall.sizes.short:
+            await self._allreduce_shortly(x, op, dtype)
+            return
         what = self._reduction(x, op, dtype)
         total, address = x.nbytes, self._hall.arena.locate(x)
         if total > self._hall.sizes.window:
             meeting = await self._next()
             meeting.arrive(address or 0, total, direct=address is not None)
+            self._lent = None if address is None else (meeting, total)  # whoever comes last may write at once
             await meeting.everybody()
             if not meeting.is_direct():
+                self._lent = None
                 meeting.leave()
                 await self._in_windows(what)
                 return
         else:
             meeting = await self._come(what, 0, total, address)
-        self._lent = None if address is None else (meeting, total)
+            self._lent = None if address is None else (meeting, total)
         await self._take_part(meeting, what, 0, total, direct=address is not None)
+
+    async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        """The last to come reduces for all. Registered or not: a copy costs less than finding out."""
+        hall, meeting = self._hall, await self._next()
+        hall.short_array(self.rank, meeting.turn, x.dtype, x.size)[...] = x
+        if meeting.arrive_shortly():
+            arrays = [hall.short_array(place, meeting.turn, x.dtype, x.size) for place in range(self.size)]
+            reducer(op, dtype)(arrays[0], arrays, self.size if op is ReduceOp.AVG else 1)
+            x[...] = arrays[0]
+            meeting.leave(reduced=x.nbytes)
+        else:
+            await meeting.reduced(x.nbytes)
+            x[...] = hall.short_array(0, meeting.turn, x.dtype, x.size)
+            meeting.leave()
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         """Reduce into the root's `x`; the others' stay as they are."""

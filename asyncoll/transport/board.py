@@ -121,7 +121,8 @@ def _always() -> bool:
 @types.coroutine
 def until(board: Board, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
     """Wait until `ready()`, which only reads the words of `board`."""
-    with board:
-        if ready():
-            return
+    if ready():  # a hint
+        with board:
+            if ready():
+                return
     yield Wait(board, ready)
