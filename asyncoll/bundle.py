@@ -45,7 +45,10 @@ class Bundle:
     def read(self, into: Iterable[Array]) -> None:
         """Copy the tensors' values, packed, into these arrays."""
         for pack, part in zip(self._packs.values(), into, strict=True):
-            np.concatenate([operand.flat for operand in pack], out=part)
+            if len(pack) == 1:
+                part[...] = pack[0].flat
+            else:
+                np.concatenate([operand.flat for operand in pack], out=part)
 
     def lend(self) -> list[Array] | None:
         """The tensors' own memory in the form of `read`, unless several would have to be packed."""

@@ -15,13 +15,14 @@ import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
 from asyncoll import shapes, tensors
 from asyncoll.algorithms import dense
-from asyncoll.algorithms.operation import Opening, Operation
+from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Form, Signature, Site
@@ -454,10 +455,12 @@ class Communicator:
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
         contribution = bundle(x)
-        numbers = {rule: _whole(value, rule) for rule, value in rules.items()}
-        boundaries = contribution.boundaries
-        spec = Operation(name, contribution.layout, op, opening, fixed=fixed, buckets=boundaries, **numbers)
-        check_operation(spec, self.size)
+        numbers = tuple((rule, _whole(value, rule)) for rule, value in rules.items())
+        layout, boundaries = contribution.layout, contribution.boundaries
+        if not isinstance(name, str) or not isinstance(op, ReduceOp):
+            tensors.check_reduction(op, layout[0][0])
+            raise UsageError(f"name must be a string, got {name!r:.50}")
+        spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
         receipt, arena = Receipt(), self._operations.arena
@@ -498,6 +501,23 @@ class Communicator:
         if place == self.rank:
             raise UsageError(f"{what} {place} is this rank itself: keep the tensor instead")
         return place
+
+
+@lru_cache(maxsize=256)
+def _operation(
+    size: int,
+    name: str,
+    layout: Layout,
+    op: ReduceOp,
+    opening: Opening,
+    fixed: bool,
+    buckets: str,
+    rules: tuple[tuple[str, int], ...],
+) -> Operation:
+    """The operation that these arguments stand for, among so many ranks. Raises UsageError if it makes no sense."""
+    operation = Operation(name, layout, op, opening, fixed=fixed, buckets=buckets, **dict(rules))
+    check_operation(operation, size)
+    return operation
 
 
 def _whole(value: object, what: str) -> int:

@@ -138,7 +138,7 @@ class Operations:
     def _known(self, spec: Operation, caller: int, site: str) -> Rounds | None:
         """The operation of that name, if there is one here. Raises MismatchError if it is another."""
         known = self._operations.get(spec.name)
-        if known is not None and known.operation != spec:
+        if known is not None and known.operation is not spec and known.operation != spec:
             text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
             self._post(lambda: self._endpoint.mismatch(self._group.communicator, self._group.ranks, text))
             raise MismatchError(text)

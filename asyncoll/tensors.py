@@ -102,7 +102,7 @@ def combiner(op: ReduceOp, dtype: str) -> Combine:
     if dtype in _HALVES:
         return _half_combiner(op, dtype)
     ufunc = _UFUNCS[op]
-    return lambda into, other: _quietly.run(ufunc, into, other, into)
+    return lambda into, other: _quietly.run(ufunc, into, other, out=into)
 
 
 class _Quietly(threading.local):
@@ -146,7 +146,7 @@ def reducer(op: ReduceOp, dtype: str) -> Reduce:
     def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
         first, run = arrays[0], _quietly.run
         for other in arrays[1:]:
-            run(ufunc, first, other, into)
+            run(ufunc, first, other, out=into)
             first = into
         if first is not into:
             into[...] = first
@@ -183,7 +183,7 @@ def divide(flat: Array, dtype: str, divisor: int) -> None:
     if dtype in _HALVES:
         _as_torch(flat, dtype).div_(divisor)
     else:
-        _quietly.run(np.divide, flat, divisor, flat)
+        _quietly.run(np.divide, flat, divisor, out=flat)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -71,7 +70,7 @@ class ActivatedRounds(WaitAvoiding):
                 await done  # it may run in the caller's memory
         if self._latest.lent:
             own = [part.copy() for part in self._latest.parts]
-            self._latest = dataclasses.replace(self._latest, parts=own, lent=False)
+            self._latest = self._latest._replace(parts=own, lent=False)
 
     # -- opening a round --------------------------------------------------------------------------
 

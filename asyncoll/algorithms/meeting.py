@@ -84,7 +84,8 @@ class Hall:
     def look_ahead(self, number: int) -> None:
         """Under the lock: note whether the place of the first meeting of call `number` is free."""
         words, base, tag = self.board.words, self.base(2 * (number % self.sizes.calls)), number << 32
-        if words[base + _LEFT] == self.size or words[base + _TAG] in (0, tag):
+        is_left = words[base + _LEFT] == self.size or words[base + _TAG] in (0, tag)
+        if is_left and self.is_over(number - self.sizes.calls):  # which may come back to it otherwise
             self.known_free = tag
 
     def base(self, turn: int) -> int:

@@ -29,6 +29,21 @@ from asyncoll.tensors import combiner, reducer, storage
 from asyncoll.transport import Arena
 from asyncoll.transport.board import breathe, until
 
+LENT_MIN_BYTES = 1 << 16  # a copy of less costs less than finding out whether it is registered
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One call."""
+
+    aim: int
+    number: int  # the round that it waits for; 0 if it comes late, and waits for none
+    came_ns: int
+    missed: list[Kept]  # kept for it since it came
+    ticket: int = 0  # the number of its contribution, once that is staged
+    is_over: bool = False  # the round is, and then this is its result, unless it was over before
+    kept: Kept | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class HeldDelivery(Delivery):
@@ -66,6 +81,8 @@ class OneSidedRounds:
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._tally = Tally(group.size)
+        self._unread: tuple[Kept, ...] = ()  # results that nobody reads any more
+        self._everybody = tuple(range(group.size))
         self._seen = 0  # the newest round that a caller here was given
         self._lost = 0  # rounds that were to be given to callers who were cancelled
         self._calls = 0  # begun
@@ -92,7 +109,7 @@ class OneSidedRounds:
         try:
             await until(self._board, lambda: self._turn == turn)
         except asyncio.CancelledError:
-            await self._stage(contribution)
+            await self._put(contribution, _Visit(0, 0, 0, []))
             raise
 
     def _end_turn(self, turn: int) -> None:
@@ -105,46 +122,68 @@ class OneSidedRounds:
                 board.wake()
 
     async def _call(self, contribution: Contribution) -> HeldDelivery:
-        rounds, came_ns = self._rounds, self._now_ns()
-        aim = self._seen + 1
-        with self._board:
-            rounds.count_late(aim, came_ns)
-            latest = rounds.latest
-            in_time = latest < aim or rounds.is_awaited(self._rank)
-            missed = rounds.keep(max(aim, latest + 1 - self.operation.history), latest, self._rank) if in_time else []
-        number = latest + 1 if in_time else 0
+        visit = self._begin()
         try:
-            ticket = await self._stage(contribution, lend_to=number)
-            if in_time:
-                await self._take_part(number, came_ns)
+            if not self._lend(contribution, visit):
+                await self._put(contribution, visit)
+            if visit.number and not visit.is_over:
+                await self._take_part(visit)
         except BaseException:
-            self._drop(missed)
+            self._drop(visit.missed)
             raise
-        return self._deliver(aim, number, ticket, missed)
+        return self._deliver(visit)
 
-    async def _take_part(self, number: int, came_ns: int) -> None:
-        """Wait until round `number` is over; open it, if this rank may, and help to carry it out."""
+    def _begin(self) -> _Visit:
+        """Decide whether this call is in time for a round."""
+        rounds, came_ns, aim = self._rounds, self._now_ns(), self._seen + 1
+        with self._board:
+            for record in self._unread:
+                rounds.drop(record)
+            self._unread = ()
+            latest = rounds.latest
+            rounds.count_late(aim, came_ns)
+            if latest < aim:
+                return _Visit(aim, latest + 1, came_ns, [])
+            if not rounds.is_awaited(self._rank):
+                return _Visit(aim, 0, came_ns, [])
+            missed = rounds.keep(max(aim, latest + 1 - self.operation.history), latest, self._rank)
+            return _Visit(aim, latest + 1, came_ns, missed)
+
+    def _arrive(self, visit: _Visit) -> None:
+        """Under the lock: what is staged is this caller's, who waits from now on."""
+        if visit.number:
+            self._rounds.come(visit.number)
+            self._open(visit)
+
+    def _open(self, visit: _Visit) -> int:
+        """Under the lock: open the round if this rank may; returns how many blocks are missing for it."""
+        rounds, missing = self._rounds, 0
+        if rounds.latest < visit.number and rounds.may_open():
+            missing = rounds.open(self._now_ns())
+        if rounds.latest >= visit.number:
+            rounds.count_wait(visit.number, visit.came_ns, self._now_ns())
+            visit.kept = rounds.granted(visit.number)
+            visit.is_over = True
+        return missing
+
+    async def _take_part(self, visit: _Visit) -> None:
+        """Wait until the round is over; open it, if this rank may, and help to carry it out."""
         rounds = self._rounds
         try:
-            with self._board:
-                rounds.come(number)
             while True:
                 with self._board:
-                    needed = rounds.open(self._now_ns()) if rounds.latest < number and rounds.may_open() else 0
-                    is_over, running = rounds.latest >= number, rounds.running
-                    work = rounds.work() if rounds.is_help_wanted() and not is_over else []
-                if is_over:
-                    break
-                rounds.blocks.provide(needed)
+                    missing = self._open(visit)
+                    running = rounds.running
+                    work = rounds.work() if rounds.is_help_wanted() and not visit.is_over else []
+                if visit.is_over:
+                    return
+                rounds.blocks.provide(missing)
                 await self._help(running, work)
-                if not needed:
-                    await until(self._board, lambda: rounds.latest >= number or self._is_needed())
+                if not missing:
+                    await until(self._board, lambda: rounds.latest >= visit.number or self._is_needed())
         except asyncio.CancelledError:
-            await self._give_up(number)
+            await self._give_up(visit)
             raise
-        finally:
-            with self._board:
-                rounds.count_wait(number, came_ns, self._now_ns())
 
     def _is_needed(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_open()
@@ -177,36 +216,30 @@ class OneSidedRounds:
 
     # -- contributing -----------------------------------------------------------------------------
 
-    async def _stage(self, contribution: Contribution, lend_to: int = 0) -> int:
-        """Add to what is staged, or replace it; returns the contribution's number.
-
-        Registered memory is lent to round `lend_to`, whose caller will wait, if that has not begun.
-        """
-        ticket = self._lend(contribution, lend_to) if lend_to and not self._keeps else 0
-        return ticket or await self._put(contribution)
-
-    def _lend(self, contribution: Contribution, number: int) -> int:
+    def _lend(self, contribution: Contribution, visit: _Visit) -> bool:
+        """Stage the caller's own memory, if that is registered, and the next round, which it waits for, takes it."""
+        if not visit.number or self._keeps or self._layout.nbytes < LENT_MIN_BYTES:
+            return False
         parts = contribution.lend()
         address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
-            return 0
+            return False
         rounds = self._rounds
         with self._board:
-            if rounds.running or rounds.latest + 1 != number or rounds.staged()[0] != NONE:
-                return 0
-            return rounds.put(LENT, address)
+            if rounds.running or rounds.latest + 1 != visit.number or rounds.staged()[0] != NONE:
+                return False
+            visit.ticket = rounds.put(LENT, address)
+            self._arrive(visit)
+        return True
 
-    async def _put(self, contribution: Contribution) -> int:
-        """In a block of its own, together with what is staged; from the start if that is taken meanwhile.
+    async def _put(self, contribution: Contribution, visit: _Visit) -> None:
+        """Stage a block of its own, together with what is staged; from the start if that is taken meanwhile.
 
         Cancelling it waits for its end: the contribution stays in.
         """
-        rounds, block = self._rounds, self._new_block()
-        interrupted: BaseException | None = None
-        ticket = 0
-        while not ticket:
-            with self._board:
-                before = rounds.staged()
+        rounds, interrupted = self._rounds, None
+        block, before = self._new_block()
+        while not visit.ticket:
             self._fill(block, contribution, 0 if self._keeps else before[1])
             try:
                 await breathe(self._board)
@@ -214,10 +247,13 @@ class OneSidedRounds:
                 interrupted = error
             with self._board:
                 if self._keeps or rounds.staged() == before:
-                    ticket = rounds.put(block, rounds.blocks.address(block))
+                    visit.ticket = rounds.put(block, rounds.blocks.address(block))
+                    self._arrive(visit)
+                before = rounds.staged()
         if interrupted is not None:
+            if visit.number:
+                await self._give_up(visit)
             raise interrupted
-        return ticket
 
     def _fill(self, block: int, contribution: Contribution, older: int) -> None:
         parts = self._parts(self._rounds.blocks.address(block))
@@ -231,14 +267,15 @@ class OneSidedRounds:
         places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
         return [view(address + offset, length).view(dtype) for offset, length, dtype in places]
 
-    def _new_block(self) -> int:
-        blocks = self._rounds.blocks
+    def _new_block(self) -> tuple[int, tuple[int, int]]:
+        """A block to fill, and what is staged now."""
+        rounds = self._rounds
         while True:
             with self._board:
-                block = blocks.take()
+                block, staged = rounds.blocks.take(), rounds.staged()
             if block != NONE:
-                return block
-            blocks.provide(1)
+                return block, staged
+            rounds.blocks.provide(1)
 
     def _drop_block(self, block: int) -> None:
         if block != NONE:
@@ -247,12 +284,14 @@ class OneSidedRounds:
 
     # -- giving up --------------------------------------------------------------------------------
 
-    async def _give_up(self, number: int) -> None:
-        """The caller stops waiting for round `number`: nobody must use its memory any more."""
+    async def _give_up(self, visit: _Visit) -> None:
+        """The caller stops waiting: nobody must use its memory any more."""
         rounds = self._rounds
         with self._board:
-            kept = rounds.granted(number)
-        self._drop([kept] if kept else [])
+            if not visit.is_over:
+                rounds.count_wait(visit.number, visit.came_ns, self._now_ns())
+                visit.kept = rounds.granted(visit.number)
+        self._drop([visit.kept] if visit.kept else [])
         self._move_in()
         while True:
             with contextlib.suppress(asyncio.CancelledError):
@@ -262,11 +301,10 @@ class OneSidedRounds:
     def _move_in(self) -> None:
         """Hold in a block of our own what the caller has lent, unless a round has taken it."""
         rounds = self._rounds
-        with self._board:
-            staged, address = rounds.staged()
+        block, (staged, address) = self._new_block()
         if staged != LENT:
+            self._drop_block(block)
             return
-        block = self._new_block()
         own = rounds.blocks.address(block)
         self._arena.view(own, self._layout.nbytes)[: self._layout.lengths[0]] = self._arena.view(
             address, self._layout.lengths[0]
@@ -279,24 +317,22 @@ class OneSidedRounds:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def _deliver(self, aim: int, waited_for: int, ticket: int, missed: list[Kept]) -> HeldDelivery:
+    def _deliver(self, visit: _Visit) -> HeldDelivery:
         """The round that was waited for, or else the newest."""
-        rounds = self._rounds
-        with self._board:
-            kept = rounds.granted(waited_for)
-            newest = rounds.latest
-            everything = rounds.keep(max(aim, newest - self.operation.history), newest, self._rank) if not kept else []
-            has_begun = rounds.running > 0
+        kept, missed = visit.kept, visit.missed
         if kept is None:
+            rounds = self._rounds
             self._drop(missed)
-            *missed, kept = everything
+            with self._board:
+                newest = rounds.latest
+                *missed, kept = rounds.keep(max(visit.aim, newest - self.operation.history), newest, self._rank)
         result = self._result(kept)
         self._seen = result.number
-        included = ticket == result.taken if self._keeps else ticket <= result.taken
-        lag = result.number - aim
-        self._tally.count_call(lag, included=included, next_has_begun=has_begun)
+        included = visit.ticket == result.taken if self._keeps else visit.ticket <= result.taken
+        lag = result.number - visit.aim
+        self._tally.count_call(lag, included=included, next_has_begun=False)
         skipped, self._lost = lag - len(missed) + self._lost, 0
-        older = tuple(self._result(record) for record in missed)
+        older = tuple([self._result(record) for record in missed])
         return HeldDelivery(result, included, skipped, older, (kept, *missed))
 
     def _result(self, kept: Kept) -> Result:
@@ -304,7 +340,7 @@ class OneSidedRounds:
             number=kept.number,
             parts=self._parts(self._rounds.blocks.address(kept.block)) if kept.block else [],
             active=kept.active,
-            members=self.operation.members(kept.number, self._size, self._rank),
+            members=self.operation.members(kept.number, self._size, self._rank) if self._keeps else self._everybody,
             taken=kept.taken,
             synchronous=self.operation.is_synchronous(kept.number),
         )
@@ -312,7 +348,10 @@ class OneSidedRounds:
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
         assert isinstance(delivery, HeldDelivery)
-        self._drop(delivery.kept)
+        if self._layout.nbytes < LENT_MIN_BYTES:
+            self._unread += delivery.kept  # small enough to wait for the next time that the lock is taken
+        else:
+            self._drop(delivery.kept)
 
     def take_back(self, delivery: Delivery) -> None:
         """As `WaitAvoiding.take_back`."""

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from asyncoll.algorithms.blocks import NONE, Blocks
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.roster import Roster
-from asyncoll.tensors import storage
+from asyncoll.tensors import Array, storage
 from asyncoll.transport import Arena
 from asyncoll.wire import digest
 
@@ -33,6 +35,9 @@ _HEAD = 5
 _STAGED, _STAGED_AT, _TICKET, _SOURCE, _SOURCE_AT, _TAKEN, _DEST, _HERE = range(8)
 _GRANT, _WAITED_NS, _LATE_NS, _ROW = 8, 12, 13, 14
 _RECORD = 3  # for each rank: the block of its group's result, the contributors in it, its own newest one in it
+
+
+Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
 
 class Kept(NamedTuple):
@@ -102,6 +107,12 @@ class RoundBoard:
         self.board = roster.enter(context, operation.fingerprint(), blocks + Blocks.words(limit))
         self.words = self.board.words
         self.blocks = Blocks(arena, self.board, blocks, limit, layout.nbytes)
+        # The same words as arrays: with many ranks, a loop over all words of their rows would be most of a round.
+        self._gone = np.frombuffer(self.words[:size], np.int64)
+        self._table = np.frombuffer(self.words[self._rows : self._records], np.int64).reshape(size, _ROW)
+        self._results = np.frombuffer(self.words[self._records : self._begun], np.int64).reshape(-1, self._stride)
+        self._all = [(self._everybody, slice(None))]
+        self._chunks_of_block = len(self._chunks(0, ()))
 
     @property
     def latest(self) -> int:
@@ -147,16 +158,17 @@ class RoundBoard:
             return False
         operation, number = self._operation, self.latest + 1
         if operation.is_synchronous(number):
-            return all(self._is_here(place, number) for place in self._everybody)
+            return self._count_here(number) == self._size
         if operation.opening is Opening.MAJORITY:
             return any(self._is_here(place, number) for place in operation.drawn(number, self._size))
-        if operation.quorum == 1:
-            return True
-        return sum(self._is_here(place, number) for place in self._everybody) >= operation.quorum
+        return operation.quorum == 1 or self._count_here(number) >= operation.quorum
 
     def _is_here(self, place: int, number: int) -> bool:
         words = self.words
         return words[self._rows + _ROW * place + _HERE] == number or words[place] > 0
+
+    def _count_here(self, number: int) -> int:
+        return int(np.count_nonzero((self._table[:, _HERE] == number) | (self._gone > 0)))
 
     def is_awaited(self, rank: int) -> bool:
         """As `WaitAvoiding._is_awaited`."""
@@ -165,8 +177,7 @@ class RoundBoard:
             return False
         if rank not in operation.drawn(number, self._size):
             return False
-        rows = range(self._rows + _HERE, self._records, _ROW)
-        return 2 * sum(self.words[row] == number for row in rows) >= self._size
+        return 2 * int(np.count_nonzero(self._table[:, _HERE] == number)) >= self._size
 
     def open(self, now_ns: int) -> int:
         """Open the next round and take what is staged. Returns how many free blocks it needs, if there are too few."""
@@ -174,43 +185,42 @@ class RoundBoard:
         parts = self._parts(number)
         if self.blocks.free_count() < len(parts):
             return len(parts)
-        words, head = self.words, self._head
+        words, head, table = self.words, self._head, self._table
         words[head + _RUNNING] = number
         words[head + _CLAIMED] = words[head + _DONE] = 0
         words[self._begun + number % _BEGINNINGS] = now_ns
-        for places in parts:
-            taken = [row for row in self._rows_of(places) if self._take(row)]
+        table[:, _SOURCE : _SOURCE_AT + 1] = table[:, _STAGED : _STAGED_AT + 1]
+        chunks = 0
+        for places, index in parts:
+            staged = table[index, _SOURCE].tolist()
+            taken = [self._rows + _ROW * place for place, block in zip(places, staged, strict=True) if block != NONE]
+            for row in taken:
+                self._take(row)
             dest = self._destination(taken)
-            for row in self._rows_of(places):
-                words[row + _DEST] = dest
-        words[head + _CHUNKS] = len(self.work())
-        if not words[head + _CHUNKS]:
+            table[index, _DEST] = dest
+            if taken and dest != words[taken[0] + _SOURCE]:
+                chunks += self._chunks_of_block
+        words[head + _CHUNKS] = chunks
+        if not chunks:
             self._publish()
-        elif words[head + _CHUNKS] > _HELPED:
+        elif chunks > _HELPED:
             self.board.wake()
         return 0
 
-    def _parts(self, number: int) -> Sequence[tuple[int, ...]]:
-        return self._operation.groups(number, self._size)
+    def _parts(self, number: int) -> Parts:
+        """The groups of a round, each with the index of its rows."""
+        if not self._keeps or self._operation.is_synchronous(number):
+            return self._all
+        return [(places, np.array(places)) for places in self._operation.groups(number, self._size)]
 
-    def _rows_of(self, places: tuple[int, ...]) -> range | list[int]:
-        if len(places) == self._size:
-            return range(self._rows, self._records, _ROW)
-        return [self._rows + _ROW * place for place in places]
-
-    def _take(self, row: int) -> bool:
-        """Make what is staged there a source of the round that runs."""
+    def _take(self, row: int) -> None:
+        """What is staged there is a source of the round that runs."""
         words = self.words
-        block = words[row + _STAGED]
-        words[row + _SOURCE], words[row + _SOURCE_AT] = block, words[row + _STAGED_AT]
-        if block == NONE:
-            return False
         words[row + _TAKEN] = words[row + _TICKET]
         if self._keeps:
-            self.blocks.keep(block)
+            self.blocks.keep(words[row + _STAGED])
         else:
             words[row + _STAGED], words[row + _STAGED_AT] = NONE, 0
-        return True
 
     def _destination(self, taken: list[int]) -> int:
         """The block for the result: that of a contribution which is alone."""
@@ -226,16 +236,13 @@ class RoundBoard:
 
     def work(self) -> list[Chunk]:
         """What is to be done in the round that runs, the same at all ranks. It stands until that is over."""
-        words = self.words
         chunks: list[Chunk] = []
-        for places in self._parts(self.running):
-            rows = self._rows_of(places)
-            sources = tuple(words[row + _SOURCE_AT] for row in rows if words[row + _SOURCE] != NONE)
-            if not sources:
-                continue
-            into = self.blocks.address(words[rows[0] + _DEST])
-            if sources != (into,):
-                chunks += self._chunks(into, sources)
+        for places, index in self._parts(self.running):
+            blocks, addresses = self._table[index, _SOURCE].tolist(), self._table[index, _SOURCE_AT].tolist()
+            sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
+            dest = self.words[self._rows + _ROW * places[0] + _DEST]
+            if sources and dest not in blocks:
+                chunks += self._chunks(self.blocks.address(dest), sources)
         return chunks
 
     def _chunks(self, into: int, sources: tuple[int, ...]) -> list[Chunk]:
@@ -267,35 +274,27 @@ class RoundBoard:
             self._publish()
 
     def _publish(self) -> None:
-        words, number = self.words, self.running
-        for row in range(self._rows, self._records, _ROW):
-            self._drop(words[row + _SOURCE])
-        record = self._records + number % self._kept_rounds * self._stride
-        self._forget(record)
-        words[record] = number
-        for places in self._parts(number):
-            active = sum(words[row + _SOURCE] != NONE for row in self._rows_of(places))
+        words, table, number = self.words, self._table, self.running
+        sources = table[:, _SOURCE].tolist()
+        for block in sources:
+            self._drop(block)
+        record = self._results[number % self._kept_rounds]
+        for block in set(record[1::_RECORD].tolist()):  # the results of an older round are kept no longer
+            self._drop(block)
+        record[0] = number
+        columns = record[1:].reshape(self._size, _RECORD)
+        columns[:, 0], columns[:, 2] = table[:, _DEST], table[:, _TAKEN]
+        for places, index in self._parts(number):
+            active = sum([sources[place] != NONE for place in places])
+            columns[index, 1] = active
             words[self._counts + active] += 1
-            for place in places:
-                self._write(record + 1 + _RECORD * place, self._rows + _ROW * place, active, number)
+        for place, waits_for in enumerate(table[:, _HERE].tolist()):
+            if waits_for == number:
+                table[place, _GRANT] = number
+                table[place, _GRANT + 1 : _WAITED_NS] = columns[place]
+                self.blocks.keep(words[self._rows + _ROW * place + _DEST])
         words[self._head + _LATEST], words[self._head + _RUNNING] = number, 0
         self.board.wake()
-
-    def _write(self, column: int, row: int, active: int, number: int) -> None:
-        """The record of one rank; and a copy, whose block is kept, if its caller waits for it."""
-        words = self.words
-        block, taken = words[row + _DEST], words[row + _TAKEN]
-        words[column], words[column + 1], words[column + 2] = block, active, taken
-        if words[row + _HERE] == number:
-            if block != NONE:
-                self.blocks.keep(block)
-            grant = row + _GRANT
-            words[grant], words[grant + 1], words[grant + 2], words[grant + 3] = number, block, active, taken
-
-    def _forget(self, record: int) -> None:
-        """The results of a round are kept no longer."""
-        for block in {self.words[record + 1 + _RECORD * place] for place in self._everybody}:
-            self._drop(block)
 
     def _drop(self, block: int) -> None:
         if block > NONE:
@@ -343,6 +342,5 @@ class RoundBoard:
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         """Results by number of contributors; seconds that each rank has waited, and has come late."""
         counts = self.words[self._counts : self._counts + self._size + 1].tolist()
-        rows = range(self._rows, self._records, _ROW)
-        waited, late = ([self.words[row + which] / 1e9 for row in rows] for which in (_WAITED_NS, _LATE_NS))
+        waited, late = ((self._table[:, which] / 1e9).tolist() for which in (_WAITED_NS, _LATE_NS))
         return {active: count for active, count in enumerate(counts) if count}, waited, late

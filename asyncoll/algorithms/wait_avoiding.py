@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Contribution(Protocol):
         """The caller's own memory, to be reduced in place, if it has the right form."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a round produced; nobody writes into `parts` any more."""
 
     number: int
