@@ -43,11 +43,11 @@ def answer(rank: Callable[[Any], Any]) -> None:
         Path(sys.argv[3]).write_text(json.dumps(found))
 
 
-def ask(ranks: int, script: str, question: object) -> Any:
+def ask(ranks: int, script: str, question: object, transport: str | None = None) -> Any:
     """Start `ranks` processes of `script` under the launcher; returns rank 0's answer. A failure ends the program."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         answer = Path(folder) / "answer"
-        code = launch(ranks, [script, RANK, json.dumps(question), str(answer)])
+        code = launch(ranks, [script, RANK, json.dumps(question), str(answer)], transport=transport)
         if code:
             sys.exit(f"{script}: {ranks} ranks failed with exit code {code} on {question}")
         return json.loads(answer.read_text())
