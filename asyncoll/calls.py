@@ -6,14 +6,16 @@ Ranks of one host that share an arena meet in memory; all others, and all pairs,
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from asyncoll.algorithms.by_message import MessageCall
-from asyncoll.algorithms.meeting import DisagreementError, Hall, Sizes
+from asyncoll.algorithms.meeting import DisagreementError, Hall
 from asyncoll.algorithms.shared import SharedCall
+from asyncoll.algorithms.sizes import choose
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError
@@ -75,7 +77,8 @@ class Calls:
         self._hall: Hall | None = None
         self.arena = endpoint.shared_by(group.ranks)
         if self.arena is not None:
-            self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), Sizes())
+            sizes = choose(group.size, os.environ)
+            self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), sizes)
             endpoint.on_dispute(group.communicator, self._describe)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:

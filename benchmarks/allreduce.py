@@ -3,9 +3,9 @@
     python benchmarks/allreduce.py [--ranks 2,4,8] [--sizes 4,1K,...] [--repeats 3]
 
 All in turn, with the same protocol: three uncounted calls, then for each call a fresh input, a barrier, the timed
-allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several repeats
-the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI where `mpirun` and mpi4py are
-installed. Memory is what a rank has more after the calls than before: its own, and of what ranks share its part.
+allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several
+repeats the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI where `mpirun` and
+mpi4py are installed. Memory is what a rank has more after the calls than before: its own, and of what ranks share its part.
 """
 
 from __future__ import annotations
@@ -110,16 +110,14 @@ def gloo(sizes: list[int]) -> list[Row]:
     def gather(mine: Array) -> Array:
         everyones = [torch.empty(mine.size, dtype=torch.float64) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, torch.from_numpy(mine))
-        return np.array(torch.stack(everyones))
+        return torch.stack(everyones).numpy()
 
-    rows = []
-    for size in sizes:
+    def measured(size: int) -> Row:
         x = torch.empty(size // ITEM_BYTES)
-        rows.append(
-            blocking(
-                dist.get_rank(), dist.get_world_size(), x.numpy(), dist.barrier, lambda: dist.all_reduce(x), gather
-            )  # noqa: B023
-        )
+        allreduce = lambda: dist.all_reduce(x)  # noqa: E731
+        return blocking(dist.get_rank(), dist.get_world_size(), x.numpy(), dist.barrier, allreduce, gather)
+
+    rows = [measured(size) for size in sizes]
     dist.barrier()
     dist.destroy_process_group()
     return rows

@@ -8,10 +8,11 @@ when all have left it, and so is the memory that was shown there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from asyncoll.algorithms.sizes import Sizes
 from asyncoll.errors import AsyncollError
 from asyncoll.tensors import Array
 from asyncoll.transport import Arena, Board
@@ -26,15 +27,6 @@ _HALF = 1 << 63  # 64 bits without a sign, in a word that has one
 _LEAST = 1024  # bytes of a slot
 _VIEWS_MAX = 1024  # kinds of short arrays whose views are kept
 _NOTHING: Array = np.empty(0, np.uint8)
-
-
-class Sizes(NamedTuple):
-    """How arrays are cut up; measured by `asyncoll bench tune`."""
-
-    short: int = 1 << 16  # bytes that the last to come reduces for all
-    window: int = 1 << 19  # bytes that a rank shows in one meeting
-    chunk: int = 1 << 16  # bytes that one rank reduces at a time
-    calls: int = 4  # under way at once in a communicator
 
 
 class DisagreementError(AsyncollError):
@@ -60,11 +52,6 @@ class Hall:
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self.known_free = 0  # the tag of a meeting whose place was seen to be free
-        self._publish(arena.allocate(2 * sizes.calls * sizes.short))
-
-    def _publish(self, address: int) -> None:
-        with self.board as board:
-            board.words[self._addresses + self.rank] = address
 
     def begin(self, number: int) -> None:
         """Call `number` begins here."""
@@ -108,7 +95,7 @@ class Hall:
         return address, slot[:nbytes]
 
     def short_array(self, place: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
-        """What the rank at `place` shows at that turn if it is short: always the same memory, known from the start."""
+        """What the rank at `place` shows at that turn if it is short: always the same memory."""
         key = turn, dtype, count
         arrays = self._short_arrays.get(key)
         if arrays is None:
@@ -117,10 +104,18 @@ class Hall:
             arrays = self._short_arrays[key] = [None] * self.size
         array = arrays[place]
         if array is None:
-            with self.board as board:
-                address = board.words[self._addresses + place] + turn * self.sizes.short
+            address = self._short_address(place) + turn * self.sizes.short
             array = arrays[place] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
+
+    def _short_address(self, place: int) -> int:
+        """Where that rank's short arrays lie: it says so before it first comes to a meeting with one."""
+        word = self._addresses + place
+        with self.board as board:
+            if not board.words[word]:
+                assert place == self.rank
+                board.words[word] = self.arena.allocate(2 * self.sizes.calls * self.sizes.short)
+            return board.words[word]
 
 
 class Meeting:
@@ -200,10 +195,15 @@ class Meeting:
 
     # -- reducing together ------------------------------------------------------------------------
 
-    def claim(self, chunk: int, total: int) -> int | None:
-        """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed."""
+    def claim(self, chunk: int, total: int, done: int) -> int | None:
+        """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed.
+
+        `done` bytes of them, the chunk before, have been reduced by this rank.
+        """
         words, claimed = self._words, self._base + _CLAIMED
-        with self.board:
+        with self.board as board:
+            if done:
+                self._finish(done, total, board)
             first = words[claimed]
             if first >= total:
                 return None
@@ -211,14 +211,12 @@ class Meeting:
             words[self._base + _HEAD + _PART * self._hall.rank + 2] = 1
         return first
 
-    def done(self, nbytes: int, total: int) -> None:
-        """This rank has reduced so many bytes."""
+    def _finish(self, nbytes: int, total: int, board: Board) -> None:
         words, done = self._words, self._base + _DONE
-        with self.board as board:
-            words[done] += nbytes
-            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
-            if words[done] == total or words[self._base + _CLAIMED] == total:
-                board.wake()
+        words[done] += nbytes
+        words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
+        if words[done] == total or words[self._base + _CLAIMED] == total:
+            board.wake()
 
     async def reduced(self, total: int) -> None:
         """Wait until all of `total` bytes are."""

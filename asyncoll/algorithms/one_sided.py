@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ class OneSidedRounds:
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._tally = Tally(group.size)
-        self._unread: tuple[Kept, ...] = ()  # results that nobody reads any more
+        self._unread: deque[Kept] = deque()  # results that nobody reads any more
         self._everybody = tuple(range(group.size))
         self._seen = 0  # the newest round that a caller here was given
         self._lost = 0  # rounds that were to be given to callers who were cancelled
@@ -137,9 +138,8 @@ class OneSidedRounds:
         """Decide whether this call is in time for a round."""
         rounds, came_ns, aim = self._rounds, self._now_ns(), self._seen + 1
         with self._board:
-            for record in self._unread:
-                rounds.drop(record)
-            self._unread = ()
+            while self._unread:
+                rounds.drop(self._unread.popleft())
             latest = rounds.latest
             rounds.count_late(aim, came_ns)
             if latest < aim:
@@ -349,7 +349,7 @@ class OneSidedRounds:
         """The results have been read."""
         assert isinstance(delivery, HeldDelivery)
         if self._layout.nbytes < LENT_MIN_BYTES:
-            self._unread += delivery.kept  # small enough to wait for the next time that the lock is taken
+            self._unread.extend(delivery.kept)  # small enough to wait for the next time that the lock is taken
         else:
             self._drop(delivery.kept)
 

@@ -146,7 +146,8 @@ class SharedCall:
     ) -> None:
         view, chunk = self._hall.arena.view, self._hall.sizes.chunk
         others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
-        while (first := meeting.claim(chunk, total)) is not None:
+        length = 0
+        while (first := meeting.claim(chunk, total, length)) is not None:
             length = min(chunk, total - first)
             await breathe(meeting.board)
             arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
@@ -154,7 +155,6 @@ class SharedCall:
             for place in others:
                 arrays[place][...] = arrays[0]
             await breathe(meeting.board)
-            meeting.done(length, total)
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `chunks[place]` of all ranks into the `shard` of each place; chunks are only read."""
