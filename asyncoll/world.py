@@ -19,8 +19,9 @@ from asyncoll.endpoint import WORLD, Endpoint
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import ProgressThread, Runner, SharedLoop
-from asyncoll.rendezvous import Environment, meet
-from asyncoll.transport import inproc
+from asyncoll.rendezvous import Environment, Meeting, meet
+from asyncoll.transport import Transport, inproc
+from asyncoll.transport.slots import SlottedTransport
 from asyncoll.wire import digest
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ async def connect() -> AsyncIterator[Communicator]:
     meeting = await asyncio.to_thread(meet, environment)
     thread = ProgressThread()
     try:
-        async with World(Endpoint(meeting.transport, meeting.arena), thread, meeting.hosts) as comm:
+        async with World(_endpoint(meeting), thread, meeting.hosts) as comm:
             if meeting.folder is not None:
                 shutil.rmtree(meeting.folder, ignore_errors=True)
             with comm.registry.as_current():
@@ -70,6 +71,13 @@ async def connect() -> AsyncIterator[Communicator]:
         thread.stop()
         if meeting.folder is not None:
             shutil.rmtree(meeting.folder, ignore_errors=True)
+
+
+def _endpoint(meeting: Meeting) -> Endpoint:
+    transport: Transport = meeting.transport
+    if meeting.arena is not None:
+        transport = SlottedTransport(transport, meeting.arena)
+    return Endpoint(transport, meeting.arena)
 
 
 class World:

@@ -5,7 +5,8 @@
 All in turn, with the same protocol: three uncounted calls, then for each call a fresh input, a barrier, the timed
 allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several
 repeats the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI where `mpirun` and
-mpi4py are installed. Memory is what a rank has more after the calls than before: its own, and of what ranks share its part.
+mpi4py are installed. Memory is what a rank has more after the calls than before: its own, and its part of what ranks
+share.
 """
 
 from __future__ import annotations

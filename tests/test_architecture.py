@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "transport.mutex": {"errors"},
     "transport.arena": {"errors", "tensors", "transport.board", "transport.heap", "transport.mutex"},
     "transport.handover": {"errors", "transport.arena"},
+    "transport.slots": {"errors", "tensors", "wire", "transport"},
     "transport.zeromq": {"errors", "transport"},
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "transport", "transport.virtual_time"},
@@ -45,7 +46,8 @@ ROOMS: dict[str, set[str]] = {
     "algorithms": set(),
     "algorithms.dense": {"group", "tensors"},
     "algorithms.by_message": {"tensors", "group", "algorithms.dense"},
-    "algorithms.meeting": {"errors", "tensors", "transport", "transport.board"},
+    "algorithms.sizes": {"errors"},
+    "algorithms.meeting": {"errors", "tensors", "transport", "transport.board", "algorithms.sizes"},
     "algorithms.shared": {"tensors", "transport.board", "algorithms.meeting"},
     "algorithms.activation": {"schedule"},
     "algorithms.grouping": set(),
@@ -119,6 +121,7 @@ ROOMS: dict[str, set[str]] = {
         "algorithms.by_message",
         "algorithms.meeting",
         "algorithms.shared",
+        "algorithms.sizes",
     },
     "bundle": {"errors", "tensors", "wire"},
     "persistent": {
@@ -159,7 +162,9 @@ ROOMS: dict[str, set[str]] = {
     "world": {
         "errors",
         "wire",
+        "transport",
         "transport.inproc",
+        "transport.slots",
         "endpoint",
         "group",
         "progress",
@@ -177,6 +182,7 @@ ROOMS: dict[str, set[str]] = {
         "transport.inproc",
         "transport.inproc_arena",
         "transport.arena",
+        "transport.slots",
         "transport.zeromq",
         "transport.virtual_time",
         "transport.simulated",
@@ -191,7 +197,7 @@ ROOMS: dict[str, set[str]] = {
         "world",
     },
     "doctor": {"errors", "launch", ""},
-    "bench": {"errors", "tensors", "communicator", "persistent", "launch", "testing", ""},
+    "bench": {"errors", "tensors", "algorithms.sizes", "communicator", "persistent", "launch", "testing", ""},
     "cli": {"errors", "launch", "testing", "doctor", "bench"},
 }
 SANS_IO = ("wire", "matching", "schedule")

@@ -95,6 +95,20 @@ def solo(as_json: bool, **plan: Any) -> None:
     _measure(Plan("solo", **plan), as_json)
 
 
+@bench.command()
+@_ranks(2)
+def tune(ranks: int) -> None:
+    """Measure how arrays are best cut up in shared memory here, and print the setting. Takes some minutes."""
+    from asyncoll.algorithms.sizes import VARIABLE, choose
+    from asyncoll.bench.table import aligned
+    from asyncoll.bench.tune import setting
+    from asyncoll.bench.tune import tune as measure
+
+    sizes, lines = measure(ranks)
+    click.echo(aligned(lines))
+    click.echo(f"\nbuilt in: {VARIABLE}={setting(choose(ranks, {}))}\nhere:     {VARIABLE}={setting(sizes)}")
+
+
 def _measure(plan: Plan, as_json: bool) -> None:
     from asyncoll.bench.table import show
     from asyncoll.bench.worlds import run_plan

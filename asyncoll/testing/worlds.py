@@ -23,6 +23,7 @@ from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.progress import SharedLoop
 from asyncoll.transport import Arena, Transport, arena, inproc, inproc_arena, zeromq
 from asyncoll.transport.simulated import Crash, Network, SimulatedWorld
+from asyncoll.transport.slots import SlottedTransport
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world import World
 
@@ -46,7 +47,7 @@ def _zmq(size: int) -> Iterator[Places]:
 @contextlib.contextmanager
 def _shm(size: int) -> Iterator[Places]:
     with zeromq.local_world(size) as transports, arena.local_world(size) as arenas:
-        yield transports, arenas
+        yield list(map(SlottedTransport, transports, arenas)), arenas
 
 
 _WORLDS = {"inproc": _inproc, "zmq": _zmq, "shm": _shm}

@@ -1,0 +1,79 @@
+"""Measure, on this host, the table that cuts arrays up in shared memory (`asyncoll.algorithms.sizes`).
+
+One value after another: for each candidate the allreduces that it matters to, in turn with those of the others, several
+times; the fastest wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from asyncoll.algorithms.sizes import VARIABLE, Sizes, choose
+from asyncoll.bench.plan import Plan
+from asyncoll.bench.worlds import run_plan
+
+_REPEATS = 3
+_CHUNKS = tuple(1 << power for power in range(15, 20))
+_WINDOWS = tuple(1 << power for power in range(18, 23))
+_SHORTS = tuple(1 << power for power in range(12, 21))
+_LONG = (4 << 20, 32 << 20)
+_NO_SHORT = 64
+
+
+def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
+    """The best sizes for so many ranks here, and a table of what was measured."""
+    sizes, lines = choose(ranks, {}), [["what", "bytes", "time (us) of", *map(str, _LONG), "chosen"]]
+    long = Plan("allreduce", ranks, _LONG)
+    for name, candidates, plan in (
+        ("chunk", _CHUNKS, replace(long, registered=True)),
+        ("window", _WINDOWS, long),
+    ):
+        times = _compare(plan, [sizes._replace(**{name: candidate}) for candidate in candidates])
+        best = int(np.argmin(np.log(times).sum(axis=1)))
+        for place, candidate in enumerate(candidates):
+            cells = [f"{time:.0f}" for time in times[place]]
+            lines.append([name, str(candidate), "allreduce", *cells, "*" if place == best else ""])
+        sizes = sizes._replace(**{name: candidates[best]})
+    shorts = Plan("allreduce", ranks, _SHORTS)
+    at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
+    worthwhile = [size for size, first, second in zip(_SHORTS, at_once, cut, strict=True) if first <= second]
+    sizes = sizes._replace(short=max(worthwhile, default=_SHORTS[0]))
+    for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
+        chosen = "*" if size == sizes.short else ""
+        lines.append(["short", str(size), "at once, cut", f"{first:.0f}", f"{second:.0f}", chosen])
+    return sizes, lines
+
+
+def _compare(plan: Plan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Median times in us, by candidate and size of the plan."""
+    times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
+    for repeat in range(_REPEATS):
+        for place, candidate in enumerate(candidates):
+            with _chosen(candidate):
+                code, rows = run_plan(plan)
+            if code or any(row["wrong"] for row in rows):
+                raise RuntimeError(f"exit code {code} with {candidate}: {rows}")
+            times[repeat, place] = [row["time_us"] for row in rows]
+    return np.median(times, axis=0)
+
+
+@contextmanager
+def _chosen(sizes: Sizes) -> Iterator[None]:
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = setting(sizes)
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def setting(sizes: Sizes) -> str:
+    """What ASYNCOLL_SIZES says to have these."""
+    return ",".join(f"{name}={value}" for name, value in sizes._asdict().items())

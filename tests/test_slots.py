@@ -1,0 +1,444 @@
+"""Payloads in shared memory: the contract of a transport, whose a slot is when, and what peers cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+
+from asyncoll import wire
+from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.testing import check_transport, run_ranks
+from asyncoll.transport import MAX_FRAME_BYTES, arena, slots, zeromq
+from asyncoll.transport.slots import SLOTS, THRESHOLD_BYTES, SlottedTransport
+
+pytestmark = pytest.mark.slow
+
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+SCRIPT = Path(__file__).parent / "scripts" / "long_messages.py"
+PATIENCE_S = 60  # a safety net, never reached
+
+
+@contextlib.contextmanager
+def slotted_world(size):
+    with zeromq.local_world(size) as transports, arena.local_world(size) as arenas:
+        yield list(map(SlottedTransport, transports, arenas))
+
+
+class Keeper:
+    """A `Receiver` that holds the frames themselves."""
+
+    def __init__(self):
+        self.messages = []
+        self.losses = []
+        self.changed = asyncio.Event()
+
+    def received(self, source, frames):
+        self.messages.append((source, frames))
+        self.changed.set()
+
+    def lost(self, source, cause):
+        self.losses.append((source, cause))
+        self.changed.set()
+
+    async def until(self, condition):
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def take(self, count=1):
+        """The frames of so many messages, which are not held here any more."""
+        await self.until(lambda: len(self.messages) >= count)
+        taken, self.messages = self.messages[:count], self.messages[count:]
+        return [frames for _, frames in taken]
+
+
+def in_world(size, main):
+    """Run `main(transports, keepers)`."""
+
+    async def everything():
+        with slotted_world(size) as transports:
+            keepers = [Keeper() for _ in transports]
+            starts = zip(transports, keepers, strict=True)
+            try:
+                await asyncio.gather(*(transport.start(keeper) for transport, keeper in starts))
+                await main(transports, keepers)
+            finally:
+                for transport in transports:
+                    await transport.close()
+
+    asyncio.run(everything())
+
+
+def long(number, nbytes=THRESHOLD_BYTES):
+    return np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
+
+
+def owners(transport):
+    """Of the slots of this rank, those that are not free."""
+    return [owner for owner in transport._outgoing._board.words[:SLOTS] if owner]
+
+
+def in_slot(frame):
+    return isinstance(frame, memoryview) and frame.nbytes >= THRESHOLD_BYTES
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_the_contract(loop):
+    check_transport(slotted_world, loop)
+
+
+@LOOPS
+def test_the_contract_with_slots_for_everything(loop, monkeypatch):
+    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 0)
+    check_transport(slotted_world, loop)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_contract_with_few_slots(count, monkeypatch):
+    monkeypatch.setattr(slots, "SLOTS", count)
+    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 1000)
+    check_transport(slotted_world)
+
+
+# -- what goes through a slot ---------------------------------------------------------------------
+
+
+def test_long_payloads_to_others_and_nothing_else():
+    long_, short = bytes(long(1)), bytes(THRESHOLD_BYTES - 1)
+
+    async def main(transports, keepers):
+        for dest, payload, slotted in ((1, long_, True), (1, short, False), (0, long_, False)):
+            transports[0].send(dest, [b"header", payload])
+            ((header, received),) = await keepers[dest].take()
+            assert (bytes(header), bytes(received), in_slot(received)) == (b"header", payload, slotted)
+        transports[0].send(1, [long_])
+        assert [bytes(frame) for frame in (await keepers[1].take())[0]] == [long_], "a header that is long"
+
+    in_world(2, main)
+
+
+def test_ranks_of_other_hosts_get_it_whole():
+    async def main(transports, keepers):
+        transports[0]._neighbours = frozenset({1})
+        for dest in (1, 2):
+            transports[0].send(dest, [b"", long(dest)])
+            ((_, payload),) = await keepers[dest].take()
+            assert in_slot(payload) == (dest == 1)
+            assert bytes(payload) == bytes(long(dest))
+
+    in_world(3, main)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, np.asarray])
+@pytest.mark.parametrize("rider", [[], [b""], [b"rider"], [bytes(wire.RIDER_BYTES)]], ids=len)
+def test_whatever_it_is_made_of_it_arrives(kind, rider):
+    async def main(transports, keepers):
+        for number, nbytes in enumerate((THRESHOLD_BYTES, THRESHOLD_BYTES + 1, MAX_FRAME_BYTES)):
+            transports[0].send(1, [b"header", kind(long(number, nbytes)), *rider])
+            ((header, payload, *rest),) = await keepers[1].take()
+            assert in_slot(payload)
+            assert [bytes(frame) for frame in (header, *rest)] == [b"header", *rider]
+            assert bytes(payload) == bytes(long(number, nbytes))
+
+    in_world(2, main)
+
+
+def test_a_payload_is_read_only():
+    async def main(transports, keepers):
+        transports[0].send(1, [b"", long(1)])
+        ((_, payload),) = await keepers[1].take()
+        assert payload.readonly
+
+    in_world(2, main)
+
+
+# -- whose slot it is -----------------------------------------------------------------------------
+
+
+def test_a_slot_is_used_again_once_its_payload_was_read():
+    async def main(transports, keepers):
+        for number in range(3 * SLOTS):
+            transports[0].send(1, [b"", long(number)])
+            ((_, payload),) = await keepers[1].take()
+            assert in_slot(payload)
+            assert bytes(payload) == bytes(long(number))
+            del payload
+            await transports[1].drain(0)
+        assert len(transports[0]._outgoing._addresses) <= 2
+        assert owners(transports[0]) == []
+
+    in_world(2, main)
+
+
+def test_payloads_that_are_held_stay_and_when_slots_run_out_others_go_whole():
+    async def main(transports, keepers):
+        for number in range(SLOTS + 5):
+            transports[0].send(1, [b"", long(number)])
+            await transports[0].drain(1)
+        held = [payload for _, payload in await keepers[1].take(SLOTS + 5)]
+        assert [in_slot(payload) for payload in held] == [True] * SLOTS + [False] * 5
+        assert owners(transports[0]) == [-2] * SLOTS
+
+        del held[3]
+        for number in (100, 101):
+            transports[0].send(1, [b"", long(number)])
+        transports[1].send(0, [b"whatever"])  # tells of the slot that is free
+        transports[0].send(1, [b"", long(102)])
+        later = [payload for _, payload in await keepers[1].take(3)]
+        assert [in_slot(payload) for payload in later] == [False, False, True]
+
+        numbers = [*range(3), *range(4, SLOTS + 5), 100, 101, 102]
+        assert [bytes(payload) for payload in held + later] == [bytes(long(number)) for number in numbers]
+        held.clear()
+        later.clear()
+        await transports[1].drain(0)
+        assert owners(transports[0]) == []
+        assert len(transports[0]._outgoing._addresses) == SLOTS
+
+    in_world(2, main)
+
+
+@pytest.mark.parametrize(
+    "part_of",
+    [
+        lambda payload: payload[10:20],
+        lambda payload: payload.cast("i")[5:],
+        lambda payload: np.frombuffer(payload, np.uint8)[7:].view(),
+        lambda payload: np.asarray(payload)[::1000].reshape(-1, 1),
+    ],
+    ids=["slice", "cast", "frombuffer", "asarray"],
+)
+def test_whoever_holds_a_part_holds_the_slot(part_of):
+    async def main(transports, keepers):
+        transports[0].send(1, [b"", long(1)])
+        ((_, payload),) = await keepers[1].take()
+        part = part_of(payload)
+        del payload
+        await transports[1].drain(0)
+        assert owners(transports[0]) == [-2]
+        del part
+        await transports[1].drain(0)
+        assert owners(transports[0]) == []
+
+    in_world(2, main)
+
+
+def test_a_payload_may_be_dropped_while_its_lock_is_held():
+    async def main(transports, keepers):
+        transports[0].send(1, [b"", long(1)])
+        ((_, payload),) = await keepers[1].take()
+        with transports[1]._incoming._boards[0]:
+            del payload
+        assert owners(transports[0]) == [-2]
+        transports[1].send(0, [b"whatever"])
+        assert owners(transports[0]) == []
+
+    in_world(2, main)
+
+
+def test_payloads_may_be_dropped_in_other_threads():
+    async def main(transports, keepers):
+        checked = []
+
+        def check(number):
+            checked.append(bytes(held.pop(number)[1]) == bytes(long(number)))
+
+        for start in range(0, 4 * SLOTS, SLOTS // 2):
+            held = {}
+            for number in range(start, start + SLOTS // 2):
+                transports[0].send(1, [b"", long(number)])
+                (held[number],) = await keepers[1].take()
+            threads = [threading.Thread(target=check, args=(number,)) for number in held]
+            for thread in threads:
+                thread.start()
+            transports[1].send(0, [b"meanwhile"])
+            for thread in threads:
+                thread.join()
+        assert checked == [True] * 4 * SLOTS
+        await transports[1].drain(0)
+        assert owners(transports[0]) == []
+
+    in_world(2, main)
+
+
+def test_without_memory_to_spare_messages_go_whole(monkeypatch):
+    def refuse(*_):
+        tried.append(1)
+        raise UsageError("the host has not so much left")
+
+    tried = []
+
+    async def main(transports, keepers):
+        monkeypatch.setattr(transports[0]._arena, "allocate", refuse)
+        for _ in range(3):
+            transports[0].send(1, [b"", long(1)])
+        for _, payload in await keepers[1].take(3):
+            assert not in_slot(payload)
+            assert bytes(payload) == bytes(long(1))
+        assert tried == [1], "and nobody asks again"
+
+    in_world(2, main)
+
+
+def test_what_is_in_a_slot_outlives_its_sender():
+    async def main(transports, keepers):
+        transports[0].send(1, [b"", long(1)])
+        await transports[0].close(flush=True)
+        transports[0].send(1, [b"", long(2)])
+        await keepers[1].until(lambda: keepers[1].losses)
+        ((_, payload),) = await keepers[1].take()
+        assert bytes(payload) == bytes(long(1))
+        assert keepers[1].messages == []
+
+    in_world(2, main)
+
+
+# -- what cannot be trusted -----------------------------------------------------------------------
+
+HEADER = wire.encode(wire.DATA, 1, 1, 1, 1)
+TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, as rank 1 finds them
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [HEADER, bytes([FREE, 2]), b"", b""],
+        [HEADER, bytes([FOR_ANOTHER, 2]), b"", b""],
+        [HEADER, bytes([SLOTS, 2]), b"", b""],
+        [HEADER, bytes([255, 255]), b"", b""],
+        [HEADER, bytes([TAKEN, 0]), b"", b""],
+        [HEADER, bytes([TAKEN, 1]), b"", b""],
+        [HEADER, bytes([TAKEN, 4]), b"", b""],
+        [HEADER, b"", b"", b""],
+        [HEADER, bytes([TAKEN]), b"", b""],
+        [HEADER, bytes([TAKEN, 2, 0]), b"", b""],
+        [HEADER, bytes(MAX_FRAME_BYTES), b"", b""],
+        [b"", bytes([TAKEN, 2]), b"", b""],
+        [HEADER, bytes([TAKEN, 3]), bytes(wire.RIDER_BYTES + 1), b""],
+        [HEADER, bytes([TAKEN, 2]), b"", b"", b""],
+    ],
+)
+def test_markers_are_not_trusted(frames):
+    """The receiver gets what no message can be."""
+
+    async def main(transports, keepers):
+        board = transports[0]._outgoing._board
+        transports[0]._outgoing._allocate()
+        with board:
+            board.words[TAKEN], board.words[2 * SLOTS + TAKEN] = 2, THRESHOLD_BYTES
+            board.words[SLOTS + TAKEN] = transports[0]._outgoing._addresses[0]
+            board.words[FOR_ANOTHER] = 3
+        transports[0]._inner.send(1, frames)
+        (received,) = await keepers[1].take()
+        with pytest.raises(ProtocolError):
+            wire.decode(received)
+
+    in_world(3, main)
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes"),
+    [(-64, 64), (1 << 62, 64), (0, -1), (0, MAX_FRAME_BYTES + 1), ("end", 64), (-(1 << 63), (1 << 63) - 1)],
+)
+def test_boards_are_not_trusted(address, nbytes):
+    async def main(transports, keepers):
+        where = transports[0]._arena._capacity - nbytes // 2 if address == "end" else address
+        with transports[0]._outgoing._board as board:
+            board.words[0], board.words[SLOTS], board.words[2 * SLOTS] = 2, where, nbytes
+        transports[0]._inner.send(1, [HEADER, bytes([0, 2]), b"", b""])
+        (received,) = await keepers[1].take()
+        with pytest.raises(ProtocolError):
+            wire.decode(received)
+
+    in_world(2, main)
+
+
+def test_a_message_cannot_be_had_twice():
+    async def main(transports, keepers):
+        transports[0].send(1, [HEADER, long(1)])
+        transports[0]._inner.send(1, [HEADER, bytes([0, 2]), b"", b""])
+        first, second = await keepers[1].take(2)
+        assert bytes(first[1]) == bytes(long(1))
+        with pytest.raises(ProtocolError):
+            wire.decode(second)
+
+    in_world(2, main)
+
+
+def test_a_bad_marker_ends_the_world_and_names_its_source():
+    async def main(comm):
+        if comm.rank == 0:
+            comm._endpoint.transport._inner.send(1, [HEADER, b"\xff\xff", b"", b""])
+        await comm.recv(np.empty(1), 1 - comm.rank)
+
+    with pytest.raises(ProtocolError, match=r"rank 0 broke the protocol: .* got 4") as caught:
+        run_ranks(2, main, transport="shm")
+    assert caught.value.source == 0
+
+
+def test_a_rank_that_died_over_a_board_is_lost():
+    """Its message can never be read. Those it has not harmed go on, and are told once."""
+
+    async def main(transports, keepers):
+        transports[0].send(1, [b"one", long(1)])
+        await keepers[1].take()
+        thread = threading.Thread(target=transports[2]._incoming._boards[0].__enter__)
+        thread.start()  # to the kernel, a thread that ends is an owner that dies
+        thread.join()
+        transports[0].send(1, [b"two", long(2)])
+        (frames,) = await keepers[1].take()
+        assert (bytes(frames[1]), in_slot(frames[1])) == (bytes(long(2)), False)
+        transports[0]._inner.send(1, [b"three", bytes([0, 2]), b"", b""])
+        await keepers[1].until(lambda: keepers[1].losses)
+        await transports[2].close()
+        await keepers[0].until(lambda: keepers[0].losses)
+        assert [source for source, _ in keepers[1].losses] == [2]
+        with pytest.raises(PeerLostError, match="rank 2 is gone"), transports[0]._outgoing._board:
+            pass
+
+    in_world(3, main)
+
+
+# -- whole worlds ---------------------------------------------------------------------------------
+
+
+def test_messages_that_wait_long_are_right():
+    """More than there are slots wait at the receiver before the first is asked for."""
+
+    async def main(comm):
+        count = SLOTS + SLOTS // 2  # below the window of the endpoint
+        if comm.rank == 0:
+            for number in range(count):
+                await comm.send(long(number, MAX_FRAME_BYTES), 1, tag=number)
+        await comm.barrier()
+        if comm.rank == 1:
+            for number in reversed(range(count - 5)):
+                received = await comm.recv(np.empty(MAX_FRAME_BYTES, np.uint8), 0, tag=number)
+                assert np.array_equal(received, long(number, MAX_FRAME_BYTES))
+
+    run_ranks(2, main, transport="shm")
+
+
+def test_real_processes(tmp_path):
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
+    env = os.environ | {"TMPDIR": str(temporary), "ASYNCOLL_PRELOAD": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(": ")[2] for line in done.stdout.splitlines()) == [
+        f"{rank}: all right" for rank in range(3)
+    ]
+    assert not list(temporary.glob("asyncoll*")), "folders of sockets are left"
