@@ -6,6 +6,7 @@ Ranks of one host that share an arena meet in memory; all others, and all pairs,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -150,10 +151,17 @@ class Calls:
             raise
         except (Exception, asyncio.CancelledError) as error:
             self._abort_for(call, error)
-            await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.lost_ranks)
+            await self._retreat(form)
             raise
         finally:
             hall.end(call.number)
+
+    async def _retreat(self, form: SharedCall) -> None:
+        """However often the caller is cancelled meanwhile."""
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.lost_ranks)
+                return
 
     def _dispute(self, call: Signature, place: int) -> None:
         peer, context, text = self._group.ranks[place], self._group.communicator, str(call)

@@ -125,8 +125,8 @@ class Operations:
         text = f"{spec} at {site}"
         self._endpoint.on_dispute(context, lambda _: (group.ranks, text))
         try:
-            has_failed = lambda: self._endpoint.has_failed(group.communicator)  # noqa: E731
-            operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_failed)
+            has_lost = lambda: bool(self._endpoint.lost_ranks)  # noqa: E731
+            operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_lost)
         except DisagreementError as disagreement:
             peer = group.ranks[disagreement.place]
             self._post(lambda: self._endpoint.dispute(peer, group.communicator, context, 1, text))

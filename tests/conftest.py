@@ -6,16 +6,34 @@ import asyncio
 import gc
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401
 import uvloop
 
+from asyncoll import testing
+
 # What is opened once in a process, by importing torch or by the first loop of libuv, is charged to no test.
 uvloop.new_event_loop().close()
 
 SIZES = [*range(1, 10), 13, 17]
+
+
+@pytest.fixture(params=["messages", "memory"])
+def simulated(request):
+    """Ranks in virtual time that talk by messages, and such that share memory."""
+    return partial(testing.simulate, shared_memory=request.param == "memory")
+
+
+@pytest.fixture(params=["inproc", "shm", "memory"])
+def run(request):
+    """Ranks that talk by messages, such that share real memory, and its twin, where they come between each other."""
+    if request.param != "memory":
+        return partial(testing.run_ranks, transport=request.param)
+    weather = testing.Network(jitter_s=1e-3)
+    return lambda size, main: testing.simulate(size, main, weather, shared_memory=True).results
 
 
 def _descriptors() -> set[tuple[str, str]]:

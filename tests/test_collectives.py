@@ -11,7 +11,7 @@ import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
 from asyncoll.algorithms import dense
 from asyncoll.tensors import DTYPES
-from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.testing import Network, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
 counts = pytest.mark.parametrize("count", [0, 1, 7, 5000, 300_000], ids="n={}".format)
@@ -24,7 +24,7 @@ def rows(size: int, count: int, dtype: str = "int64") -> np.ndarray:
 
 @sizes
 @counts
-def test_allreduce(size, count):
+def test_allreduce(size, count, run):
     data = rows(size, count, "float32")
 
     async def main(comm):
@@ -32,7 +32,7 @@ def test_allreduce(size, count):
         assert await comm.allreduce(x) is x
         return x
 
-    for x in run_ranks(size, main):
+    for x in run(size, main):
         np.testing.assert_array_equal(x, data.sum(0))
 
 
@@ -71,7 +71,7 @@ def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch
 @sizes
 @counts
 @pytest.mark.parametrize("root", [0, -1])
-def test_one_root(size, count, root):
+def test_one_root(size, count, root, run):
     root %= size
     data = rows(size, count)
 
@@ -91,12 +91,12 @@ def test_one_root(size, count, root):
         mine = await comm.scatter(parts if rank == root else None, root)
         np.testing.assert_array_equal(mine, parts[rank])
 
-    run_ranks(size, main)
+    run(size, main)
 
 
 @sizes
 @counts
-def test_every_rank_a_part(size, count):
+def test_every_rank_a_part(size, count, run):
     data = rows(size, count)
     table = np.random.default_rng(0).integers(0, 99, (size, 3 * size, 2))
 
@@ -108,11 +108,11 @@ def test_every_rank_a_part(size, count):
         received = await comm.alltoall(table[rank])
         np.testing.assert_array_equal(received, np.concatenate([t[3 * rank : 3 * rank + 3] for t in table]))
 
-    run_ranks(size, main)
+    run(size, main)
 
 
 @sizes
-def test_shapes_may_differ_in_the_v_collectives(size):
+def test_shapes_may_differ_in_the_v_collectives(size, run):
     def piece(source, dest):
         return torch.full((source % 3, dest % 4), 10.0 * source + dest, dtype=torch.bfloat16)
 
@@ -124,11 +124,11 @@ def test_shapes_may_differ_in_the_v_collectives(size):
         for place, x in enumerate(await comm.alltoallv(sent)):
             assert torch.equal(x, piece(place, rank))
 
-    run_ranks(size, main)
+    run(size, main)
 
 
 @sizes
-def test_barrier_waits_for_the_last(size):
+def test_barrier_waits_for_the_last(size, simulated):
     async def main(comm):
         import asyncio
 
@@ -137,11 +137,11 @@ def test_barrier_waits_for_the_last(size):
         await comm.barrier()
         return loop.time()
 
-    assert min(simulate(size, main).results) >= size - 1
+    assert min(simulated(size, main).results) >= size - 1
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_long_arrays_wait_for_their_receive_and_short_ones_do_not(size):
+def test_long_arrays_wait_for_their_receive_and_short_ones_do_not(size, run):
     async def main(comm):
         right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
         for count in (0, 3, 1 << 20):
@@ -151,10 +151,10 @@ def test_long_arrays_wait_for_their_receive_and_short_ones_do_not(size):
             await sending
             np.testing.assert_array_equal(y, left)
 
-    run_ranks(size, main)
+    run(size, main)
 
 
-def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix():
+def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run):
     async def main(comm):
         if comm.rank == 0:
             for value in range(20):
@@ -164,10 +164,10 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix():
         even = [int((await comm.recv(np.zeros(1, "i8"), 0, tag=0))[0]) for _ in range(10)]
         return odd + even
 
-    assert run_ranks(2, main)[1] == [*range(1, 20, 2), *range(0, 20, 2)]
+    assert run(2, main)[1] == [*range(1, 20, 2), *range(0, 20, 2)]
 
 
-def test_awaits_may_come_in_any_order():
+def test_awaits_may_come_in_any_order(run):
     async def main(comm):
         first, second = np.ones(3), np.full(3, 2.0)
         a, b = comm.allreduce(first), comm.allreduce(second)
@@ -179,7 +179,7 @@ def test_awaits_may_come_in_any_order():
             await a
         return first[0], second[0]
 
-    assert set(run_ranks(4, main)) == {(4.0, 8.0)}
+    assert set(run(4, main)) == {(4.0, 8.0)}
 
 
 # -- dtypes and layouts --------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def expected(op, stacked: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_every_dtype_and_reduction(dtype, size):
+def test_every_dtype_and_reduction(dtype, size, run):
     values = torch.from_numpy(np.random.default_rng(1).integers(0, 4, (size, 6)))
     stacked = values.to(getattr(torch, dtype))
 
@@ -226,18 +226,18 @@ def test_every_dtype_and_reduction(dtype, size):
                 await comm.allreduce(y, op)
                 torch.testing.assert_close(torch.from_numpy(y), x, rtol=0, atol=0)
 
-    run_ranks(size, main)
+    run(size, main)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_senseless_reductions_are_refused(dtype):
+def test_senseless_reductions_are_refused(dtype, run):
     async def main(comm):
         for op in set(asyncoll.ReduceOp) - set(SENSIBLE.get(dtype, INTEGER)):
             with pytest.raises(UsageError, match=f"{op.name} is not defined for {dtype}"):
                 await comm.allreduce(torch.ones(2).to(getattr(torch, dtype)), op)
         await comm.barrier()  # a refused call has taken no number
 
-    run_ranks(2, main)
+    run(2, main)
 
 
 LAYOUTS = {
@@ -259,14 +259,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_reduced_in_place(layout):
+def test_every_layout_is_reduced_in_place(layout, run):
     async def main(comm):
         x, original = LAYOUTS[layout](), LAYOUTS[layout]()
         assert await comm.allreduce(x) is x
         received = await comm.allgather(original)
         return x, original, received
 
-    for x, original, received in run_ranks(3, main):
+    for x, original, received in run(3, main):
         assert x.dtype == original.dtype
         assert x.shape == original.shape
         np.testing.assert_array_equal(plain(x), 3 * plain(original))
@@ -277,7 +277,7 @@ def plain(x) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
 
 
-def test_what_lies_between_the_elements_is_untouched():
+def test_what_lies_between_the_elements_is_untouched(run):
     async def main(comm):
         base = np.zeros((4, 4))
         await comm.allreduce(base[1:3, ::2] + 1)
@@ -286,7 +286,7 @@ def test_what_lies_between_the_elements_is_untouched():
         await comm.allreduce(view)
         return base
 
-    for base in run_ranks(2, main):
+    for base in run(2, main):
         assert base.sum() == 8
         np.testing.assert_array_equal(base[1:3, ::2], 2)
 
@@ -295,7 +295,7 @@ def test_what_lies_between_the_elements_is_untouched():
 
 
 @sizes
-def test_split_orders_by_key_and_colours_do_not_mix(size):
+def test_split_orders_by_key_and_colours_do_not_mix(size, run):
     async def main(comm):
         part = await comm.split(comm.rank % 3, key=-comm.rank)
         members = [rank for rank in range(size) if rank % 3 == comm.rank % 3][::-1]
@@ -310,11 +310,11 @@ def test_split_orders_by_key_and_colours_do_not_mix(size):
         total = await again.allreduce(np.array([comm.rank]))
         assert total[0] == sum(members)
 
-    run_ranks(size, main)
+    run(size, main)
 
 
-def test_the_ranks_of_a_host_count_among_themselves():
+def test_the_ranks_of_a_host_count_among_themselves(run):
     async def main(comm):
         return comm.local_rank, comm.local_size, len(comm.hosts)
 
-    assert run_ranks(3, main) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+    assert run(3, main) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]

@@ -46,8 +46,19 @@ def run_zmq(size: int, main: Act) -> None:
     run_ranks(size, main, transport="zmq")
 
 
+def run_shm(size: int, main: Act) -> None:
+    run_ranks(size, main, transport="shm")
+
+
 def run_simulated(size: int, main: Act) -> None:
     simulate(size, main, JITTERY)
+
+
+def run_in_memory(size: int, main: Act) -> None:
+    simulate(size, main, JITTERY, shared_memory=True)
+
+
+anyhow = pytest.mark.parametrize("run", [run_simulated, run_in_memory], ids=["messages", "memory"])
 
 
 async def for_ever(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -134,11 +145,12 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
 }
 
 
+@anyhow
 @pytest.mark.parametrize("size", [3, 4, 7])
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size):
+def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size, run):
     act, zero, others = MISMATCHES[kind]
-    raised = failures(size, act)
+    raised = failures(size, act, run)
     assert sorted(raised) == list(range(size))
     for error in raised.values():
         assert type(error) is MismatchError
@@ -149,25 +161,30 @@ def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size):
         assert "rank 0 called" in text
 
 
+@anyhow
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("late", range(3))
-def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(kind, late):
+def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(kind, late, run):
     """What its peers sent before it called belongs to something else, whatever its size: it must not be used."""
 
     async def act(comm: Communicator) -> None:
         await asyncio.sleep(comm.rank == late)
         await MISMATCHES[kind][0](comm)
 
-    raised = failures(3, act)
+    raised = failures(3, act, run)
     assert {type(error) for error in raised.values()} == {MismatchError}
 
 
-def test_a_mismatch_over_sockets():
-    raised = failures(3, MISMATCHES["dtype"][0], run_zmq)
+@pytest.mark.parametrize("run", [run_zmq, run_shm], ids=["zmq", "shm"])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_over_sockets(kind, run):
+    raised = failures(3, MISMATCHES[kind][0], run)
+    assert sorted(raised) == [0, 1, 2]
     assert {type(error) for error in raised.values()} == {MismatchError}
 
 
-def test_a_mismatch_names_the_lines_of_the_calls():
+@anyhow
+def test_a_mismatch_names_the_lines_of_the_calls(run):
     async def act(comm: Communicator) -> None:
         if comm.rank == 0:
             await comm.reduce(np.ones(2), 0)  # one side
@@ -175,7 +192,7 @@ def test_a_mismatch_names_the_lines_of_the_calls():
             await comm.reduce(np.ones(2), 1)  # the other
 
     first = act.__code__.co_firstlineno
-    for error in failures(3, act).values():
+    for error in failures(3, act, run).values():
         assert f"root 0 at test_failures.py:{first + 2}" in str(error)
         assert f"root 1 at test_failures.py:{first + 4}" in str(error)
 
@@ -207,9 +224,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
+@anyhow
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("what", OPTIONS)
-def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size):
+def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size, run):
     ours, our_options, theirs, their_options = OPTIONS[what]
 
     async def act(comm: Communicator) -> None:
@@ -218,7 +236,7 @@ def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size):
             given = {**SOLO, **options}
             await getattr(comm, f"{opening}_allreduce")(given.pop("x").copy(), **given)
 
-    raised = failures(size, act)
+    raised = failures(size, act, run)
     assert sorted(raised) == list(range(size))
     for error in raised.values():
         assert type(error) is MismatchError
@@ -264,8 +282,9 @@ def test_use_after_close(call):
         assert comm.statistics().rank == comm.rank
 
 
+@anyhow
 @pytest.mark.parametrize("call", CALLS)
-def test_abort_ends_every_call_everywhere(call):
+def test_abort_ends_every_call_everywhere(call, run):
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
             comm.abort("enough")
@@ -274,7 +293,7 @@ def test_abort_ends_every_call_everywhere(call):
             await CALLS[call](comm)
             await comm.barrier()
 
-    raised = failures(3, act)
+    raised = failures(3, act, run)
     assert sorted(raised) == [0, 1, 2]
     for error in raised.values():
         assert type(error) is AbortedError
@@ -339,16 +358,17 @@ def test_survivors_are_told_why_before_they_are_stopped():
 # -- faults of a simulated world -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_crash_is_told_to_every_survivor(call, size):
+def test_a_crash_is_told_to_every_survivor(call, size, in_memory):
     async def act(comm: Communicator) -> None:
         while True:
             await CALLS[call](comm)
             await comm.barrier()
 
     def run(size: int, main: Act) -> None:
-        simulate(size, main, Network(faults=[Crash(rank=1, at_s=1e-3)]))
+        simulate(size, main, Network(jitter_s=5e-5, faults=[Crash(rank=1, at_s=1e-3)]), shared_memory=in_memory)
 
     raised = failures(size, act, run, survivors=size - 1)
     assert sorted(raised) == [rank for rank in range(size) if rank != 1]
@@ -418,14 +438,15 @@ def test_a_pause_or_a_cut_that_heals_only_delays(fault):
 SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quorum", "send and recv")]
 
 
+@anyhow
 @pytest.mark.parametrize("how", ["wait_for", "cancel"])
 @pytest.mark.parametrize("call", SYNCHRONOUS)
-def test_cancelling_a_collective_aborts_it_for_everybody(call, how):
+def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
     outcomes = set()
     who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for others
 
     for seed in range(12):
-        patience_s = random.Random(seed).uniform(0, 300e-6)
+        patience_s = random.Random(seed).uniform(0, 50e-6)
 
         async def cancelled(comm: Communicator, patience_s: float = patience_s) -> None:
             if how == "wait_for":
@@ -445,11 +466,13 @@ def test_cancelling_a_collective_aborts_it_for_everybody(call, how):
                 else:
                     outcomes.add("in time")
                     comm.abort(f"{call} came in time")
+            else:
+                await asyncio.sleep(25e-6)
             while True:
                 await CALLS[call](comm)
                 await comm.barrier()  # what a root does alone takes no time
 
-        raised = failures(3, act)
+        raised = failures(3, act, run)
         assert sorted(raised) == [0, 1, 2]
         for error in raised.values():
             assert type(error) is AbortedError

@@ -16,7 +16,7 @@ from asyncoll import Communicator, UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
 from asyncoll.testing.laws.rules import laws_of
-from asyncoll.testing.laws.story import KINDS, SIMULATED, draw, tell
+from asyncoll.testing.laws.story import KINDS, MEMORY, SIMULATED, draw, tell
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 SEEDS = 400  # for each kind, over all sizes: what two cores do in a little more than a minute
@@ -25,36 +25,41 @@ SEEDS = 400  # for each kind, over all sizes: what two cores do in a little more
 
 
 @pytest.mark.slow
-def test_all_laws_of_all_kinds_at_all_sizes():
+@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, SEEDS // 2)])
+def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds):
     """As the command does it, in two processes."""
-    command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{SEEDS}", "--jobs", "2"]
+    command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2"]
+    command += ["--transport", transport] if transport != SIMULATED else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[:3] for line in lines] == [[kind, str(SEEDS), "worlds"] for kind in KINDS]
+    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in KINDS]
     assert all(line.endswith("all laws hold") for line in lines)
 
 
+@pytest.mark.parametrize("transport", [SIMULATED, MEMORY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_worlds_of_each_kind(kind):
+def test_a_few_worlds_of_each_kind(kind, transport):
     for size in (1, 2, 5, 9):
-        assert check_laws(kind, size, seed=1).rounds == 12
+        assert check_laws(kind, size, seed=1, transport=transport).rounds == 12
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_laws_over_real_sockets(kind):
-    check_laws(kind, 5, 2, transport="zmq")
+def test_laws_over_real_sockets(kind, transport):
+    check_laws(kind, 5, 2, transport=transport)
 
 
 def test_laws_in_real_time():
     check_laws("solo", 3, 2, transport="inproc")
 
 
+@pytest.mark.parametrize("transport", [SIMULATED, MEMORY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_worlds_put_the_laws_to_the_test(kind):
+def test_the_worlds_put_the_laws_to_the_test(kind, transport):
     """Nothing is proved by worlds in which everybody is in time."""
-    stories = [tell(draw(kind, 5, seed), SIMULATED) for seed in range(20)]
+    stories = [tell(draw(kind, 5, seed), transport) for seed in range(20)]
     calls = [call for story in stories for mine in story.calls for call in mine]
     assert any(not call.included for call in calls) or kind == "full"
     assert any(call.round > call.aim for call in calls) or kind == "full"

@@ -20,7 +20,7 @@ JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
 # -- buckets -------------------------------------------------------------------------------------
 
 
-def test_buckets_of_any_dtype_share_one_round():
+def test_buckets_of_any_dtype_share_one_round(run):
     async def main(comm):
         base = np.ones((6, 2), np.int16)
         x = [
@@ -36,7 +36,7 @@ def test_buckets_of_any_dtype_share_one_round():
         assert reduction.active == comm.size
         return x, base
 
-    for x, base in run_ranks(3, main):
+    for x, base in run(3, main):
         assert x[0].dtype == torch.bfloat16
         assert x[0].tolist() == [[4.5, 4.5]] * 3
         assert x[1].tolist() == [6.0] * 4
@@ -47,7 +47,7 @@ def test_buckets_of_any_dtype_share_one_round():
 
 
 @pytest.mark.parametrize("kind", ["solo", "majority", "quorum"])
-def test_a_round_takes_all_buckets_of_a_rank_or_none(kind):
+def test_a_round_takes_all_buckets_of_a_rank_or_none(kind, simulated):
     async def main(comm):
         generator = np.random.default_rng(comm.rank)
         options = {"quorum": 2} if kind == "quorum" else {}
@@ -64,10 +64,10 @@ def test_a_round_takes_all_buckets_of_a_rank_or_none(kind):
             newest = reduction.round
 
     for seed in range(10):
-        simulate(5, main, JITTER, seed)
+        simulated(5, main, JITTER, seed)
 
 
-def test_missed_buckets_are_averaged_and_shaped_like_the_callers():
+def test_missed_buckets_are_averaged_and_shaped_like_the_callers(simulated):
     async def main(comm):
         if comm.rank == 1:
             await asyncio.sleep(10)
@@ -79,17 +79,17 @@ def test_missed_buckets_are_averaged_and_shaped_like_the_callers():
             shapes += [(old[0].tolist(), old[1].tolist()) for old in (*reduction.missed, x)]
         return shapes
 
-    assert simulate(2, main).results == [[([[2.0, 2.0]] * 2, [4.0] * 3)] * 3] * 2
+    assert simulated(2, main).results == [[([[2.0, 2.0]] * 2, [4.0] * 3)] * 3] * 2
 
 
-def test_other_buckets_under_a_name_are_a_mismatch():
+def test_other_buckets_under_a_name_are_a_mismatch(simulated):
     async def main(comm):
         await comm.solo_allreduce([np.ones(3), np.ones(2, int)], sync_every=1)
         x = [np.ones(3), np.ones(2, int)] if comm.rank else [np.ones(3), np.ones(3, int)]
         await comm.solo_allreduce(x, sync_every=1)
 
     with pytest.raises(MismatchError, match=r"3 float64 \+ 3 int64.*3 float64 \+ 2 int64"):
-        simulate(3, main)
+        simulated(3, main)
 
 
 # -- candidates ----------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_candidates_are_distinct_and_evenly_drawn(size):
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 4, 8])
-def test_more_candidates_wait_less(candidates):
+def test_more_candidates_wait_less(candidates, simulated):
     """Arrivals one after another: the first of m candidates among P ranks is the (P + 1) / (m + 1)-th on average.
 
     Every second round waits for all, with nothing to add, and so takes out what came too late for the one before.
@@ -124,15 +124,17 @@ def test_more_candidates_wait_less(candidates):
             await comm.majority_allreduce(np.zeros(1), candidates=candidates, sync_every=2)
         return active
 
-    active = simulate(8, main).results[0]
+    active = simulated(8, main).results[0]
     assert abs(np.mean(active) - 9 / (candidates + 1)) < 0.5
 
 
 # -- statistics ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, 9), (1 << 17, 10)])
-def test_statistics_tell_who_waits_and_who_comes_late(count, told):
+@pytest.mark.parametrize(
+    ("count", "waited", "late", "in_memory"), [(1, 9, 9, False), (1 << 17, 10, 9, False), (1, 10, 10, True)]
+)
+def test_statistics_tell_who_waits_and_who_comes_late(count, waited, late, in_memory):
     """What is told with a contribution that opens the round cannot tell how long that one has waited."""
 
     async def main(comm):
@@ -143,17 +145,19 @@ def test_statistics_tell_who_waits_and_who_comes_late(count, told):
         await comm.barrier()
         return comm.statistics().operations["q"]
 
-    everyone = simulate(4, main).results
+    everyone = simulate(4, main, shared_memory=in_memory).results
     for rank, found in enumerate(everyone):
         assert (found.rounds, found.calls) == (10, 10)
-        np.testing.assert_allclose(found.waits_s, [2 * told, told, 0, 0], atol=0.1)
-        np.testing.assert_allclose(found.late_s, [0, 0, 0, 9], atol=0.1)  # it tells of the tenth time in round 11
+        np.testing.assert_allclose(found.waits_s, [2 * waited, waited, 0, 0], atol=0.1)
+        np.testing.assert_allclose(
+            found.late_s, [0, 0, 0, late], atol=0.1
+        )  # messages tell of the tenth time in round 11
         assert found.active == {3: 1, 4: 9}  # the late rank's are stale, but not lost
         assert found.stale == (1.0 if rank == 3 else 0.0)
         assert found.lag == {0: 10}
 
 
-def test_lag_is_counted_in_rounds():
+def test_lag_is_counted_in_rounds(simulated):
     async def main(comm):
         newest = 0
         while newest < 9:
@@ -161,7 +165,7 @@ def test_lag_is_counted_in_rounds():
             newest = (await comm.solo_allreduce(np.ones(1), name="s")).round
         return comm.statistics().operations["s"]
 
-    prompt, late = simulate(2, main, Network(latency_s=1e-6)).results
+    prompt, late = simulated(2, main, Network(latency_s=1e-6)).results
     assert prompt.lag == {0: 9}
     assert late.lag == {2: 1, 3: 1, 1: 1} or sum(lag * calls for lag, calls in late.lag.items()) == 9 - late.calls
     assert late.stale > 0.5
@@ -173,7 +177,7 @@ def test_lag_is_counted_in_rounds():
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("sync_every", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["solo", "majority", "quorum", "candidates", "group"])
-def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size):
+def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size, simulated):
     """Those that are done stand in for the rest of the others' rounds, so nobody waits for a call that never comes."""
     calls = {
         "solo": lambda c, x: c.solo_allreduce(x, sync_every=sync_every),
@@ -190,21 +194,33 @@ def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size):
         return comm.statistics().operations[{"candidates": "majority"}.get(kind, kind)].calls
 
     for seed in range(5):  # a call that waits for ever is a DeadlockError here
-        assert simulate(size, main, JITTER, seed).results == [2 + 3 * rank for rank in range(size)]
+        assert simulated(size, main, JITTER, seed).results == [2 + 3 * rank for rank in range(size)]
+
+
+@pytest.mark.parametrize("sync_every", [0, 1])
+def test_an_operation_may_be_called_for_the_first_time_when_others_have_left(sync_every, simulated):
+    async def main(comm):
+        if comm.rank == 0:
+            return 0
+        await asyncio.sleep(1)
+        return (await comm.quorum_allreduce(np.ones(1), quorum=comm.size, sync_every=sync_every)).active
+
+    assert simulated(3, main).results == [0, 2, 2]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
 @pytest.mark.parametrize("sync_every", [0, 1, 2])
-def test_ranks_may_make_different_numbers_of_calls_over_real_sockets(sync_every):
+def test_ranks_may_make_different_numbers_of_calls_over_real_sockets(sync_every, transport):
     async def main(comm):
         for _ in range(3 * comm.rank):
             await comm.quorum_allreduce(np.ones(2), quorum=comm.size, sync_every=sync_every)
         return True
 
-    assert run_ranks(4, main, transport="zmq") == [True] * 4
+    assert run_ranks(4, main, transport) == [True] * 4
 
 
-@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+@pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
 def test_closing_with_rounds_in_flight(transport):
     """Ranks leave while their own calls wait: each call ends, with a round or with the news that it is over."""
     outcomes = []
@@ -230,7 +246,7 @@ def test_closing_with_rounds_in_flight(transport):
     assert set(outcomes) <= {0, 1}
 
 
-def test_one_of_several_operations_may_stand_still():
+def test_one_of_several_operations_may_stand_still(simulated):
     """A quorum that nobody else cares about keeps neither the other operations nor its namesakes elsewhere."""
 
     async def main(comm):
@@ -250,4 +266,4 @@ def test_one_of_several_operations_may_stand_still():
             assert (await stuck).active == 1  # the others have left by then
         return rounds[-1][1].active
 
-    assert simulate(6, main, JITTER).results == [6] * 6
+    assert simulated(6, main, JITTER).results == [6] * 6

@@ -131,9 +131,10 @@ def test_one_script_gives_the_same_sums_everywhere(env):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("hosts", [(), (SCRIPTS / "hosts.py",)], ids=["one host", "hosts"])
-def test_survivors_of_a_killed_rank_name_it(env, hosts, victim):
-    with world(env, 3, *hosts, SCRIPTS / "mourners.py") as ranks:
+@pytest.mark.parametrize("call", ["allreduce", "registered", "solo", "quorum", "between hosts"])
+def test_survivors_of_a_killed_rank_name_it(env, call, victim):
+    script = SCRIPTS / "mourners.py"
+    with world(env, 3, *([SCRIPTS / "hosts.py", script] if call == "between hosts" else [script, call])) as ranks:
         for rank, process in enumerate(ranks):
             assert process.stdout is not None
             assert process.stdout.readline() == f"{rank} is ready\n"
@@ -154,3 +155,45 @@ def test_survivors_of_an_error_are_told_of_it(env):
             assert code == 1
             assert out == ("" if rank == 1 else f"{rank} heard of 1: KeyError: 'lost it'\n")
             assert ("KeyError: 'lost it'" if rank == 1 else "AbortedError: rank 1 aborted") in err
+
+
+# -- memory that ranks share -----------------------------------------------------------------------
+
+
+def test_the_runtime_goes_on_with_calls_whose_rank_computes(env, tmp_path):
+    assert launch(env, 3, "overlap.py", tmp_path) == "2: the runtime took over\n"
+
+
+def test_a_stopped_process_delays_no_round_that_does_not_wait_for_it(env):
+    assert launch(env, 3, "stopped.py") == "2: it caught up\n"
+
+
+@pytest.mark.parametrize("how", [{"ASYNCOLL_TRANSPORT": "zmq"}, {"ASYNCOLL_TRANSPORT": "shm"}], ids=["zmq", "shm"])
+def test_every_collective_in_memory_and_by_message(env, how):
+    told = sorted(launch(env | how, 3, "every_collective.py").splitlines())
+    assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
+
+
+def test_memory_is_shared_inside_of_hosts_alone(env):
+    with world(env | {"RANKS_PER_HOST": "2"}, 4, SCRIPTS / "hosts.py", SCRIPTS / "neighbours.py") as ranks:
+        told = [finish(process) for process in ranks]
+    assert [(code, out) for code, out, _ in told] == [
+        (0, f"{rank} shares memory with {(0, 1) if rank < 2 else (2, 3)}\n") for rank in range(4)
+    ], told
+
+
+def test_ranks_that_cannot_map_memory_go_on_by_message(env):
+    with world(env, 3, SCRIPTS / "cramped.py", SCRIPTS / "every_collective.py") as ranks:
+        told = [finish(process) for process in ranks]
+    assert [(code, out.endswith("all right\n")) for code, out, _ in told] == [(0, True)] * 3, told
+    assert "share no memory and go on by messages: rank 1 cannot map" in told[0][2]
+
+
+def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", SCRIPTS / "mourners.py", "registered"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*map(str, command)], env=env, cwd=ROOT, **pipes) as launcher:
+        for _ in range(3):
+            assert launcher.stdout.readline().endswith("is ready\n")
+        launcher.kill()
+        launcher.communicate(timeout=PATIENCE_S)  # once nobody holds the pipes

@@ -19,8 +19,8 @@ from asyncoll.transport import Arena, Board
 from asyncoll.transport.board import until
 
 # Words of a meeting, and of each rank's part in it.
-_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST = range(8)
-_HEAD = 8
+_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
+_HEAD = 9
 _PART = 3  # the address of what it shows, negative if it is the caller's own memory; how long it is; whether it reduces
 
 _HALF = 1 << 63  # 64 bits without a sign, in a word that has one
@@ -224,9 +224,15 @@ class Meeting:
         await until(self.board, lambda: words[done] == total)
 
     async def withdraw(self, total: int, is_lost: Callable[[int], bool]) -> None:
-        """Nobody claims any more; wait until those who have are done, or gone."""
+        """After a failure: nobody claims any more, and who has read what this rank showed cannot rely on it.
+
+        Wait until those who have claimed are done, or gone.
+        """
         words, first = self._words, self._base + _HEAD + 2
         with self.board:
+            if words[self._base + _TAG] != self.tag:
+                return
+            words[self._base + _WITHDRAWN] = 1
             words[self._base + _CLAIMED] = total
             words[first + _PART * self._hall.rank] = 0
 
@@ -237,8 +243,11 @@ class Meeting:
 
     # -- leaving ----------------------------------------------------------------------------------
 
-    def leave(self, reduced: int = 0) -> None:
-        """Look at nothing any more. With `reduced`: so many bytes, which are all, have been reduced by this rank."""
+    def leave(self, reduced: int = 0) -> bool:
+        """Look at nothing any more. With `reduced`: so many bytes, which are all, have been reduced by this rank.
+
+        Returns whether what was seen can be relied on.
+        """
         hall, words, left = self._hall, self._words, self._base + _LEFT
         with hall.board as board:
             words[left] += 1
@@ -248,6 +257,7 @@ class Meeting:
             elif words[left] == hall.size:
                 board.wake()
             hall.look_ahead((self.tag >> 32) + 1)
+            return not words[self._base + _WITHDRAWN]
 
     async def everybody_left(self) -> None:
         """Wait until nobody looks at what this rank has shown."""

@@ -63,16 +63,16 @@ class OneSidedRounds:
         group: Group,
         operation: Operation,
         describe: Callable[[], str],
-        has_failed: Callable[[], bool],
+        has_lost: Callable[[], bool],
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another.
 
-        `has_failed` says whether there is nobody left to wait for.
+        `has_lost` says whether a rank is lost, who may never finish what it has begun.
         """
         self.operation = operation
         self.describe = describe
         self._arena = arena
-        self._has_failed = has_failed
+        self._has_lost = has_lost
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = Layout.of(operation)
@@ -104,6 +104,7 @@ class OneSidedRounds:
                 await self._queue(turn, contribution)
             return await self._call(contribution)
         finally:
+            self._over.add(turn)
             self._end_turn(turn)
 
     async def _queue(self, turn: int, contribution: Contribution) -> None:
@@ -114,11 +115,17 @@ class OneSidedRounds:
             raise
 
     def _end_turn(self, turn: int) -> None:
-        self._over.add(turn)
-        while self._turn in self._over:
-            self._over.remove(self._turn)
-            self._turn += 1
-        if self._turn < self._calls:
+        """Call `turn` is over; if it was its turn, another's comes. Caller and runtime may do this at the same time."""
+        if turn != self._turn:
+            return
+        following = turn
+        while following in self._over:
+            self._over.discard(following)
+            following += 1
+        self._turn = following
+        if following in self._over:  # it ended this moment, and did not find that it was its turn
+            self._end_turn(following)
+        elif following < self._calls:
             with self._board as board:
                 board.wake()
 
@@ -181,7 +188,7 @@ class OneSidedRounds:
                 await self._help(running, work)
                 if not missing:
                     await until(self._board, lambda: rounds.latest >= visit.number or self._is_needed())
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError):
             await self._give_up(visit)
             raise
 
@@ -295,7 +302,7 @@ class OneSidedRounds:
         self._move_in()
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                await until(self._board, lambda: not rounds.is_being_read() or self._has_failed())
+                await until(self._board, lambda: not rounds.is_being_read() or self._has_lost())
                 return
 
     def _move_in(self) -> None:

@@ -10,6 +10,7 @@ array but is not awake.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,13 +43,18 @@ class SharedCall:
         self._number = number
         self._fingerprint = fingerprint
         self._count = 0  # meetings so far
-        self._lent: tuple[Meeting, int] | None = None  # where peers write into the caller's memory, and how much
+        # Where peers use the caller's memory, and how many bytes they write: of the last two meetings.
+        self._lent: deque[tuple[Meeting, int]] = deque(maxlen=2)
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
-        """After a failure: wait until no rank that is left uses the caller's memory."""
-        if self._lent is not None:
-            meeting, total = self._lent
+        """After a failure: nobody who is left uses the caller's memory, or relies on what it has read there."""
+        for meeting, total in self._lent:
             await meeting.withdraw(total, is_lost)
+
+    async def _leave(self, meeting: Meeting) -> None:
+        """Look at nothing any more. If somebody gave up whose memory this rank has read, wait for the failure."""
+        if not meeting.leave():
+            await until(meeting.board, _never)
 
     async def barrier(self) -> None:
         meeting = await self._next()
@@ -70,17 +76,22 @@ class SharedCall:
         if total > self._hall.sizes.window:
             meeting = await self._next()
             meeting.arrive(address or 0, total, direct=address is not None)
-            self._lent = None if address is None else (meeting, total)  # whoever comes last may write at once
+            self._lend(meeting, address, total)  # whoever comes last may write at once
             await meeting.everybody()
             if not meeting.is_direct():
-                self._lent = None
+                self._lent.clear()
                 meeting.leave()
                 await self._in_windows(what)
                 return
         else:
             meeting = await self._come(what, 0, total, address)
-            self._lent = None if address is None else (meeting, total)
+            self._lend(meeting, address, total)
         await self._take_part(meeting, what, 0, total, direct=address is not None)
+
+    def _lend(self, meeting: Meeting, address: int | None, total: int) -> None:
+        """The memory at `address`, the caller's own if there is one, is shown at this meeting, to be reduced."""
+        if address is not None:
+            self._lent.append((meeting, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """The last to come reduces for all. Registered or not: a copy costs less than finding out."""
@@ -137,7 +148,7 @@ class SharedCall:
         if what.is_wanted and not direct:
             await breathe(meeting.board)
             what.raw[start:end] = self._hall.arena.view(shown[0][0], end - start)
-        meeting.leave()
+        await self._leave(meeting)
         if direct and self.rank == 0 and not meeting.is_direct():
             await meeting.everybody_left()  # others read the result in the caller's memory
 
@@ -146,15 +157,20 @@ class SharedCall:
     ) -> None:
         view, chunk = self._hall.arena.view, self._hall.sizes.chunk
         others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
+        interrupted: BaseException | None = None
         length = 0
         while (first := meeting.claim(chunk, total, length)) is not None:
             length = min(chunk, total - first)
-            await breathe(meeting.board)
+            try:
+                await breathe(meeting.board)
+            except BaseException as error:  # who claims a chunk reduces it: others wait for it
+                interrupted = error
             arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
             what.reduce(arrays[0], arrays, what.divisor)
             for place in others:
                 arrays[place][...] = arrays[0]
-            await breathe(meeting.board)
+        if interrupted is not None:
+            raise interrupted
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `chunks[place]` of all ranks into the `shard` of each place; chunks are only read."""
@@ -221,12 +237,13 @@ class SharedCall:
                 self._show_piece(meeting, mine, start)
             else:
                 meeting.arrive(address + start, shown, direct=True)
+                self._lend(meeting, address, 0)
             await meeting.everybody()
             table = meeting.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
                 await self._take(meeting, take, source, table[source][0], start, min(start + window, size))
-            meeting.leave()
+            await self._leave(meeting)
             start += window
         if address is not None:
             await self._quiet(meeting)
@@ -298,6 +315,10 @@ def _into(raws: Sequence[Array]) -> Take:
         raws[source][start : start + piece.size] = piece
 
     return take
+
+
+def _never() -> bool:
+    return False
 
 
 def _keep_nothing(source: int, start: int, piece: Array) -> None:

@@ -1,4 +1,4 @@
-"""Run a script as if every rank were on a host of its own."""
+"""Run a script as if every rank, or as many in a row as RANKS_PER_HOST says, were on a host of their own."""
 
 import os
 import runpy
@@ -6,5 +6,7 @@ import sys
 
 from asyncoll import rendezvous
 
-rendezvous._machine = lambda: os.environ["RANK"]
-runpy.run_path(sys.argv[1], run_name="__main__")
+host = int(os.environ["RANK"]) // int(os.environ.get("RANKS_PER_HOST", "1"))
+rendezvous._machine = lambda: str(host)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
