@@ -13,7 +13,7 @@ import contextvars
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -59,11 +59,44 @@ class Runner(Protocol):
         """Call `what` on the runtime's loop, soon."""
 
 
+class _Begun(Coroutine[Any, Any, T]):
+    """What waits for work that has begun.
+
+    A task that is cancelled before its first step throws a plain coroutine away. This one takes the step first, so that
+    the work hears of it and lets go of the caller's memory.
+    """
+
+    def __init__(self, waiting: Coroutine[Any, Any, T], discarded: Callable[[], None]) -> None:
+        self._waiting = waiting
+        self._discarded = discarded
+        self._has_stepped = False
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._waiting.__await__()
+
+    def send(self, value: Any) -> Any:
+        self._has_stepped = True
+        return self._waiting.send(value)
+
+    def throw(self, error: Any, *more: Any) -> Any:
+        if not self._has_stepped:
+            self._has_stepped = True
+            try:
+                self._waiting.send(None)
+            except StopIteration:  # the answer was there, and nobody gets it
+                self._discarded()
+                raise error from None
+        return self._waiting.throw(error, *more)
+
+    def close(self) -> None:
+        self._waiting.close()
+
+
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        return _join(asyncio.get_running_loop().create_task(work), discarded)
+        return _Begun(_join(asyncio.get_running_loop().create_task(work), discarded), discarded)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return self.start(work.finish(), discarded)
@@ -111,15 +144,15 @@ class ProgressThread:
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         crossing = _Crossing(self._loop)
         crossing.begin(work)
-        return crossing.outcome(discarded)
+        return _Begun(crossing.outcome(discarded), discarded)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         work.begin()
         if work.is_over:
-            return work.finish()
+            return _Begun(work.finish(), discarded)
         self._unclaimed[work] = asyncio.get_running_loop(), self._turn
         self._set_timer()
-        return self._claim(work, discarded)
+        return _Begun(self._claim(work, discarded), discarded)
 
     async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
         """The caller has come to wait for it."""

@@ -266,9 +266,12 @@ def _numpy_operand(x: Array, writable: bool) -> Operand:
     dtype = _NUMPY_NAMES.get(x.dtype) or x.dtype.name
     if dtype not in DTYPES:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
-    if writable and not x.flags.writeable:
+    flags = x.flags
+    if writable and not flags.writeable:
         raise UsageError("the result goes into this array, but it is read-only: pass a copy")
-    direct = x.flags.c_contiguous and x.dtype.isnative
+    direct = flags.c_contiguous and x.dtype.isnative
+    if direct and x.ndim == 1:
+        return Operand(x, x, dtype, x.shape, copied=False)
     flat = x.reshape(-1) if direct else np.ascontiguousarray(x, x.dtype.newbyteorder("=")).reshape(-1)
     if not direct and np.shares_memory(flat, x):
         flat = flat.copy()

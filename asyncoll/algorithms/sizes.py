@@ -26,8 +26,8 @@ class Sizes(NamedTuple):
 
 # From so many ranks on. Measured on 2 cores; see BENCHMARKS.md.
 TABLE = {
-    2: Sizes(short=1 << 18, chunk=1 << 17, window=1 << 20),
-    5: Sizes(short=1 << 16, chunk=1 << 16, window=1 << 20),
+    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21),
+    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21),
 }
 
 

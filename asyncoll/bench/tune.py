@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -41,8 +42,8 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
         sizes = sizes._replace(**{name: candidates[best]})
     shorts = Plan("allreduce", ranks, _SHORTS)
     at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
-    worthwhile = [size for size, first, second in zip(_SHORTS, at_once, cut, strict=True) if first <= second]
-    sizes = sizes._replace(short=max(worthwhile, default=_SHORTS[0]))
+    worthwhile = list(takewhile(lambda place: at_once[place] <= cut[place], range(len(_SHORTS))))
+    sizes = sizes._replace(short=_SHORTS[max(worthwhile, default=0)])
     for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
         chosen = "*" if size == sizes.short else ""
         lines.append(["short", str(size), "at once, cut", f"{first:.0f}", f"{second:.0f}", chosen])
