@@ -87,14 +87,21 @@ class Calls:
         self._number += 1
         return Signature(operation, self._number, dtype, count, detail, site)
 
-    def start(self, call: Signature, body: Callable[[Form], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks; returns what waits for it."""
+    def start(
+        self, call: Signature, body: Callable[[Form], Coroutine[Any, Any, T]], nbytes: int = 0
+    ) -> Coroutine[Any, Any, T]:
+        """Start a call of all ranks, with so many bytes of this rank's; returns what waits for it."""
         self._check_open()
         if self._hall is None:
             return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)))
         self._recent.append(call)
+        self._hall.begin(call.number)
         work = Work(self._hall.arena, self._in_memory(self._hall, call, body), self._check, call.__str__)
-        return self._runner.drive(work)
+        return self._runner.start(work.finish()) if self.is_long(nbytes) else self._runner.drive(work)
+
+    def is_long(self, nbytes: int) -> bool:
+        """Whether a call in memory with so many bytes is the runtime's from the start."""
+        return self._hall is not None and nbytes > self._hall.sizes.long
 
     def start_pair(
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
@@ -140,10 +147,9 @@ class Calls:
     # -- in memory --------------------------------------------------------------------------------
 
     async def _in_memory(self, hall: Hall, call: Signature, body: Callable[[Form], Awaitable[T]]) -> T:
-        self._check()
         form = SharedCall(hall, call.number, call.fingerprint())
-        hall.begin(call.number)
         try:
+            self._check()
             return await body(form)
         except DisagreementError as disagreement:
             self._dispute(call, disagreement.place)

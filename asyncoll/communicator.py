@@ -94,7 +94,7 @@ class Communicator:
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("allreduce", operand, op.name), body)
+        return self._calls.start(self._call("allreduce", operand, op.name), body, operand.flat.nbytes)
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
@@ -106,7 +106,7 @@ class Communicator:
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("broadcast", operand, f"root {root}"), body)
+        return self._calls.start(self._call("broadcast", operand, f"root {root}"), body, operand.flat.nbytes)
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
@@ -120,7 +120,7 @@ class Communicator:
                 operand.write_back()
             return x
 
-        return self._calls.start(self._call("reduce", operand, f"{op.name}, root {root}"), body)
+        return self._calls.start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand.flat.nbytes)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` and return my shard of rows, as a new tensor; `x` is untouched.
@@ -140,7 +140,7 @@ class Communicator:
             mine: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return mine
 
-        return self._calls.start(self._call("reduce_scatter", operand, op.name), body)
+        return self._calls.start(self._call("reduce_scatter", operand, op.name), body, operand.flat.nbytes)
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
@@ -153,7 +153,7 @@ class Communicator:
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._calls.start(self._call("allgather", operand), body)
+        return self._calls.start(self._call("allgather", operand), body, operand.flat.nbytes)
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
@@ -168,7 +168,7 @@ class Communicator:
             await form.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._calls.start(self._call("allgatherv", operand, any_count=True), body)
+        return self._calls.start(self._call("allgatherv", operand, any_count=True), body, operand.flat.nbytes)
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
@@ -184,7 +184,7 @@ class Communicator:
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._calls.start(self._call("gather", operand, f"root {root}"), body)
+        return self._calls.start(self._call("gather", operand, f"root {root}"), body, operand.flat.nbytes)
 
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
         """Give the root's `xs[rank]` to each rank, as a new tensor; `xs` is read at the root alone.
@@ -204,7 +204,9 @@ class Communicator:
             result: T = tensors.build(mine, dtype, shape, as_torch=bool(head[1]))
             return result
 
-        return self._calls.start(self._call("scatter", None, f"root {root}"), body)
+        return self._calls.start(
+            self._call("scatter", None, f"root {root}"), body, sum(x.flat.nbytes for x in operands)
+        )
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of rows of `x` to rank i; returns what came, by rank, as a new tensor.
@@ -224,7 +226,7 @@ class Communicator:
             result: T = operand.like(received, operand.shape)
             return result
 
-        return self._calls.start(self._call("alltoall", operand), body)
+        return self._calls.start(self._call("alltoall", operand), body, operand.flat.nbytes)
 
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
         """Send `xs[i]` to rank i, of any shapes and one dtype; returns what came, by rank, as new tensors."""
@@ -237,7 +239,9 @@ class Communicator:
             await form.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._calls.start(self._call("alltoallv", operands[0], any_count=True), body)
+        return self._calls.start(
+            self._call("alltoallv", operands[0], any_count=True), body, sum(x.flat.nbytes for x in operands)
+        )
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Return once every rank has called it."""
@@ -468,7 +472,10 @@ class Communicator:
         if arena is None:
             return self._runner.start(work, receipt.take_back)
         check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
-        return self._runner.drive(Work(arena, work, check, lambda: f"a round of {spec}"), receipt.take_back)
+        driven = Work(arena, work, check, lambda: f"a round of {spec}")
+        if self._calls.is_long(spec.nbytes):
+            return self._runner.start(driven.finish(), receipt.take_back)
+        return self._runner.drive(driven, receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:

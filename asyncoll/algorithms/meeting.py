@@ -7,6 +7,7 @@ when all have left it, and so is the memory that was shown there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -149,8 +150,11 @@ class Meeting:
             self._words[arrived] += 1
             return self._words[arrived] == self._hall.size
 
-    def arrive(self, address: int, nbytes: int, *, direct: bool = False) -> None:
-        """Show memory: `direct` if it is the caller's own. Raises DisagreementError if others have come for another."""
+    def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
+        """Show memory: `direct` if it is the caller's own. The last to come wakes so many of those who wait for that.
+
+        Raises DisagreementError if others have come for another call.
+        """
         words, base = self._words, self._base
         with self.board as board:
             self._enter()
@@ -161,7 +165,7 @@ class Meeting:
             words[base + _DIRECT] += direct
             words[base + _ARRIVED] += 1
             if words[base + _ARRIVED] == self._hall.size:
-                board.wake()
+                board.wake(helpers)
 
     def _enter(self) -> None:
         """Under the lock. Whoever comes first opens the meeting."""
@@ -195,15 +199,10 @@ class Meeting:
 
     # -- reducing together ------------------------------------------------------------------------
 
-    def claim(self, chunk: int, total: int, done: int) -> int | None:
-        """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed.
-
-        `done` bytes of them, the chunk before, have been reduced by this rank.
-        """
+    def claim(self, chunk: int, total: int) -> int | None:
+        """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed."""
         words, claimed = self._words, self._base + _CLAIMED
-        with self.board as board:
-            if done:
-                self._finish(done, total, board)
+        with self._hall.board:
             first = words[claimed]
             if first >= total:
                 return None
@@ -211,12 +210,14 @@ class Meeting:
             words[self._base + _HEAD + _PART * self._hall.rank + 2] = 1
         return first
 
-    def _finish(self, nbytes: int, total: int, board: Board) -> None:
+    def done(self, nbytes: int, total: int) -> None:
+        """This rank has reduced so many bytes."""
         words, done = self._words, self._base + _DONE
-        words[done] += nbytes
-        words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
-        if words[done] == total or words[self._base + _CLAIMED] == total:
-            board.wake()
+        with self._hall.board as board:
+            words[done] += nbytes
+            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
+            if words[done] == total or words[self._base + _CLAIMED] == total:
+                board.wake()
 
     async def reduced(self, total: int) -> None:
         """Wait until all of `total` bytes are."""

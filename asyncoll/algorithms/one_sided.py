@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncoll.algorithms.blocks import NONE
@@ -206,15 +206,20 @@ class OneSidedRounds:
                 place = self._rounds.claim(number)
             if place < 0:
                 break
-            try:
-                await breathe(self._board)
-            except BaseException as error:
-                interrupted = error
+            interrupted = await self._outlast(breathe(self._board)) or interrupted
             self._reduce(work[place])
             with self._board:
                 self._rounds.done()
         if interrupted is not None:
             raise interrupted
+
+    async def _outlast(self, pause: Awaitable[None]) -> BaseException | None:
+        """What came up in a pause, and must wait until the work is done."""
+        try:
+            await pause
+        except BaseException as error:
+            return error
+        return None
 
     def _reduce(self, chunk: Chunk) -> None:
         dtype, view = self._dtypes[chunk.part], self._arena.view
@@ -244,14 +249,12 @@ class OneSidedRounds:
 
         Cancelling it waits for its end: the contribution stays in.
         """
-        rounds, interrupted = self._rounds, None
+        rounds = self._rounds
+        interrupted: BaseException | None = None
         block, before = self._new_block()
         while not visit.ticket:
             self._fill(block, contribution, 0 if self._keeps else before[1])
-            try:
-                await breathe(self._board)
-            except BaseException as error:
-                interrupted = error
+            interrupted = await self._outlast(breathe(self._board)) or interrupted
             with self._board:
                 if self._keeps or rounds.staged() == before:
                     visit.ticket = rounds.put(block, rounds.blocks.address(block))

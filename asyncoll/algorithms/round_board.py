@@ -90,6 +90,7 @@ class RoundBoard:
         self._operation = operation
         self._layout = layout
         self._size = size
+        self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._everybody = tuple(range(size))
         self._head = size
@@ -204,7 +205,7 @@ class RoundBoard:
         if not chunks:
             self._publish()
         elif chunks > _HELPED:
-            self.board.wake()
+            self.board.wake(min(chunks, self._cores) - 1)
         return 0
 
     def _parts(self, number: int) -> Parts:

@@ -132,12 +132,17 @@ class SharedCall:
         """Show a part of the array: a copy, unless it lies at an address."""
         meeting = await self._next()
         if address is not None:
-            meeting.arrive(address, end - start, direct=True)
+            meeting.arrive(address, end - start, direct=True, helpers=self._helpers(end - start))
             return meeting
         address, slot = self._hall.slot(meeting.turn, end - start)
         slot[...] = what.raw[start:end]
-        meeting.arrive(address, end - start)
+        meeting.arrive(address, end - start, helpers=self._helpers(end - start))
         return meeting
+
+    def _helpers(self, total: int) -> int:
+        """How many more ranks than the last to come can reduce so many bytes at once. The others may sleep."""
+        chunks = max(1, -(-total // self._hall.sizes.chunk))
+        return min(chunks, self._hall.arena.cores) - 1 if total else self.size
 
     async def _take_part(self, meeting: Meeting, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
         """Reduce bytes `start` to `end` together, and get the result."""
@@ -158,8 +163,7 @@ class SharedCall:
         view, chunk = self._hall.arena.view, self._hall.sizes.chunk
         others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
         interrupted: BaseException | None = None
-        length = 0
-        while (first := meeting.claim(chunk, total, length)) is not None:
+        while (first := meeting.claim(chunk, total)) is not None:
             length = min(chunk, total - first)
             try:
                 await breathe(meeting.board)
@@ -169,6 +173,7 @@ class SharedCall:
             what.reduce(arrays[0], arrays, what.divisor)
             for place in others:
                 arrays[place][...] = arrays[0]
+            meeting.done(length, total)
         if interrupted is not None:
             raise interrupted
 

@@ -21,6 +21,7 @@ class Sizes(NamedTuple):
     short: int  # arrays that the last rank to come reduces for all
     chunk: int  # what one rank reduces at a time of a longer one
     window: int  # what a rank shows at a time of an array that is not registered
+    long: int = 1 << 22  # calls with more than this are the runtime's: they would block the caller's loop for too long
     calls: int = 4  # under way at once in a communicator; more wait for their turn
 
 

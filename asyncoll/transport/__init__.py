@@ -75,6 +75,10 @@ class Arena(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the world, by place."""
 
+    @property
+    def cores(self) -> int:
+        """How many ranks of this host can run at once."""
+
     def allocate(self, nbytes: int) -> int:
         """The address of so much memory of this rank's own, aligned to 64 bytes, whose content is arbitrary.
 

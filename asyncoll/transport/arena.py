@@ -155,7 +155,8 @@ class HostArena:
         self.place = place
         self.ranks = ranks
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
-        self._looks = _LOOKS if len(ranks) <= len(os.sched_getaffinity(0)) else _LOOKS_WITHOUT_CORES
+        self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
+        self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
         self._sleeps_until_s = 0.0
         self._capacity = os.fstat(parts[place].memory).st_size
         self._boards: dict[int, Board] = {}

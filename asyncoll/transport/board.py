@@ -11,6 +11,7 @@ waits.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
@@ -75,15 +76,18 @@ class Board:
         self._mutex.release()
         self._bells.ring(ringing)
 
-    def wake(self) -> None:
-        """Those who sleep here look again, once the lock, which the caller holds, is free."""
+    def wake(self, at_most: int = sys.maxsize) -> None:
+        """Those who sleep here look again, once the lock, which the caller holds, is free.
+
+        `at_most` so many, where more could not run at once anyway: the rest sleep on until somebody wakes all.
+        """
         sleepers = self._sleepers
-        if sleepers[_SLEEPING]:
-            sleepers[_SLEEPING] = 0
-            for bell in range(self._count):
-                if sleepers[_BELLS + bell]:
-                    sleepers[_BELLS + bell] = 0
-                    self._ringing.append(bell)
+        for bell in range(self._count if sleepers[_SLEEPING] else 0):
+            if sleepers[_BELLS + bell] and at_most > 0:
+                sleepers[_BELLS + bell] = 0
+                sleepers[_SLEEPING] -= 1
+                at_most -= 1
+                self._ringing.append(bell)
 
     def sleep(self, bell: int) -> None:
         """Under the lock: whoever hears `bell` sleeps, until the next `wake`."""

@@ -53,6 +53,7 @@ class InprocArena:
     def __init__(self, place: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
         self.place = place
         self.ranks = tuple(range(memory.size))
+        self.cores = min(2, memory.size)
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
