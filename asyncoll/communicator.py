@@ -386,7 +386,7 @@ class Communicator:
 
         A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
         lies, without copies. Where ranks share no memory it is an ordinary tensor. Views of it are registered too; its
-        memory is given back some time after the last of them is gone. Local: the others need not call it.
+        memory is given back with this rank's next call after the last of them is gone. Local: others need not call it.
 
         Raises UsageError if the host has not so much memory left.
         """
@@ -397,7 +397,8 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
         """A communicator of the ranks that gave the same `color`, ordered by (`key`, rank); None for color None.
 
-        Every rank must call it. The new one numbers its own calls; it closes with the world.
+        Every rank must call it. The new one numbers its own calls; it closes with the world, and what it uses of shared
+        memory (some MiB once it has been used) is given back then: make few, and use them again.
         """
         color = None if color is None else _whole(color, "color")
         key = _whole(key, "key")
@@ -444,6 +445,7 @@ class Communicator:
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
+        self.registry.give_back()
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
@@ -467,6 +469,7 @@ class Communicator:
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
+        self.registry.give_back()
         receipt, arena = Receipt(), self._operations.arena
         work = self._operations.contribute(spec, contribution, str(_site()), receipt)
         if arena is None:

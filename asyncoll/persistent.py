@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncoll import tensors
@@ -23,7 +24,7 @@ from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.algorithms.wait_avoiding import Delivery, Result, WaitAvoiding
 from asyncoll.bundle import Bundle
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import MismatchError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group
 from asyncoll.tensors import ReduceOp
 from asyncoll.wire import Announce, digest
@@ -82,7 +83,12 @@ class Operations:
         """One call: `bundle` is the contribution, and gets the result."""
         self._endpoint.check(self._group.communicator)
         operation = await self._get_in_memory(spec, site) if self._roster else self._get(spec, self._group.rank, site)
-        delivery = await operation.call(bundle)
+        try:
+            delivery = await operation.call(bundle)
+        except Exception as error:
+            if not isinstance(error, AsyncollError):  # the others may wait for what this rank has begun
+                self._post(partial(self._endpoint.abort, self._group.communicator, self._group.ranks, repr(error)))
+            raise
         receipt.sign(operation, delivery)
         try:
             return self._hand_over(spec, delivery, bundle)

@@ -44,12 +44,16 @@ class Registry:
         flat = self._allocate(math.prod(extents) * tensors.storage(name).itemsize).view(tensors.storage(name))
         return tensors.build(flat, name, extents, as_torch=as_torch)
 
+    def give_back(self) -> None:
+        """Free the memory of tensors that are gone. Said now and then: their end may come anywhere."""
+        while self._unused and self._arena is not None:
+            self._arena.free(self._unused.popleft())
+
     def _allocate(self, nbytes: int) -> tensors.Array:
         arena = self._arena
         if arena is None:
-            return np.empty(nbytes, np.uint8)
-        while self._unused:
-            arena.free(self._unused.popleft())
+            return _ordinary(nbytes)
+        self.give_back()
         if not nbytes:
             return np.empty(0, np.uint8)
         address = arena.allocate(nbytes)
@@ -57,6 +61,13 @@ class Registry:
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
         weakref.finalize(owner, self._unused.append, address)
         return owner
+
+
+def _ordinary(nbytes: int) -> tensors.Array:
+    try:
+        return np.empty(nbytes, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise UsageError(f"cannot allocate {nbytes} bytes: {error}; use smaller tensors") from None
 
 
 def current() -> Registry:

@@ -7,9 +7,11 @@ that is the agent's, elsewhere rank 0 serves it): ranks that share a host talk o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -142,16 +144,20 @@ def _meet_in_store(environment: Environment) -> Meeting:
     machines = board.exchange("machine", rank, [_machine(), socket.gethostname()])
     transport = ZeroMQTransport(rank, size, board.look("job", 0))
     neighbours = [peer for peer in range(size) if machines[peer][0] == machines[rank][0]]
-    if rank == neighbours[0]:
-        board.post("folder", rank, tempfile.mkdtemp(prefix="asyncoll-"))
-    folder = Path(board.look("folder", neighbours[0]))
-    ipc = transport.bind(ipc_address(folder, rank))
-    tcp = transport.bind(f"tcp://{_own_address(environment.master_addr)}:0") if len(neighbours) < size else ""
-    addresses = board.exchange("address", rank, [ipc, tcp])
-    transport.peers = [addresses[peer][peer not in neighbours] for peer in range(size)]
-    arena = _share_memory(environment, folder, tuple(neighbours))
-    made = folder if rank == neighbours[0] else None
-    return Meeting(transport, arena, tuple(name for _, name in machines), store, made)
+    with contextlib.ExitStack() as undo:
+        if rank == neighbours[0]:
+            made = tempfile.mkdtemp(prefix="asyncoll-")
+            undo.callback(shutil.rmtree, made, ignore_errors=True)
+            board.post("folder", rank, made)
+        folder = Path(board.look("folder", neighbours[0]))
+        ipc = transport.bind(ipc_address(folder, rank))
+        tcp = transport.bind(f"tcp://{_own_address(environment.master_addr)}:0") if len(neighbours) < size else ""
+        addresses = board.exchange("address", rank, [ipc, tcp])
+        transport.peers = [addresses[peer][peer not in neighbours] for peer in range(size)]
+        arena = _share_memory(environment, folder, tuple(neighbours))
+        undo.pop_all()
+    hosts = tuple(name for _, name in machines)
+    return Meeting(transport, arena, hosts, store, folder if rank == neighbours[0] else None)
 
 
 class _Board:

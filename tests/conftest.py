@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -47,8 +48,11 @@ def _descriptors() -> set[tuple[str, str]]:
 
 
 def _children() -> set[str]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {pid for task in tasks for pid in task.read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
+            found |= set(task.read_text().split())
+    return found
 
 
 def _state() -> dict[str, set]:

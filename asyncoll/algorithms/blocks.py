@@ -44,7 +44,8 @@ class Blocks:
             words = self._words
             with self._board:
                 block = words[self._head + _MADE] + 1
-                assert block <= self._limit, "somebody keeps blocks and never drops them"
+                if block > self._limit:
+                    raise RuntimeError("somebody keeps blocks and never drops them")
                 words[self._head + _MADE] = block
                 words[self._addresses + block] = address
                 self._push(block)

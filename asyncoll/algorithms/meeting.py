@@ -25,6 +25,7 @@ _HEAD = 9
 _PART = 3  # the address of what it shows, negative if it is the caller's own memory; how long it is; whether it reduces
 
 _HALF = 1 << 63  # 64 bits without a sign, in a word that has one
+_NUMBERS = 1 << 30
 _LEAST = 1024  # bytes of a slot
 _VIEWS_MAX = 1024  # kinds of short arrays whose views are kept
 _NOTHING: Array = np.empty(0, np.uint8)
@@ -36,6 +37,11 @@ class DisagreementError(AsyncollError):
     def __init__(self, place: int) -> None:
         super().__init__(f"the rank at place {place} has called something else")
         self.place = place
+
+
+def _tag(number: int, count: int) -> int:
+    """Tells a meeting from all that may be in its place before or after it: a word that is never 0, even in years."""
+    return (number % _NUMBERS + 1) << 32 | count
 
 
 class Hall:
@@ -67,11 +73,11 @@ class Hall:
 
     def meeting(self, number: int, count: int, fingerprint: int) -> Meeting:
         """The meeting after `count` others of call `number`."""
-        return Meeting(self, 2 * (number % self.sizes.calls) + count % 2, number << 32 | count, fingerprint)
+        return Meeting(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
 
     def look_ahead(self, number: int) -> None:
         """Under the lock: note whether the place of the first meeting of call `number` is free."""
-        words, base, tag = self.board.words, self.base(2 * (number % self.sizes.calls)), number << 32
+        words, base, tag = self.board.words, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
         is_left = words[base + _LEFT] == self.size or words[base + _TAG] in (0, tag)
         if is_left and self.is_over(number - self.sizes.calls):  # which may come back to it otherwise
             self.known_free = tag
@@ -122,15 +128,16 @@ class Hall:
 class Meeting:
     """All ranks at one point of one call. Every rank that takes part calls `free`, `arrive`, `everybody`, `leave`."""
 
-    __slots__ = ("_base", "_fingerprint", "_hall", "_words", "tag", "turn")
+    __slots__ = ("_base", "_fingerprint", "_hall", "_number", "_words", "tag", "turn")
 
-    def __init__(self, hall: Hall, turn: int, tag: int, fingerprint: int) -> None:
+    def __init__(self, hall: Hall, turn: int, number: int, count: int, fingerprint: int) -> None:
         self._hall = hall
         self._words = hall.board.words
         self._base = hall.base(turn)
         self._fingerprint = fingerprint - _HALF
+        self._number = number
         self.turn = turn
-        self.tag = tag
+        self.tag = _tag(number, count)
 
     @property
     def board(self) -> Board:
@@ -257,7 +264,7 @@ class Meeting:
                 board.wake()
             elif words[left] == hall.size:
                 board.wake()
-            hall.look_ahead((self.tag >> 32) + 1)
+            hall.look_ahead(self._number + 1)
             return not words[self._base + _WITHDRAWN]
 
     async def everybody_left(self) -> None:

@@ -277,7 +277,7 @@ class OneSidedRounds:
         places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
         return [view(address + offset, length).view(dtype) for offset, length, dtype in places]
 
-    def _new_block(self) -> tuple[int, tuple[int, int]]:
+    def _new_block(self) -> tuple[int, tuple[int, int, int]]:
         """A block to fill, and what is staged now."""
         rounds = self._rounds
         while True:
@@ -311,7 +311,8 @@ class OneSidedRounds:
     def _move_in(self) -> None:
         """Hold in a block of our own what the caller has lent, unless a round has taken it."""
         rounds = self._rounds
-        block, (staged, address) = self._new_block()
+        block, before = self._new_block()
+        staged, address, _ = before
         if staged != LENT:
             self._drop_block(block)
             return
@@ -320,7 +321,7 @@ class OneSidedRounds:
             address, self._layout.lengths[0]
         )
         with self._board:
-            if rounds.staged() == (LENT, address):
+            if rounds.staged() == before:
                 rounds.replace(block, own)
                 block = NONE
         self._drop_block(block)

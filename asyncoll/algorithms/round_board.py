@@ -127,9 +127,10 @@ class RoundBoard:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> tuple[int, int]:
-        """The block and the address of what this rank has staged; NONE and 0 if nothing."""
-        return self.words[self._mine + _STAGED], self.words[self._mine + _STAGED_AT]
+    def staged(self) -> tuple[int, int, int]:
+        """The block and the address of what this rank has staged, NONE and 0 if nothing; its newest contribution."""
+        words, mine = self.words, self._mine
+        return words[mine + _STAGED], words[mine + _STAGED_AT], words[mine + _TICKET]
 
     def put(self, block: int, address: int) -> int:
         """Stage this instead of what is staged; returns the contribution's number."""

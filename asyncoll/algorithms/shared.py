@@ -170,10 +170,14 @@ class SharedCall:
             except BaseException as error:  # who claims a chunk reduces it: others wait for it
                 interrupted = error
             arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
-            what.reduce(arrays[0], arrays, what.divisor)
-            for place in others:
-                arrays[place][...] = arrays[0]
-            meeting.done(length, total)
+            reduced = 0
+            try:
+                what.reduce(arrays[0], arrays, what.divisor)
+                for place in others:
+                    arrays[place][...] = arrays[0]
+                reduced = length
+            finally:
+                meeting.done(reduced, total)
         if interrupted is not None:
             raise interrupted
 

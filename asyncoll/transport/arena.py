@@ -93,7 +93,9 @@ def check_part(part: Part, place: int, capacity: int, like: Part) -> None:
     if (size := os.fstat(part.memory).st_size) != capacity:
         raise ProtocolError(f"it has {size} bytes, and not {capacity}")
     if _seals(part.memory) != _seals(like.memory):
-        raise ProtocolError("its size is not sealed")
+        raise ProtocolError(
+            "its size is not sealed as mine is; is memfd_create allowed at one of us only? Allow it at all"
+        )
     found = _HEADER.unpack(os.pread(part.memory, _HEADER.size, 0))
     expected = (_MAGIC, LAYOUT, place, capacity)
     if found != expected:
@@ -187,6 +189,9 @@ class HostArena:
             extent = self._heap.extent(offset)
         try:
             _commit(self._memory, offset, extent)
+        except UsageError:
+            self.free(offset + self.place * self._capacity)
+            raise
         except OSError as error:
             self.free(offset + self.place * self._capacity)
             raise _too_much(nbytes, f"the kernel says {error.strerror!r}") from error
@@ -392,6 +397,8 @@ def _copy(undo: contextlib.ExitStack, descriptor: int) -> int:
 def _commit(memory: int, offset: int, nbytes: int) -> None:
     """Make the kernel provide the pages now, so that whoever touches them is never killed for it."""
     for start in range(offset, offset + nbytes, _PIECE):
+        if nbytes >= _LARGE:
+            _check_room(min(_PIECE, offset + nbytes - start))  # other ranks take memory at the same time
         os.posix_fallocate(memory, start, min(_PIECE, offset + nbytes - start))
 
 
