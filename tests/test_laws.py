@@ -25,7 +25,7 @@ SEEDS = 400  # for each kind, over all sizes: what two cores do in a little more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, SEEDS // 2)])
+@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, SEEDS // 4)])
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds):
     """As the command does it, in two processes."""
     command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2"]
