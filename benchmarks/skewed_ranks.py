@@ -57,7 +57,7 @@ async def chained(comm: asyncoll.Communicator, plan: Plan, mode: str) -> Row:
     total_cpu_s, total_sent, _ = everyones.sum(axis=0)
     return {
         "messages": float(total_sent) / CHAINED,
-        "message_us": 1e6 * float(total_cpu_s / total_sent),
+        "message_us": 1e6 * float(total_cpu_s / total_sent) if total_sent else 0.0,  # none in memory
         "cpu_us": 1e6 * float(total_cpu_s) / CHAINED,
         "wall_us": 1e6 * float(everyones[:, 2].max()) / CHAINED,
     }
