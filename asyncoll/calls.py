@@ -22,7 +22,7 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
-from asyncoll.transport.board import until
+from asyncoll.transport.board import Wait, failure
 from asyncoll.wire import digest
 
 T = TypeVar("T")
@@ -91,23 +91,32 @@ class Calls:
         self, call: Signature, body: Callable[[Form], Coroutine[Any, Any, T]], nbytes: int = 0
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, with so many bytes of this rank's; returns what waits for it."""
-        self._check_open()
+        self.check_open()
         if self._hall is None:
             return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)))
         self._recent.append(call)
         self._hall.begin(call.number)
-        work = Work(self._hall.arena, self._in_memory(self._hall, call, body), self._check, call.__str__)
-        return self._runner.start(work.finish()) if self.is_long(nbytes) else self._runner.drive(work)
+        return self.start_in_memory(self._in_memory(self._hall, call, body), call.__str__, nbytes)
 
-    def is_long(self, nbytes: int) -> bool:
-        """Whether a call in memory with so many bytes is the runtime's from the start."""
-        return self._hall is not None and nbytes > self._hall.sizes.long
+    def start_in_memory(
+        self,
+        body: Coroutine[Wait, None, T],
+        what: Callable[[], str],
+        nbytes: int,
+        discarded: Callable[[], None] = lambda: None,
+    ) -> Coroutine[Any, Any, T]:
+        """Start what awaits nothing but conditions of memory. If it is long, it is the runtime's from the start."""
+        assert self._hall is not None
+        work = Work(self._hall.arena, body, self._check, what)
+        if nbytes > self._hall.sizes.long:
+            return self._runner.start(work.finish(), discarded)
+        return self._runner.drive(work, discarded)
 
     def start_pair(
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
-        self._check_open()
+        self.check_open()
         return self._by_message(call, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
@@ -153,7 +162,7 @@ class Calls:
             return await body(form)
         except DisagreementError as disagreement:
             self._dispute(call, disagreement.place)
-            await until(hall.board, _never)  # the communicator fails as soon as that rank has said what it called
+            await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
             raise
         except (Exception, asyncio.CancelledError) as error:
             self._abort_for(call, error)
@@ -178,10 +187,7 @@ class Calls:
         recent = {call.number: call for call in list(self._recent)}
         return (self._group.ranks, str(recent[number])) if number in recent else None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ClosedError after the end of the world."""
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
-
-
-def _never() -> bool:
-    return False

@@ -26,9 +26,8 @@ from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Form, Signature, Site
-from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import ClosedError, UsageError
+from asyncoll.errors import UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
@@ -293,8 +292,9 @@ class Communicator:
         which bounds staleness by that many rounds.
 
         Cancelling the wait leaves the contribution in, and the round goes on; the next call tells of it, as missed or
-        skipped. If the round of a long `x` has begun (more than 1 MiB over all ranks, no `history`), it runs in `x`,
-        and the cancellation waits for its end. `x` is the caller's again afterwards, and holds nothing to rely on.
+        skipped. If a round has begun that uses `x` itself (by message, a long one without `history`; in memory, a
+        registered `x`), the cancellation waits for its end. `x` is the caller's again afterwards, and holds nothing to
+        rely on.
 
         Every rank keeps the last `history` results before the newest. A rank that comes late by no more rounds gets
         them in `Reduction.missed`, so that it can apply every result exactly once, as the ranks in time did.
@@ -467,18 +467,13 @@ class Communicator:
             tensors.check_reduction(op, layout[0][0])
             raise UsageError(f"name must be a string, got {name!r:.50}")
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
-        if self._endpoint.closed:
-            raise ClosedError("this communicator is closed")
+        self._calls.check_open()
         self.registry.give_back()
-        receipt, arena = Receipt(), self._operations.arena
+        receipt = Receipt()
         work = self._operations.contribute(spec, contribution, str(_site()), receipt)
-        if arena is None:
+        if self._calls.arena is None:
             return self._runner.start(work, receipt.take_back)
-        check = lambda: self._endpoint.check(self._group.communicator)  # noqa: E731
-        driven = Work(arena, work, check, lambda: f"a round of {spec}")
-        if self._calls.is_long(spec.nbytes):
-            return self._runner.start(driven.finish(), receipt.take_back)
-        return self._runner.drive(driven, receipt.take_back)
+        return self._calls.start_in_memory(work, lambda: f"a round of {spec}", spec.nbytes, receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:

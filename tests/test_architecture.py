@@ -148,7 +148,6 @@ ROOMS: dict[str, set[str]] = {
         "wire",
         "endpoint",
         "group",
-        "driver",
         "progress",
         "algorithms.dense",
         "algorithms.operation",

@@ -177,6 +177,8 @@ def test_views_outlive_the_arena():
     view[:] = 1
     with board:
         board.words[0] = 1
+    assert view.sum() == 100
+    assert board.words[0] == 1
 
 
 def test_more_than_the_host_has_is_refused(two):
@@ -291,6 +293,8 @@ def test_callers_come_and_go_with_their_loops(two):
 
     for value, run in enumerate([asyncio.run, uvloop.run, asyncio.run], 1):
         run(caller(value))
+    assert mine.words[0] == 3
+    assert not two[0].waiting()
 
 
 @BOTH

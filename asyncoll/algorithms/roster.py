@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncoll.algorithms.meeting import DisagreementError
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena, Board
-from asyncoll.transport.board import until
+from asyncoll.transport.board import failure
 from asyncoll.wire import digest
 
 MAX_OPERATIONS = 1024
@@ -45,7 +45,7 @@ class Roster:
 
     async def failure(self) -> None:
         """Wait for the communicator to fail."""
-        await until(self._board, lambda: False)
+        await failure(self._board)
 
     def depart(self) -> None:
         """This rank makes no more calls: whoever waits for it need not."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncoll.algorithms.meeting import Hall, Meeting
 from asyncoll.tensors import Array, Reduce, ReduceOp, reducer
-from asyncoll.transport.board import breathe, until
+from asyncoll.transport.board import breathe, failure, until
 
 Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
 
@@ -54,7 +54,7 @@ class SharedCall:
     async def _leave(self, meeting: Meeting) -> None:
         """Look at nothing any more. If somebody gave up whose memory this rank has read, wait for the failure."""
         if not meeting.leave():
-            await until(meeting.board, _never)
+            await failure(meeting.board)
 
     async def barrier(self) -> None:
         meeting = await self._next()
@@ -324,10 +324,6 @@ def _into(raws: Sequence[Array]) -> Take:
         raws[source][start : start + piece.size] = piece
 
     return take
-
-
-def _never() -> bool:
-    return False
 
 
 def _keep_nothing(source: int, start: int, piece: Array) -> None:

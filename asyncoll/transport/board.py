@@ -123,6 +123,16 @@ def _always() -> bool:
 
 
 @types.coroutine
+def failure(board: Board) -> Generator[Wait, None, None]:
+    """Wait for what has gone wrong elsewhere to be heard of here, which ends every wait."""
+    yield Wait(board, _never)
+
+
+def _never() -> bool:
+    return False
+
+
+@types.coroutine
 def until(board: Board, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
     """Wait until `ready()`, which only reads the words of `board`."""
     if ready():  # a hint
