@@ -26,7 +26,8 @@ class OperationStatistics:
 
     rounds: int  # executed
     calls: int  # made by this rank
-    active: dict[int, int]  # contributors in a round: number of such rounds
+    # Contributors in a round: number of such rounds. In groups, of this rank's own; in memory, of each group of a round.
+    active: dict[int, int]
     lag: dict[
         int, int
     ]  # rounds between the one that a call of this rank aimed at and the one given: number of such calls
