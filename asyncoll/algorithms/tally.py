@@ -26,7 +26,7 @@ class OperationStatistics:
 
     rounds: int  # executed
     calls: int  # made by this rank
-    # Contributors in a round: number of such rounds. In groups, of this rank's own; in memory, of each group of a round.
+    # Contributors in a round: number of such rounds. In groups, of this rank's own, or in memory of every group.
     active: dict[int, int]
     lag: dict[
         int, int
