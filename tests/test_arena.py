@@ -23,11 +23,12 @@ import uvloop
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
 from asyncoll.transport import arena as arena_module
-from asyncoll.transport import handover, inproc_arena
-from asyncoll.transport.arena import HostArena, local_world, make_part
+from asyncoll.transport import handover, inproc_arena, pages
+from asyncoll.transport.arena import HostArena, local_world
 from asyncoll.transport.board import Wait
 from asyncoll.transport.handover import ArenaUnavailable
 from asyncoll.transport.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.part import make_part
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -187,7 +188,7 @@ def test_more_than_the_host_has_is_refused(two):
 
 
 def test_more_than_is_left_is_refused(two, monkeypatch):
-    monkeypatch.setattr(arena_module, "_left", lambda: (2 * MIB, "the control group /x"))
+    monkeypatch.setattr(pages, "_left", lambda: (2 * MIB, "the control group /x"))
     before = held(two[0])
     with pytest.raises(UsageError, match=r"3\.0 MiB .*: the control group /x has 2\.0 MiB left"):
         two[0].allocate(3 * MIB)
@@ -208,7 +209,7 @@ def test_more_than_the_kernel_gives_is_refused(two, monkeypatch):
 
 
 def test_more_than_a_part_holds_is_refused(two, monkeypatch):
-    monkeypatch.setattr(arena_module, "_left", lambda: (1 << 60, "a dream"))
+    monkeypatch.setattr(pages, "_left", lambda: (1 << 60, "a dream"))
     with pytest.raises(UsageError, match="a rank's part"):
         two[0].allocate(1 << 50)
 
@@ -235,7 +236,7 @@ def test_what_control_groups_leave(tmp_path, line, folder, names):
         (group / "memory.stat").write_text(f"anon 1\n{inactive} 100\n{active} 50\n")
     groups = tmp_path / "groups"
     groups.write_text(f"7:pids:/\n{line}\n")
-    left = list(arena_module._left_in_groups(tmp_path, groups))
+    left = list(pages._left_in_groups(tmp_path, groups))
     assert left == [(550, f"the control group {tmp_path / folder}")]
 
 

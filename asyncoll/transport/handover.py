@@ -28,7 +28,8 @@ from typing import Any
 import msgpack
 
 from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError
-from asyncoll.transport.arena import LAYOUT, HostArena, Part, capacity_of, check_part, close_part, make_part
+from asyncoll.transport.arena import HostArena
+from asyncoll.transport.part import LAYOUT, Part, capacity_of, check_part, close_part, make_part
 
 _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096

@@ -1,0 +1,62 @@
+"""A rank's bell: a descriptor that any process of the host can ring, and who sleeps here until somebody does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+
+class Sleeper:
+    """Somebody at this rank who waits until a bell rings."""
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        self.what = what
+        self.loop = asyncio.get_running_loop()
+        self._rung: asyncio.Future[None] = self.loop.create_future()
+
+    def lie_down(self) -> asyncio.Future[None]:
+        if self._rung.done():
+            self._rung = self.loop.create_future()
+        return self._rung
+
+    def rouse(self) -> None:
+        if not self._rung.done():
+            self._rung.set_result(None)
+
+
+class Bell:
+    """One of this rank's bells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        self.number = number
+        self.sleepers: list[Sleeper] = []  # changed and copied by several threads, each time in one step of the GIL
+        self._descriptor = descriptor
+
+    def enter(self, what: Callable[[], str]) -> Sleeper:
+        sleeper = Sleeper(what)
+        if not self._has_sleepers(sleeper.loop):
+            sleeper.loop.add_reader(self._descriptor, self._heard)
+        self.sleepers.append(sleeper)
+        return sleeper
+
+    def leave(self, sleeper: Sleeper) -> None:
+        self.sleepers.remove(sleeper)
+        if not self._has_sleepers(sleeper.loop) and not sleeper.loop.is_closed():
+            sleeper.loop.remove_reader(self._descriptor)
+
+    def _has_sleepers(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return any(sleeper.loop is loop for sleeper in tuple(self.sleepers))
+
+    def _heard(self) -> None:
+        """Whichever loop hears it first silences the bell, so it must rouse the sleepers of all."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+        here = asyncio.get_running_loop()
+        for sleeper in tuple(self.sleepers):
+            if sleeper.loop is here:
+                sleeper.rouse()
+                continue
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is left to be roused
+                sleeper.loop.call_soon_threadsafe(sleeper.rouse)
