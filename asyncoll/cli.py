@@ -77,10 +77,10 @@ def doctor(as_json: bool) -> None:
 @click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Processes; one for each CPU.")
 @click.option(
     "--transport",
-    type=click.Choice(["simulated", "memory", "inproc", "zmq", "shm"]),
+    type=click.Choice(["simulated", "memory", "inproc", "zmq", "shm", "zmq-processes", "shm-processes"]),
     default="simulated",
     show_default=True,
-    help="A simulated network, or memory shared, in virtual time; or ranks in one process in real time.",
+    help="A simulated network, or memory shared, in virtual time; in real time, ranks in one process or in one each.",
 )
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
     """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.

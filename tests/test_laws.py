@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import Communicator, UsageError
+from asyncoll import Communicator, Reduction, UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws.rules import laws_of
-from asyncoll.testing.laws.story import KINDS, MEMORY, SIMULATED, draw, tell
+from asyncoll.testing.laws import worlds
+from asyncoll.testing.laws.rules import laws_of, staleness
+from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
+from asyncoll.testing.laws.worlds import MEMORY, SIMULATED, read_record, tell, write_record
 
 SEEDS = 400  # for each kind, over all sizes: what two cores do in a little more than a minute
 
@@ -49,6 +55,15 @@ def test_a_few_worlds_of_each_kind(kind, transport):
 @pytest.mark.parametrize("kind", KINDS)
 def test_laws_over_real_sockets(kind, transport):
     check_laws(kind, 5, 2, transport=transport)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "sizes"), [("shm-processes", (2, 3, 5)), ("zmq-processes", (4,))])
+def test_laws_over_processes(transport, sizes, capfd):
+    with ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(check_laws, kind, size, size, transport=transport) for kind in KINDS for size in sizes]
+    assert [world.result().rounds for world in done] == [12] * len(KINDS) * len(sizes)
+    assert capfd.readouterr().err == "", "such as that the ranks share no memory"
 
 
 def test_laws_in_real_time():
@@ -240,6 +255,22 @@ def test_a_lie_breaks_its_law(law, kind, lie, spread):
     assert (broken.round is None) == (broken.rank is None) == (law == "completion")
 
 
+def test_a_call_given_up_may_have_been_the_part_in_a_synchronous_round():
+    """As happens where its answer was on the way: then the next call aims, as far as its caller knows, before it."""
+    case = replace(draw("solo", 1, 0), sync_every=3)
+
+    def told(index, aim, number, holds):
+        total = np.zeros((1, case.calls, 1), np.int64)
+        total[0, holds] = 1
+        return Call(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0)
+
+    calls = [told(1, 1, 4, []), told(2, 5, 5, [1, 2])]  # and call 0, given up, was in round 3
+    assert not list(staleness(Story(case, [calls], [Cancelled(0, 0, 1)])))
+    assert [breach.what for breach in staleness(Story(case, [calls], []))] == [
+        "its contribution of call 1 entered round 5, and was due by round 3"
+    ]
+
+
 def test_every_law_is_broken_by_a_lie():
     laws = {law.__name__ for kind in KINDS for law in laws_of(kind)}
     assert laws | {"completion"} == {law for law, _, _ in LIES}
@@ -249,6 +280,50 @@ def test_a_real_transport_is_named_in_the_replay(spread):
     spread("solo", inverts_included)
     with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
         check_laws("solo", 2, 0, transport="inproc")
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """The folder for temporary files, which must be empty in the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_lie_in_the_record_of_a_process_is_noticed(monkeypatch, temporary):
+    def run_and_forge(arguments):
+        run_job(arguments)
+        record = Path(arguments[-1]) / "rank-1.json"
+        calls, cancelled = json.loads(record.read_text())
+        calls[0]["reduction"]["included"] ^= True
+        record.write_text(json.dumps([calls, cancelled]))
+
+    run_job = worlds._run_job
+    monkeypatch.setattr(worlds, "_run_job", run_and_forge)
+    with pytest.raises(LawBroken) as broken:
+        check_laws("solo", 2, 0, transport="shm-processes")
+    assert (broken.value.law, broken.value.rank) == ("inclusion", 1)
+    assert broken.value.replay == "asyncoll laws --kind solo --ranks 2 --seed 0 --transport shm-processes"
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_shown(monkeypatch, temporary):
+    monkeypatch.setattr("asyncoll.testing.laws.draw", lambda *of: replace(draw(*of), seed=-1))  # which its ranks refuse
+    with pytest.raises(LawBroken, match=r"(?s)exit code 1:.*rank \d failed.*seeds count from 0.*replay: ") as broken:
+        check_laws("solo", 2, 0, transport="zmq-processes")
+    assert broken.value.law == "completion"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_says_all_that_the_laws_are_judged_by(kind, tmp_path):
+    story = tell(draw(kind, 5, 1), SIMULATED)
+    for calls in story.calls:
+        given_up = [each for each in story.cancelled if each.rank == calls[0].rank]
+        write_record(tmp_path / "record", (calls, given_up))
+        calls_again, given_up_again = read_record(tmp_path / "record")
+        np.testing.assert_equal([*map(asdict, calls_again)], [*map(asdict, calls)])
+        assert given_up_again == given_up
 
 
 # -- the command -----------------------------------------------------------------------------------

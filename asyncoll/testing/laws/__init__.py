@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncoll.testing.laws.rules import Breach, laws_of
-from asyncoll.testing.laws.story import SIMULATED, draw, tell
+from asyncoll.testing.laws.story import draw
+from asyncoll.testing.laws.worlds import SIMULATED, tell
 
 
 class LawBroken(AssertionError):  # noqa: N818
@@ -32,7 +33,9 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -
     """Run the world that `kind`, `size` and `seed` stand for, and raise LawBroken if it breaks a law.
 
     Simulated, in virtual time, it has jitter, a slow rank, pauses of the network and of a trainer, a rank that ends
-    early. `transport` "inproc" or "zmq" runs it in real time, without what only a simulation can do.
+    early; `transport` "memory" simulates shared memory. Over "inproc", "zmq", "shm", and as processes of
+    `asyncoll launch` over "zmq-processes" and "shm-processes", it runs in real time, without what only a simulation
+    can do.
     """
     replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
     if transport != SIMULATED:

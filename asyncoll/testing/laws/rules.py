@@ -74,7 +74,7 @@ def conservation(story: Story) -> Iterator[Breach]:
         total += value
     for call in _submitted(story):
         total[call.index, call.rank] -= 1
-        if total[call.index, call.rank] < 0 and not unknown and not (call.aim == case.rounds and _hurried(story, call)):
+        if total[call.index, call.rank] < 0 and not unknown and _due(story, call) <= case.rounds:
             yield Breach(call.aim, call.rank, f"its contribution of call {call.index} is in no round")
     for index, rank in np.argwhere(total > 0).tolist():
         yield Breach(case.rounds, rank, f"a contribution of call {index} that it never made is in a sum")
@@ -109,15 +109,16 @@ def never_back(story: Story) -> Iterator[Breach]:
 
 
 def staleness(story: Story) -> Iterator[Breach]:
-    """A contribution enters fewer than `sync_every` rounds after the round that its call aimed at, and never before."""
+    """A contribution enters no round before the one that its call aimed at, and none after the next synchronous one."""
     entered: dict[tuple[int, int], int] = {}
     for number, value, _ in _sums(story):
         for index, rank in np.argwhere(value).tolist():
             entered.setdefault((rank, index), number)
     for call in _submitted(story):
-        late = entered.get((call.rank, call.index), call.aim) - call.aim
-        if not 0 <= late < story.case.sync_every + _hurried(story, call):
-            yield Breach(call.aim, call.rank, f"its contribution of call {call.index} entered {late} rounds later")
+        number, due = entered.get((call.rank, call.index), call.aim), _due(story, call)
+        if not call.aim <= number <= due:
+            what = f"its contribution of call {call.index} entered round {number}, and was due by round {due}"
+            yield Breach(call.aim, call.rank, what)
 
 
 def inclusion(story: Story) -> Iterator[Breach]:
@@ -199,10 +200,16 @@ def _submitted(story: Story) -> Iterator[Call | Cancelled]:
     return itertools.chain(_calls(story), story.cancelled)
 
 
-def _hurried(story: Story, call: Call | Cancelled) -> bool:
-    """Whether this rank had given up a call for the same round, which may be over without this one before it hears."""
-    before = (each for each in story.cancelled if each.rank == call.rank and each.index < call.index)
-    return any(each.aim == call.aim for each in before)
+def _due(story: Story, call: Call | Cancelled) -> int:
+    """The synchronous round that takes this contribution at the latest.
+
+    That is the next one, but each call that this rank had given up since it last heard of a round may have been its
+    part in one of those.
+    """
+    before = [each for each in story.cancelled if each.rank == call.rank and each.index < call.index]
+    given_up = sum(each.aim == call.aim for each in before)
+    sync_every = story.case.sync_every
+    return ((call.aim - 1) // sync_every + 1 + given_up) * sync_every
 
 
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:

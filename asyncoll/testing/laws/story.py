@@ -19,7 +19,6 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.persistent import Reduction
 from asyncoll.tensors import Array
-from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.simulated import Network, Pause
 
 _OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]] = {
@@ -39,8 +38,6 @@ _OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]
     ),
 }
 KINDS = tuple(_OPERATIONS)
-SIMULATED = "simulated"
-MEMORY = "memory"  # simulated, on one host
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -136,7 +133,7 @@ class Call:
     aim: int  # the round after the last one that this rank had seen
     sum: Array
     missed: tuple[Array, ...]
-    reduction: Reduction
+    reduction: Reduction  # without the tensors of the missed results
     wait_s: float
 
     @property
@@ -155,6 +152,9 @@ class Cancelled:
     rank: int
     index: int
     aim: int
+
+
+Part = tuple[list[Call], list[Cancelled]]  # what one rank has done, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +178,7 @@ class Story:
         return self.calls[rank][-1].round < number
 
 
-def tell(case: Case, transport: str) -> Story:
-    """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
-    if transport in (SIMULATED, MEMORY):
-        main, in_memory = (lambda comm: _take_part(comm, case)), transport == MEMORY
-        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
-        return _story(case, report.results, report.messages)
-    case = replace(case, sleeper=None, network=Network())
-    return _story(case, run_ranks(case.size, lambda comm: _take_part(comm, case), transport), 0)
-
-
-def _story(case: Case, parts: list[tuple[list[Call], list[Cancelled]]], messages: int) -> Story:
-    return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
-
-
-async def _take_part(comm: Communicator, case: Case) -> tuple[list[Call], list[Cancelled]]:
+async def take_part(comm: Communicator, case: Case) -> Part:
     """Call at random moments until the last round is seen, and keep every answer."""
     generator = np.random.default_rng([case.seed, comm.rank])
     step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
@@ -219,7 +205,7 @@ async def _take_part(comm: Communicator, case: Case) -> tuple[list[Call], list[C
         if not reduction.active:  # a group that had nothing to give leaves the tensors as they are
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        calls.append(Call(comm.rank, index, seen + 1, value, missed, reduction, waited_s))
+        calls.append(Call(comm.rank, index, seen + 1, value, missed, replace(reduction, missed=()), waited_s))
         seen = reduction.round
     return calls, cancelled
 

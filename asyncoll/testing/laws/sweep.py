@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,7 +17,7 @@ from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, check_laws
 from asyncoll.testing.laws.story import KINDS
 
-_BATCH = 20  # worlds that a process is given at a time
+_BATCH = 20  # worlds that a process is given at a time, at most
 _SHOWN = 3  # broken worlds that are shown; the rest of them usually say the same
 
 World = tuple[str, int, int]  # kind, size, seed
@@ -83,7 +84,7 @@ def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs
             began = bar.get_time()
             task = bar.add_task(kind, total=len(seeds))
             total = Batch()
-            for batch in _check([(kind, sizes[seed % len(sizes)], seed) for seed in seeds], transport, pool):
+            for batch in _check([(kind, sizes[seed % len(sizes)], seed) for seed in seeds], transport, pool, jobs):
                 total.add(batch)
                 bar.advance(task, batch.worlds)
             bar.remove_task(task)
@@ -98,8 +99,9 @@ def _processes(jobs: int) -> contextlib.AbstractContextManager[ProcessPoolExecut
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
 
 
-def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None) -> Iterator[Batch]:
-    batches = [worlds[start : start + _BATCH] for start in range(0, len(worlds), _BATCH)]
+def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None, jobs: int) -> Iterator[Batch]:
+    count = min(_BATCH, math.ceil(len(worlds) / jobs))
+    batches = [worlds[start : start + count] for start in range(0, len(worlds), count)]
     if pool is None:
         yield from map(check_batch, batches, repeat(transport))
     else:
