@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from asyncoll.algorithms.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
     from asyncoll.errors import AbortedError as AbortedError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import ClosedError as ClosedError
     from asyncoll.errors import DeadlockError as DeadlockError
     from asyncoll.errors import MismatchError as MismatchError
+    from asyncoll.errors import NonFiniteError as NonFiniteError
     from asyncoll.errors import PeerLostError as PeerLostError
     from asyncoll.errors import ProtocolError as ProtocolError
     from asyncoll.errors import UsageError as UsageError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from asyncoll.flat import flatten as flatten
     from asyncoll.persistent import Reduction as Reduction
     from asyncoll.progress import offload as offload
+    from asyncoll.sparse import SparseReduction as SparseReduction
     from asyncoll.tensors import ReduceOp as ReduceOp
     from asyncoll.world import connect as connect
     from asyncoll.world import run as run
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
+    "algorithms.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
     "errors": (
         "AbortedError",
@@ -37,6 +41,7 @@ _HOMES = {
         "ClosedError",
         "DeadlockError",
         "MismatchError",
+        "NonFiniteError",
         "PeerLostError",
         "ProtocolError",
         "UsageError",
@@ -44,6 +49,7 @@ _HOMES = {
     "flat": ("Flat", "flatten"),
     "persistent": ("Reduction",),
     "progress": ("offload",),
+    "sparse": ("SparseReduction",),
     "tensors": ("ReduceOp",),
     "world": ("connect", "run"),
 }

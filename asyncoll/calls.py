@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from asyncoll.algorithms.by_message import MessageCall
+from asyncoll.algorithms.forms import Form
 from asyncoll.algorithms.meeting import DisagreementError, Hall
 from asyncoll.algorithms.shared import SharedCall
 from asyncoll.algorithms.sizes import choose
@@ -22,11 +23,11 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
+from asyncoll.traffic import Ledger
 from asyncoll.transport.board import Wait, failure
 from asyncoll.wire import digest
 
 T = TypeVar("T")
-Form = MessageCall | SharedCall
 _RECENT = 256  # calls whose description is kept to explain a mismatch
 
 
@@ -74,6 +75,7 @@ class Calls:
         self._number = 0
         self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
+        self.ledger = Ledger()
         self._check = partial(endpoint.check, group.communicator)
         self._hall: Hall | None = None
         self.arena = endpoint.shared_by(group.ranks)
@@ -143,6 +145,8 @@ class Calls:
             except (Exception, asyncio.CancelledError) as error:
                 self._abort_for(call, error)
                 raise
+            finally:
+                self.ledger.enter(call.operation, lane.traffic)
 
         return self._runner.start(work())
 
@@ -169,6 +173,7 @@ class Calls:
             await self._retreat(form)
             raise
         finally:
+            self.ledger.enter(call.operation, form.traffic)
             hall.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:

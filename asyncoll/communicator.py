@@ -22,10 +22,13 @@ import numpy as np
 
 from asyncoll import shapes, tensors
 from asyncoll.algorithms import dense
+from asyncoll.algorithms.forms import Form
+from asyncoll.algorithms.oktopk import Rules
 from asyncoll.algorithms.operation import Layout, Opening, Operation
+from asyncoll.algorithms.selection import Feedback
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Form, Signature, Site
+from asyncoll.calls import Calls, Signature, Site
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import UsageError
 from asyncoll.group import Group, Lane
@@ -33,7 +36,9 @@ from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
 from asyncoll.progress import Runner
 from asyncoll.registered import Registry
+from asyncoll.sparse import SparseOperations, SparseReduction, Specification
 from asyncoll.tensors import Operand, ReduceOp
+from asyncoll.traffic import CallStatistics
 from asyncoll.wire import digest
 
 T = TypeVar("T")
@@ -49,6 +54,7 @@ class Statistics:
     bytes_sent: int
     bytes_received: int
     operations: dict[str, OperationStatistics]  # the wait-avoiding operations of this communicator, by name
+    calls: dict[str, CallStatistics]  # its other calls, by operation
 
 
 class Communicator:
@@ -64,6 +70,7 @@ class Communicator:
         self._calls = Calls(endpoint, group, runner)
         self.registry = Registry(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
+        self._sparse = SparseOperations()
 
     @property
     def local_rank(self) -> int:
@@ -379,6 +386,56 @@ class Communicator:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
         return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
 
+    # -- sparse -----------------------------------------------------------------------------------
+
+    def sparse_allreduce(
+        self,
+        x: object,
+        *,
+        density: float,
+        algorithm: str = "oktopk",
+        name: str = "sparse",
+        thresholds_every: int = 32,
+        regions_every: int = 64,
+        feedback: Feedback | None = None,
+        global_threshold: str = "histogram",
+        dense: bool = False,
+    ) -> Coroutine[Any, Any, SparseReduction]:
+        """Add up the largest elements of all ranks' accumulators `x`; `x` keeps the residual (seed 004, algorithm 2).
+
+        k = density n of the n elements of `x` (floats of any shape; the same at every rank) are wanted. `x` comes back
+        with 0 where its values are in the sum, and unchanged elsewhere, so nothing is lost: at every element, the
+        sum of all ranks' `x` before is the result plus the sum of all ranks' `x` after, but for rounding and, with
+        gTopk, `SparseReduction.lost_values`. Zeros are never sent.
+
+        `algorithm`: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank", "dense", which it is compared with.
+        Ok-Topk's thresholds are exact in every `thresholds_every`-th round and reused in between, so more or fewer
+        than k elements may be selected; it cuts the regions anew every `regions_every` rounds. `feedback` lets
+        thresholds that are reused follow the counts (and Gaussiank adjust its own); the paper's do not.
+        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper. With `dense`
+        the result holds the sum as a tensor like `x`, too. Halves are summed, and returned, in float32.
+
+        What is kept from round to round belongs to the `name`; algorithm, density, options, number of elements and
+        dtype are fixed by its first call, and one call at a time may be under way. Every rank must call it, in the
+        order of its other calls. What to give is chosen at once, in the caller's thread; then it goes by message or
+        through shared memory as other collectives do, and as they do it fails, or ends the communicator if it is
+        cancelled: `x` is then as it was before.
+
+        Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any.
+        """
+        operand = tensors.operand(x, writable=True)
+        periods = _whole(thresholds_every, "thresholds_every"), _whole(regions_every, "regions_every")
+        rules = Rules(*periods, feedback, global_threshold)
+        self._calls.check_open()
+        operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.flat.size, rules))
+        chosen = operation.choose(operand)
+        call = self._call("sparse_allreduce", operand, str(operation))
+
+        async def body(form: Form) -> SparseReduction:
+            return await operation.reduce(form, operand, chosen, dense=dense)
+
+        return self._calls.start(call, body, chosen.part.values.nbytes)
+
     # -- memory -----------------------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
@@ -429,6 +486,7 @@ class Communicator:
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             operations=self._operations.statistics(),
+            calls=self._calls.ledger.totals(),
         )
 
     def leave(self) -> Coroutine[Any, Any, None]:

@@ -31,6 +31,7 @@ from asyncoll.errors import (
 )
 from asyncoll.matching import Key, Mailbox, Receive
 from asyncoll.tensors import Array
+from asyncoll.traffic import Traffic
 from asyncoll.transport import Arena, Buffer, Transport
 from asyncoll.wire import SEGMENT_BYTES
 
@@ -81,16 +82,6 @@ class _Link:
         self.outstanding = 0
         self.earned = 0
         self.waiters: list[asyncio.Future[None]] = []
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Messages and payload bytes of this rank since the start."""
-
-    messages_sent: int = 0
-    messages_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
 class Endpoint:

@@ -45,6 +45,19 @@ class PeerLostError(AsyncollError):
         self.pid = pid
 
 
+class NonFiniteError(AsyncollError):
+    """A tensor holds NaN or infinity. Raised at every rank; nothing was changed, and the next call may follow.
+
+    `ranks` are those whose tensors do, or one of them.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(
+            f"the tensors of ranks {', '.join(map(str, ranks))} hold NaN or infinity: skip this step at every rank"
+        )
+        self.ranks = ranks
+
+
 class AbortedError(AsyncollError):
     """Some rank gave up. `rank` is that rank, `reason` its words."""
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from asyncoll.endpoint import Endpoint, Identity
 from asyncoll.matching import Receive
 from asyncoll.tensors import Array, Combine
+from asyncoll.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Lane:
     Steps are below 2^24 and used once in a phase.
     """
 
-    __slots__ = ("_endpoint", "_execution", "_identity", "_phase", "_rider", "_world", "rank", "size")
+    __slots__ = ("_endpoint", "_execution", "_identity", "_phase", "_rider", "_world", "rank", "size", "traffic")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Lane:
     ) -> None:
         self.rank = group.rank
         self.size = group.size
+        self.traffic = Traffic()
         self._phase = 0
         self._world = group.ranks
         self._rider = rider
@@ -76,6 +78,7 @@ class Lane:
     def post(self, source: int, step: int, into: Array, combine: Combine | None = None) -> Receive:
         """Ask for an array of `into`'s size from `source`, to be copied or combined into `into` as it arrives."""
         receive = Receive(into, combine)
+        self.traffic.received(into.nbytes)
         self._endpoint.post(self._execution, self._world[source], self._phase + step, receive)
         return receive
 
@@ -86,6 +89,7 @@ class Lane:
 
     async def send(self, dest: int, step: int, data: Array) -> None:
         """Send `data`. Returns when it may be reused, which for a long array is after `dest` has posted its receive."""
+        self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
         if not self._endpoint.send_nowait(self._execution, peer, step, data):
             await self._endpoint.send(self._execution, peer, step, data)
@@ -101,6 +105,7 @@ class Lane:
     ) -> None:
         """Send `data` to `dest` while receiving `into` from `source`; the two must not overlap."""
         receive = self.post(source, step, into, combine)
+        self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
         if not self._endpoint.send_nowait(self._execution, peer, step, data):
             await self._endpoint.send(self._execution, peer, step, data)

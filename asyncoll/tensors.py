@@ -178,6 +178,14 @@ def _as_torch(flat: Array, dtype: str) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
+def widened(flat: Array, dtype: str) -> Array:
+    """`flat`, or its values in float32 if they are halves."""
+    if dtype not in _HALVES:
+        return flat
+    wide: Array = _as_torch(flat, dtype).float().numpy()
+    return wide
+
+
 def divide(flat: Array, dtype: str, divisor: int) -> None:
     """`flat /= divisor` in place: the last step of AVG."""
     if dtype in _HALVES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncoll import tensors
 from asyncoll.algorithms import dense
@@ -15,6 +15,9 @@ class MessageCall:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
+        self.rank = lane.rank
+        self.size = lane.size
+        self.traffic = lane.traffic
 
     async def barrier(self) -> None:
         await dense.barrier(self._lane)
@@ -48,14 +51,22 @@ class MessageCall:
         self._lane.next_phase()
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
-        if len({block.size for block in blocks}) == 1:
-            await dense.allgather(self._lane, blocks)
-        else:
-            await dense.allgather_ring(self._lane, blocks)
+        await dense.allgather(self._lane, blocks)
         self._lane.next_phase()
 
-    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        await dense.alltoall(self._lane, outgoing, incoming)
+    async def alltoall(
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+    ) -> None:
+        await dense.alltoall(self._lane, outgoing, incoming, taken)
+        self._lane.next_phase()
+
+    async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
+        """Every rank sends `mine` to one other, or None, and receives from one, or not."""
+        receive = self._lane.post(source, 0, into) if into is not None else None
+        if mine is not None:
+            await self._lane.send(dest, 0, mine)
+        if receive is not None:
+            await self._lane.wait(receive)
         self._lane.next_phase()
 
     def _divide(self, x: Array, op: ReduceOp, dtype: str) -> None:

@@ -6,12 +6,13 @@ is copied; so all ranks end with the same bits, run after run. Terms: n elements
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from asyncoll.group import Lane
+from asyncoll.matching import Receive
 from asyncoll.tensors import Array, Combine
 
 # Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
@@ -25,6 +26,8 @@ SMALL_MAX_BYTES = 1 << 20
 TREE_MIN_RANKS = 5
 TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the attendance list of two thousand ranks
 TREE_RADIX = 8
+
+ALLTOALL_AHEAD = 4  # messages under way at once: the bucket of the authors of Ok-Topk
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
@@ -287,25 +290,26 @@ async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, comb
 
 
 async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
-    """Fill `blocks` with every rank's block, given mine; all blocks are of one size and lie one after another.
+    """Fill `blocks`, of any sizes, with every rank's block, given mine.
 
     Small: Bruck's algorithm, ceil(log2 P) messages. Large: the ring.
     """
     if sum(block.nbytes for block in blocks) > SMALL_MAX_BYTES:
         await allgather_ring(lane, blocks)
         return
-    count, size, rank = blocks[0].size, lane.size, lane.rank
-    turned = np.empty(count * size, blocks[0].dtype)  # block i is that of place rank + i
-    turned[:count] = blocks[rank]
+    size, rank = lane.size, lane.rank
+    places = [(rank + turn) % size for turn in range(size)]
+    ends = [0, *accumulate(blocks[place].size for place in places)]
+    turned = np.empty(ends[-1], blocks[0].dtype)  # block i is that of place rank + i
+    turned[: ends[1]] = blocks[rank]
     have = 1
     while have < size:
         more = min(have, size - have)
-        into = turned[have * count : (have + more) * count]
-        await lane.exchange((rank - have) % size, turned[: more * count], (rank + have) % size, into, step=have)
+        dest, source = (rank - have) % size, (rank + have) % size
+        await lane.exchange(dest, turned[: ends[more]], source, turned[ends[have] : ends[have + more]], step=have)
         have += more
-    for place in range(size):
-        start = (place - rank) % size * count
-        blocks[place][...] = turned[start : start + count]
+    for turn, place in enumerate(places):
+        blocks[place][...] = turned[ends[turn] : ends[turn + 1]]
 
 
 async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
@@ -317,9 +321,24 @@ async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
         await lane.wait(receive)
 
 
-async def alltoall(lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-    """Send `outgoing[place]` to each place and receive `incoming[place]` from it: pairwise, P-1 messages."""
-    incoming[lane.rank][...] = outgoing[lane.rank]
-    for step in range(1, lane.size):
-        dest, source = (lane.rank + step) % lane.size, (lane.rank - step) % lane.size
-        await lane.exchange(dest, outgoing[dest], source, incoming[source], step)
+async def alltoall(
+    lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+) -> None:
+    """Send `outgoing[place]` to each place and receive `incoming[place]` from it: pairwise, P-1 messages.
+
+    Step s sends to the place s further, so that nobody is sent to by all at once (Seed 004, section 3.1.2). `taken` is
+    called with each place whose array is there, the own one first, while the next few are on their way.
+    """
+    size, rank = lane.size, lane.rank
+    incoming[rank][...] = outgoing[rank]
+    sources = [(rank - step) % size for step in range(size)]
+    receives: list[Receive] = []
+    taken(rank)
+    for step in range(1, size + ALLTOALL_AHEAD):
+        if step < size:
+            dest = (rank + step) % size
+            receives.append(lane.post(sources[step], step, incoming[sources[step]]))
+            await lane.send(dest, step, outgoing[dest])
+        if 0 < (due := step - ALLTOALL_AHEAD + 1) < size:
+            await lane.wait(receives[due - 1])
+            taken(sources[due])

@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncoll.algorithms.meeting import Hall, Meeting
 from asyncoll.tensors import Array, Reduce, ReduceOp, reducer
+from asyncoll.traffic import Traffic
 from asyncoll.transport.board import breathe, failure, until
 
 Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
@@ -39,6 +40,7 @@ class SharedCall:
     def __init__(self, hall: Hall, number: int, fingerprint: int) -> None:
         self.rank = hall.rank
         self.size = hall.size
+        self.traffic = Traffic()
         self._hall = hall
         self._number = number
         self._fingerprint = fingerprint
@@ -75,6 +77,8 @@ class SharedCall:
         total, address = x.nbytes, self._hall.arena.locate(x)
         if total > self._hall.sizes.window:
             meeting = await self._next()
+            if address is not None:
+                self.traffic.sent(total)
             meeting.arrive(address or 0, total, direct=address is not None)
             self._lend(meeting, address, total)  # whoever comes last may write at once
             await meeting.everybody()
@@ -97,14 +101,17 @@ class SharedCall:
         """The last to come reduces for all. Registered or not: a copy costs less than finding out."""
         hall, meeting = self._hall, await self._next()
         hall.short_array(self.rank, meeting.turn, x.dtype, x.size)[...] = x
+        self.traffic.sent(x.nbytes)
         if meeting.arrive_shortly():
             arrays = [hall.short_array(place, meeting.turn, x.dtype, x.size) for place in range(self.size)]
             reducer(op, dtype)(arrays[0], arrays, self.size if op is ReduceOp.AVG else 1)
             x[...] = arrays[0]
+            self.traffic.received(x.nbytes * (self.size - 1))
             meeting.leave(reduced=x.nbytes)
         else:
             await meeting.reduced(x.nbytes)
             x[...] = hall.short_array(0, meeting.turn, x.dtype, x.size)
+            self.traffic.received(x.nbytes)
             meeting.leave()
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
@@ -131,6 +138,7 @@ class SharedCall:
     async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Meeting:
         """Show a part of the array: a copy, unless it lies at an address."""
         meeting = await self._next()
+        self.traffic.sent(end - start)
         if address is not None:
             meeting.arrive(address, end - start, direct=True, helpers=self._helpers(end - start))
             return meeting
@@ -153,6 +161,8 @@ class SharedCall:
         if what.is_wanted and not direct:
             await breathe(meeting.board)
             what.raw[start:end] = self._hall.arena.view(shown[0][0], end - start)
+            if self.rank:
+                self.traffic.received(end - start)
         await self._leave(meeting)
         if direct and self.rank == 0 and not meeting.is_direct():
             await meeting.everybody_left()  # others read the result in the caller's memory
@@ -176,6 +186,7 @@ class SharedCall:
                 for place in others:
                     arrays[place][...] = arrays[0]
                 reduced = length
+                self.traffic.received(length * (self.size - 1))
             finally:
                 meeting.done(reduced, total)
         if interrupted is not None:
@@ -229,11 +240,22 @@ class SharedCall:
         raws = _bytes(blocks)
         await self._show(raws[self.rank], _into(raws), _sizes(raws, but=self.rank))
 
-    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        """Give `outgoing[place]` to each place and get `incoming[place]` from it."""
+    async def alltoall(
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+    ) -> None:
+        """Give `outgoing[place]` to each place and get `incoming[place]` from it. Then `taken`, by `dense.alltoall`."""
         incoming[self.rank][...] = outgoing[self.rank]
         raws = _bytes(incoming)
         await self._deal(_bytes(outgoing), _into(raws), _sizes(raws, but=self.rank))
+        for step in range(self.size):
+            taken((self.rank - step) % self.size)
+
+    async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
+        """Every rank gives `mine` to one other, or None, and takes from one, or not."""
+        del dest  # comes to take it
+        wanted = {source: into.nbytes} if into is not None else {}
+        take = _into([into.view(np.uint8)] * self.size) if into is not None else _keep_nothing
+        await self._show(mine.view(np.uint8) if mine is not None else None, take, wanted)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
         """Show `mine` to everybody, and take what each rank in `wanted` shows: its number of bytes is known."""
@@ -245,6 +267,7 @@ class SharedCall:
             if address is None:
                 self._show_piece(meeting, mine, start)
             else:
+                self.traffic.sent(max(0, min(window, shown - start)))
                 meeting.arrive(address + start, shown, direct=True)
                 self._lend(meeting, address, 0)
             await meeting.everybody()
@@ -262,6 +285,7 @@ class SharedCall:
         address, slot = self._hall.slot(meeting.turn, max(0, min(self._hall.sizes.window, shown - start)))
         if mine is not None:
             slot[...] = mine[start : start + slot.size]
+            self.traffic.sent(slot.size)
         meeting.arrive(address, shown)
 
     async def _deal(self, blocks: Sequence[Array], take: Take, wanted: dict[int, int]) -> None:
@@ -276,6 +300,8 @@ class SharedCall:
             for place, block in enumerate(blocks):
                 piece = block[start : start + apart]
                 slot[place * apart : place * apart + piece.size] = piece
+                if place != self.rank:
+                    self.traffic.sent(piece.size)
             meeting.arrive(address, shown)
             await meeting.everybody()
             table = meeting.shown()
@@ -291,6 +317,8 @@ class SharedCall:
         if start < end:
             await breathe(meeting.board)
             take(source, start, self._hall.arena.view(address, end - start))
+            if source != self.rank:
+                self.traffic.received(end - start)
 
     async def _quiet(self, last: Meeting) -> None:
         """Nobody looks at what this call has shown any more."""

@@ -1,0 +1,176 @@
+"""What all sparse allreduces are made of: parts of a vector, how they travel, and how they are added up.
+
+Written once over a `Form`, so each of them goes by message or through shared memory. Terms: n elements, k of them
+wanted, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from asyncoll.algorithms.forms import Form
+from asyncoll.errors import NonFiniteError
+from asyncoll.tensors import Array
+
+
+class Part(NamedTuple):
+    """Some elements of a vector."""
+
+    indices: Array  # ascending, each once; int32 where that holds them
+    values: Array  # float32 or float64
+
+    @property
+    def size(self) -> int:
+        return int(self.indices.size)
+
+    def slice(self, start: int, stop: int) -> Part:
+        return Part(self.indices[start:stop], self.values[start:stop])
+
+
+class Chosen(NamedTuple):
+    """What one rank gives to a round."""
+
+    part: Part
+    threshold: float  # the smallest magnitude in it; where it is reused, the one that was used
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the whole vector is: NaN and infinity are larger than any threshold, and so chosen before others."""
+        return bool(np.isfinite(self.part.values).all() and np.isfinite(self.threshold))
+
+
+class Outcome(NamedTuple):
+    """What a round came to."""
+
+    total: Part  # the sum, the same bits at every rank
+    included: Array  # of the indices that this rank gave: those whose values are in the sum
+    threshold: float  # what the elements of the sum had to reach, 0.0 if nothing
+    lost: Part  # partial sums that this rank dropped, of elements that are in the sum all the same
+
+
+class Method(Protocol):
+    """A sparse allreduce of vectors of one length, with what it keeps from round to round."""
+
+    def choose(self, x: Array) -> Chosen:
+        """What to give of `x`, which is float32 or float64: in the caller's thread, without a word to anybody."""
+
+    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
+        """Carry out the round, at every rank.
+
+        Raises NonFiniteError at every rank, and keeps nothing of the round, if any rank's choice is not finite.
+        """
+
+
+# -- how parts travel ----------------------------------------------------------------------------
+
+
+class Packing:
+    """Indices and values in one array of bytes; the wider ones first, so that all are aligned."""
+
+    def __init__(self, part: Part) -> None:
+        """For parts like this one."""
+        self._dtypes = part.indices.dtype, part.values.dtype
+        self._values_first = part.values.itemsize > part.indices.itemsize
+        self.element_bytes = part.indices.itemsize + part.values.itemsize
+
+    def room(self, count: int) -> Array:
+        """For so many elements."""
+        return np.empty(count * self.element_bytes, np.uint8)
+
+    def pack(self, part: Part) -> Array:
+        raw = self.room(part.size)
+        into = self.unpack(raw)
+        into.indices[...] = part.indices
+        into.values[...] = part.values
+        return raw
+
+    def unpack(self, raw: Array) -> Part:
+        """A view of `raw`."""
+        index, value = self._dtypes
+        count = raw.size // self.element_bytes
+        edge = count * (value if self._values_first else index).itemsize
+        if self._values_first:
+            return Part(raw[edge:].view(index), raw[:edge].view(value))
+        return Part(raw[:edge].view(index), raw[edge:].view(value))
+
+
+async def tell_sizes(form: Form, size: int) -> Array:
+    """Every rank's `size`, as int64. One below 0 is a refusal, and raises NonFiniteError everywhere."""
+    sizes = np.empty(form.size, np.int64)
+    sizes[form.rank] = size
+    await form.allgather(list(sizes.reshape(-1, 1)))
+    check_refusals(sizes)
+    return sizes
+
+
+def refusal(rank: int) -> int:
+    """What stands for the size of a part that is not finite."""
+    return -1 - rank
+
+
+def check_refusals(sizes: Array) -> None:
+    refused = sizes[sizes < 0]
+    if refused.size:
+        raise NonFiniteError(tuple(sorted({-1 - int(size) for size in refused})))
+
+
+async def gather_parts(form: Form, mine: Part, sizes: Array) -> list[Part]:
+    """Every rank's part, given that they have these sizes."""
+    packing = Packing(mine)
+    blocks = [packing.room(int(size)) for size in sizes]
+    blocks[form.rank][...] = packing.pack(mine)
+    await form.allgather(blocks)
+    return [packing.unpack(block) for block in blocks]
+
+
+async def deal_parts(form: Form, chosen: Chosen, edges: Array, take: Callable[[Part], None]) -> None:
+    """Give each rank what is in its region, and `take` what the ranks give me, this rank first, then downwards.
+
+    The regions lie between the `edges`, int64 of shape (P + 1,). Split and reduce, Seed 004, section 3.1.2.
+    """
+    part, packing = chosen.part, Packing(chosen.part)
+    cuts = np.searchsorted(part.indices, edges).tolist()
+    counts = np.diff(cuts) if chosen.is_finite else np.full(form.size, refusal(form.rank))
+    coming = np.empty(form.size, np.int64)
+    await form.alltoall(list(counts.astype(np.int64).reshape(-1, 1)), list(coming.reshape(-1, 1)))
+    check_refusals(coming)
+    outgoing = [packing.pack(part.slice(start, stop)) for start, stop in pairwise(cuts)]
+    incoming = [packing.room(int(count)) for count in coming]
+    await form.alltoall(outgoing, incoming, lambda source: take(packing.unpack(incoming[source])))
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+def add_up(parts: Sequence[Part]) -> Part:
+    """The sum of several parts, added in their order."""
+    indices = np.concatenate([part.indices for part in parts])
+    order = np.argsort(indices, kind="stable")
+    indices = indices[order]
+    starts = np.flatnonzero(np.diff(indices, prepend=-1))
+    if not starts.size:
+        return parts[0]
+    values = np.concatenate([part.values for part in parts])[order]
+    return Part(indices[starts], np.add.reduceat(values, starts))
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """One after another."""
+    return Part(np.concatenate([part.indices for part in parts]), np.concatenate([part.values for part in parts]))
+
+
+def among(indices: Array, others: Array) -> Array:
+    """Whether each of `indices` is one of `others`, both ascending."""
+    if not others.size:
+        return np.zeros(indices.size, np.bool_)
+    places = np.searchsorted(others, indices)
+    found: Array = others[np.minimum(places, others.size - 1)] == indices
+    return found
+
+
+def nothing(like: Part) -> Part:
+    return like.slice(0, 0)
