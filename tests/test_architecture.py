@@ -212,7 +212,17 @@ ROOMS: dict[str, set[str]] = {
         "rendezvous",
     },
     "launch": {"errors"},
-    "": {"algorithms.selection", "communicator", "errors", "flat", "persistent", "progress", "sparse", "tensors", "world"},  # asyncoll/__init__.py
+    "": {  # asyncoll/__init__.py
+        "algorithms.selection",
+        "communicator",
+        "errors",
+        "flat",
+        "persistent",
+        "progress",
+        "sparse",
+        "tensors",
+        "world",
+    },
     # roof
     "testing": {
         "errors",
