@@ -80,7 +80,7 @@ class Specification(NamedTuple):
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":
-            return Gaussiank(self.density, self.rules.feedback)
+            return Gaussiank(self.elements, self.density, self.rules.feedback)
         if self.algorithm == "dense":
             return Dense()
         by_topk: dict[str, Callable[[int, int], Method]] = {"topka": TopkA, "topkdsa": TopkDSA, "gtopk": GTopk}

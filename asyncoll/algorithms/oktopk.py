@@ -66,13 +66,12 @@ class OkTopk:
         edges = self._edges
         if self._round % self._rules.regions_every == 0:
             edges = await self._cut_regions(form, chosen.part.indices)
-        region = await self._split_and_reduce(form, chosen, edges)
+        sums = await deal_parts(form, chosen, edges)
         threshold = self._global
         if self._thresholds_are_due or not threshold:
-            threshold = await self._exact_threshold(form, region)
-        found = selection.select(region, threshold)
-        sums = Part((found + edges[form.rank]).astype(chosen.part.indices.dtype), region[found])
-        total = await _balance_and_allgather(form, sums)
+            threshold = await self._exact_threshold(form, sums.values)
+        found = selection.select(sums.values, threshold)
+        total = await _balance_and_allgather(form, Part(sums.indices[found], sums.values[found]))
         self._round += 1
         self._edges = edges
         self._local = selection.adapted(chosen.threshold, chosen.part.size, self._k, self._rules.feedback)
@@ -86,20 +85,8 @@ class OkTopk:
         await form.allreduce(boundaries, ReduceOp.SUM, "int64")
         return selection.consensus(boundaries, form.size, self._count)
 
-    async def _split_and_reduce(self, form: Form, chosen: Chosen, edges: Array) -> Array:
-        """The sums of my region (section 3.1.2)."""
-        first, end = edges[form.rank : form.rank + 2]
-        region = np.zeros(end - first, chosen.part.values.dtype)
-
-        def add(part: Part) -> None:
-            region[part.indices - first] += part.values
-
-        await deal_parts(form, chosen, edges, add)
-        return region
-
-    async def _exact_threshold(self, form: Form, region: Array) -> float:
+    async def _exact_threshold(self, form: Form, sums: Array) -> float:
         """The k-th largest of all ranks' sums (section 3.1.4, line 10)."""
-        sums = region[region != 0]
         if self._rules.global_threshold == "allgather":
             return await self._threshold_of_all(form, sums)
         search = selection.KthSearch(sums, self._k)

@@ -6,15 +6,18 @@ wanted, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from asyncoll.algorithms.forms import Form
+from asyncoll.algorithms.selection import select
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors import Array
+
+_SORTING = 16  # times what adding an element into a vector takes, by the element
 
 
 class Part(NamedTuple):
@@ -127,8 +130,8 @@ async def gather_parts(form: Form, mine: Part, sizes: Array) -> list[Part]:
     return [packing.unpack(block) for block in blocks]
 
 
-async def deal_parts(form: Form, chosen: Chosen, edges: Array, take: Callable[[Part], None]) -> None:
-    """Give each rank what is in its region, and `take` what the ranks give me, this rank first, then downwards.
+async def deal_parts(form: Form, chosen: Chosen, edges: Array) -> Part:
+    """Give each rank what is in its region; returns the sum of what all ranks give me: mine first, then downwards.
 
     The regions lie between the `edges`, int64 of shape (P + 1,). Split and reduce, Seed 004, section 3.1.2.
     """
@@ -140,22 +143,49 @@ async def deal_parts(form: Form, chosen: Chosen, edges: Array, take: Callable[[P
     check_refusals(coming)
     outgoing = [packing.pack(part.slice(start, stop)) for start, stop in pairwise(cuts)]
     incoming = [packing.room(int(count)) for count in coming]
-    await form.alltoall(outgoing, incoming, lambda source: take(packing.unpack(incoming[source])))
+    total = Sum(part, int(edges[form.rank]), int(edges[form.rank + 1]), int(coming.sum()))
+    await form.alltoall(outgoing, incoming, lambda source: total.add(packing.unpack(incoming[source])))
+    return total.part()
 
 
 # -- sums ----------------------------------------------------------------------------------------
 
 
-def add_up(parts: Sequence[Part]) -> Part:
-    """The sum of several parts, added in their order."""
-    indices = np.concatenate([part.indices for part in parts])
-    order = np.argsort(indices, kind="stable")
-    indices = indices[order]
+class Sum:
+    """The sum of parts, in the order in which they come. Elements whose values cancel out are not in it."""
+
+    def __init__(self, like: Part, first: int, end: int, expected: int) -> None:
+        """Of so many elements in all, with indices from `first` to below `end`, and dtypes as `like`."""
+        self._first = first
+        self._parts = [nothing(like)]
+        # Adding into a vector takes a pass over all of it, which few elements are not worth. 4 parts of 62,500 among
+        # 6 million: 21 ms, and 9 by sorting; 32 parts of 7,800 among 780,000: 3 ms, and 11.
+        is_dense = expected * _SORTING > end - first
+        self._vector = np.zeros(end - first, like.values.dtype) if is_dense else None
+
+    def add(self, part: Part) -> None:
+        if self._vector is None:
+            self._parts.append(part)
+        else:
+            self._vector[part.indices - self._first] += part.values
+
+    def part(self) -> Part:
+        if self._vector is None:
+            return _sorted_sum(self._parts)
+        found = select(self._vector, 0.0)
+        return Part(found.astype(self._parts[0].indices.dtype) + self._first, self._vector[found])
+
+
+def _sorted_sum(parts: Sequence[Part]) -> Part:
+    whole = join(parts)
+    order = np.argsort(whole.indices, kind="stable")  # equal indices stay in the order of their parts
+    indices, values = whole.indices[order], whole.values[order]
+    if not indices.size:
+        return whole
     starts = np.flatnonzero(np.diff(indices, prepend=-1))
-    if not starts.size:
-        return parts[0]
-    values = np.concatenate([part.values for part in parts])[order]
-    return Part(indices[starts], np.add.reduceat(values, starts))
+    sums = np.add.reduceat(values, starts)
+    is_left = sums != 0
+    return Part(indices[starts][is_left], sums[is_left])
 
 
 def join(parts: Sequence[Part]) -> Part:

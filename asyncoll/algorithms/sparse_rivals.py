@@ -12,7 +12,7 @@ from asyncoll.algorithms.sparse import (
     Outcome,
     Packing,
     Part,
-    add_up,
+    Sum,
     among,
     check_refusals,
     deal_parts,
@@ -41,13 +41,14 @@ class TopkA(_ByTopk):
     """Everybody gathers what everybody has chosen: 2k(P-1) words."""
 
     async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        return await _gather_and_add(form, chosen)
+        return await _gather_and_add(form, chosen, self._count)
 
 
 class Gaussiank:
     """TopkA, with the threshold of a normal distribution that is fitted to the vector instead of an exact one."""
 
-    def __init__(self, density: float, feedback: selection.Feedback | None) -> None:
+    def __init__(self, count: int, density: float, feedback: selection.Feedback | None) -> None:
+        self._count = count
         self._density = density
         self._feedback = feedback
 
@@ -57,14 +58,16 @@ class Gaussiank:
         return Chosen(Part(indices, x[indices]), threshold)
 
     async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        return await _gather_and_add(form, chosen)
+        return await _gather_and_add(form, chosen, self._count)
 
 
-async def _gather_and_add(form: Form, chosen: Chosen) -> Outcome:
+async def _gather_and_add(form: Form, chosen: Chosen, count: int) -> Outcome:
     mine = chosen.part
     sizes = await tell_sizes(form, mine.size if chosen.is_finite else refusal(form.rank))
-    total = add_up(await gather_parts(form, mine, sizes))
-    return Outcome(total, mine.indices, 0.0, nothing(total))
+    total = Sum(mine, 0, count, int(sizes.sum()))
+    for part in await gather_parts(form, mine, sizes):
+        total.add(part)
+    return Outcome(total.part(), mine.indices, 0.0, nothing(mine))
 
 
 class TopkDSA(_ByTopk):
@@ -73,30 +76,21 @@ class TopkDSA(_ByTopk):
     """
 
     async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        parts = bounds(self._count, form.size)
-        edges = np.array([start for start, _ in parts] + [self._count], np.int64)
-        first, end = parts[form.rank]
-        region = np.zeros(end - first, chosen.part.values.dtype)
-
-        def add(part: Part) -> None:
-            region[part.indices - first] += part.values
-
-        await deal_parts(form, chosen, edges, add)
-        found = selection.select(region, 0.0)
-        sums = Part((found + first).astype(chosen.part.indices.dtype), region[found])
+        edges = np.array([start for start, _ in bounds(self._count, form.size)] + [self._count], np.int64)
+        sums = await deal_parts(form, chosen, edges)
         sizes = await tell_sizes(form, sums.size)
-        if sizes.sum() * Packing(sums).element_bytes < self._count * region.itemsize:
+        if sizes.sum() * Packing(sums).element_bytes < self._count * sums.values.itemsize:
             total = join(await gather_parts(form, sums, sizes))
         else:
-            total = await self._gather_densely(form, region, edges)
+            total = await self._gather_densely(form, sums, edges)
         return Outcome(total, chosen.part.indices, 0.0, nothing(total))
 
-    async def _gather_densely(self, form: Form, region: Array, edges: Array) -> Part:
-        whole = np.empty(self._count, region.dtype)
-        whole[edges[form.rank] : edges[form.rank + 1]] = region
+    async def _gather_densely(self, form: Form, sums: Part, edges: Array) -> Part:
+        whole = np.zeros(self._count, sums.values.dtype)
+        whole[sums.indices] = sums.values
         await form.allgather(np.split(whole, edges[1:-1]))
         indices = selection.select(whole, 0.0)
-        return Part(indices, whole[indices])
+        return Part(indices.astype(sums.indices.dtype), whole[indices])
 
 
 class GTopk(_ByTopk):
@@ -116,15 +110,21 @@ class GTopk(_ByTopk):
             if isinstance(theirs, int):
                 size = min(size, theirs)
             elif theirs is not None and size >= 0:
-                mine, rest = self._largest(add_up([mine, theirs]))
+                mine, rest = self._largest(self._sum([mine, theirs]))
                 dropped.append(rest)
                 size = mine.size
             distance *= 2
         total = await _descend(form, packing, mine, size)
-        gone = add_up(dropped)
+        gone = self._sum(dropped)
         is_lost = among(gone.indices, total.indices)
         included = chosen.part.indices[among(chosen.part.indices, total.indices)]
         return Outcome(total, included, 0.0, Part(gone.indices[is_lost], gone.values[is_lost]))
+
+    def _sum(self, parts: list[Part]) -> Part:
+        total = Sum(parts[0], 0, self._count, sum(part.size for part in parts))
+        for part in parts:
+            total.add(part)
+        return total.part()
 
     def _largest(self, union: Part) -> tuple[Part, Part]:
         """The k largest elements, and the rest."""
