@@ -17,7 +17,7 @@ from asyncoll.algorithms.sparse import (
     Outcome,
     Packing,
     Part,
-    among,
+    common,
     deal_parts,
     gather_parts,
     join,
@@ -76,8 +76,7 @@ class OkTopk:
         self._edges = edges
         self._local = selection.adapted(chosen.threshold, chosen.part.size, self._k, self._rules.feedback)
         self._global = selection.adapted(threshold, total.size, self._k, self._rules.feedback)
-        included = chosen.part.indices[among(chosen.part.indices, total.indices)]
-        return Outcome(total, included, threshold, nothing(total))
+        return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
 
     async def _cut_regions(self, form: Form, indices: Array) -> Array:
         """Where all ranks together cut the vector (section 3.1.1)."""

@@ -180,12 +180,12 @@ def _sorted_sum(parts: Sequence[Part]) -> Part:
     whole = join(parts)
     order = np.argsort(whole.indices, kind="stable")  # equal indices stay in the order of their parts
     indices, values = whole.indices[order], whole.values[order]
-    if not indices.size:
-        return whole
-    starts = np.flatnonzero(np.diff(indices, prepend=-1))
-    sums = np.add.reduceat(values, starts)
+    is_first = np.ones(indices.size, np.bool_)
+    np.not_equal(indices[1:], indices[:-1], out=is_first[1:])
+    sums, later = values[is_first], ~is_first  # few are: to reduce every segment would take five times as long
+    np.add.at(sums, np.cumsum(is_first)[later] - 1, values[later])
     is_left = sums != 0
-    return Part(indices[starts][is_left], sums[is_left])
+    return Part(indices[is_first][is_left], sums[is_left])
 
 
 def join(parts: Sequence[Part]) -> Part:
@@ -193,13 +193,11 @@ def join(parts: Sequence[Part]) -> Part:
     return Part(np.concatenate([part.indices for part in parts]), np.concatenate([part.values for part in parts]))
 
 
-def among(indices: Array, others: Array) -> Array:
-    """Whether each of `indices` is one of `others`, both ascending."""
-    if not others.size:
-        return np.zeros(indices.size, np.bool_)
-    places = np.searchsorted(others, indices)
-    found: Array = others[np.minimum(places, others.size - 1)] == indices
-    return found
+def common(indices: Array, others: Array) -> Array:
+    """Those that are in both; each is ascending. (To search for them takes three times as long.)"""
+    merged = np.sort(np.concatenate([indices, others]), kind="stable")
+    twice: Array = merged[:-1][merged[1:] == merged[:-1]]
+    return twice
 
 
 def nothing(like: Part) -> Part:

@@ -13,8 +13,8 @@ from asyncoll.algorithms.sparse import (
     Packing,
     Part,
     Sum,
-    among,
     check_refusals,
+    common,
     deal_parts,
     gather_parts,
     join,
@@ -116,9 +116,9 @@ class GTopk(_ByTopk):
             distance *= 2
         total = await _descend(form, packing, mine, size)
         gone = self._sum(dropped)
-        is_lost = among(gone.indices, total.indices)
-        included = chosen.part.indices[among(chosen.part.indices, total.indices)]
-        return Outcome(total, included, 0.0, Part(gone.indices[is_lost], gone.values[is_lost]))
+        missing = common(gone.indices, total.indices)
+        lost = Part(missing, gone.values[np.searchsorted(gone.indices, missing)])
+        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, lost)
 
     def _sum(self, parts: list[Part]) -> Part:
         total = Sum(parts[0], 0, self._count, sum(part.size for part in parts))
