@@ -395,7 +395,7 @@ class Communicator:
         density: float,
         algorithm: str = "oktopk",
         name: str = "sparse",
-        thresholds_every: int = 32,
+        thresholds_every: int = 1,
         regions_every: int = 64,
         feedback: Feedback | None = None,
         global_threshold: str = "histogram",
@@ -409,9 +409,10 @@ class Communicator:
         gTopk, `SparseReduction.lost_values`. Zeros are never sent.
 
         `algorithm`: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank", "dense", which it is compared with.
-        Ok-Topk's thresholds are exact in every `thresholds_every`-th round and reused in between, so more or fewer
-        than k elements may be selected; it cuts the regions anew every `regions_every` rounds. `feedback` lets
-        thresholds that are reused follow the counts (and Gaussiank adjust its own); the paper's do not.
+        Ok-Topk's thresholds are exact in every `thresholds_every`-th round and reused in between, when more or fewer
+        than k elements may be selected (the paper takes 32 or 128); it cuts the regions anew every `regions_every`
+        rounds. `feedback` lets thresholds that are reused follow the counts, and Gaussiank adjust its own; the paper's
+        do not.
         `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper. With `dense`
         the result holds the sum as a tensor like `x`, too. Halves are summed, and returned, in float32.
 

@@ -53,13 +53,13 @@ class Specification(NamedTuple):
     rules: Rules
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, density {self.density}, {self.elements} x {self.dtype}, {self.rules}"
+        return f"{self.algorithm}, density {float(self.density)}, {self.elements} x {self.dtype}, {self.rules}"
 
     def check(self) -> None:
         """Raise UsageError unless it makes sense."""
         if self.algorithm not in ALGORITHMS:
             raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(ALGORITHMS)}")
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float, np.floating)):
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float, np.integer, np.floating)):
             raise UsageError(f"density must be a number, got {self.density!r:.50}")
         if not 0 < self.density <= 1:
             raise UsageError(f"density {self.density} is not above 0 and at most 1: it is the share that is sent")
@@ -76,7 +76,7 @@ class Specification(NamedTuple):
 
     def method(self) -> Method:
         """A new one, at its first round."""
-        k = max(1, round(self.density * self.elements))
+        k = max(1, round(float(self.density) * self.elements))  # a short float of numpy would overflow
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":

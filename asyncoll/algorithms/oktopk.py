@@ -30,7 +30,7 @@ from asyncoll.tensors import Array, ReduceOp
 class Rules(NamedTuple):
     """How Ok-Topk goes on from round to round."""
 
-    thresholds_every: int = 32  # rounds: tau', after which thresholds are exact again
+    thresholds_every: int = 1  # rounds: tau', after which thresholds are exact again; the paper's 32 or 128
     regions_every: int = 64  # rounds: tau, after which the regions are cut again
     # How thresholds that are reused follow the counts. The paper's do not.
     feedback: selection.Feedback | None = None

@@ -43,7 +43,7 @@ class Chosen(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the whole vector is: NaN and infinity are larger than any threshold, and so chosen before others."""
-        return bool(np.isfinite(self.part.values).all() and np.isfinite(self.threshold))
+        return bool(np.isfinite(self.part.values).all())
 
 
 class Outcome(NamedTuple):

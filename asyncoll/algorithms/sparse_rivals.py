@@ -53,8 +53,11 @@ class Gaussiank:
         self._feedback = feedback
 
     def choose(self, x: Array) -> Chosen:
+        bad = selection.select(x, np.inf)
+        if bad.size:  # to which nothing can be fitted
+            return Chosen(Part(bad, x[bad]), np.inf)
         threshold = selection.gaussian_threshold(x, self._density, self._feedback)
-        indices = selection.select(x, threshold) if np.isfinite(threshold) else selection.select(x, np.inf)
+        indices = selection.select(x, threshold)
         return Chosen(Part(indices, x[indices]), threshold)
 
     async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
