@@ -90,15 +90,22 @@ class Calls:
         return Signature(operation, self._number, dtype, count, detail, site)
 
     def start(
-        self, call: Signature, body: Callable[[Form], Coroutine[Any, Any, T]], nbytes: int = 0
+        self,
+        call: Signature,
+        body: Callable[[Form], Coroutine[Any, Any, T]],
+        nbytes: int = 0,
+        discarded: Callable[[], None] = lambda: None,
     ) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks, with so many bytes of this rank's; returns what waits for it."""
+        """Start a call of all ranks, with so many bytes of this rank's; returns what waits for it.
+
+        `discarded` is called, on any thread, if that is cancelled: the call may have been over already.
+        """
         self.check_open()
         if self._hall is None:
-            return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)))
+            return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)), discarded)
         self._recent.append(call)
         self._hall.begin(call.number)
-        return self.start_in_memory(self._in_memory(self._hall, call, body), call.__str__, nbytes)
+        return self.start_in_memory(self._in_memory(self._hall, call, body), call.__str__, nbytes, discarded)
 
     def start_in_memory(
         self,
@@ -134,7 +141,11 @@ class Calls:
     # -- by message -------------------------------------------------------------------------------
 
     def _by_message(
-        self, call: Signature, context: int, body: Callable[[Lane], Awaitable[T]]
+        self,
+        call: Signature,
+        context: int,
+        body: Callable[[Lane], Awaitable[T]],
+        discarded: Callable[[], None] = lambda: None,
     ) -> Coroutine[Any, Any, T]:
         lane = Lane(self._endpoint, self._group, context, call.number, call.fingerprint(), call.__str__)
 
@@ -148,7 +159,7 @@ class Calls:
             finally:
                 self.ledger.enter(call.operation, lane.traffic)
 
-        return self._runner.start(work())
+        return self._runner.start(work(), discarded)
 
     def _abort_for(self, call: Signature, error: BaseException) -> None:
         """A call that ends in any way that its peers do not know of ends the communicator."""
@@ -191,6 +202,11 @@ class Calls:
         """Who took part in call `number`, and what it was, if it is not too long ago."""
         recent = {call.number: call for call in list(self._recent)}
         return (self._group.ranks, str(recent[number])) if number in recent else None
+
+    def check(self) -> None:
+        """Raises what has ended this communicator, if anything has."""
+        self.check_open()
+        self._check()
 
     def check_open(self) -> None:
         """Raises ClosedError after the end of the world."""

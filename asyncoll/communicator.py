@@ -420,7 +420,7 @@ class Communicator:
         dtype are fixed by its first call, and one call at a time may be under way. Every rank must call it, in the
         order of its other calls. What to give is chosen at once, in the caller's thread; then it goes by message or
         through shared memory as other collectives do, and as they do it fails, or ends the communicator if it is
-        cancelled: `x` is then as it was before.
+        cancelled: `x` is then as it was before, or the residual if the round was over.
 
         Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any.
         """
@@ -429,13 +429,18 @@ class Communicator:
         rules = Rules(*periods, feedback, global_threshold)
         self._calls.check_open()
         operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.flat.size, rules))
+        if operation.is_busy:
+            self._calls.check()  # what ended the call that is under way, rather than that it is
         chosen = operation.choose(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
 
         async def body(form: Form) -> SparseReduction:
             return await operation.reduce(form, operand, chosen, dense=dense)
 
-        return self._calls.start(call, body, chosen.part.values.nbytes)
+        def discarded() -> None:
+            self._calls.abort(f"{call} was cancelled")  # if it was over, only this rank does not know its result
+
+        return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
 
     # -- memory -----------------------------------------------------------------------------------
 

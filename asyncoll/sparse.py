@@ -34,8 +34,8 @@ class SparseReduction:
     values: Any  # of the sum, which is not divided by the number of ranks; the same bits at every rank
     included: Any  # of the indices that this rank selected, those whose values are in the sum: `x` is 0 there now
     selected: int  # how many elements this rank has given
-    threshold_local: float  # the smallest magnitude that was given
-    threshold_global: float  # the smallest magnitude in the sum; 0.0 if the algorithm has no such threshold
+    threshold_local: float  # what the magnitudes that were given had to reach
+    threshold_global: float  # what magnitudes in the sum had to reach; 0.0 if the algorithm has no such threshold
     words_sent: float  # by this rank, in this round, counts and thresholds included
     words_received: float
     lost_indices: Any  # gTopk: elements of the sum that lack what this rank dropped on its way,
@@ -80,7 +80,7 @@ class Specification(NamedTuple):
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":
-            return Gaussiank(self.elements, self.density, self.rules.feedback)
+            return Gaussiank(self.elements, float(self.density), self.rules.feedback)
         if self.algorithm == "dense":
             return Dense()
         by_topk: dict[str, Callable[[int, int], Method]] = {"topka": TopkA, "topkdsa": TopkDSA, "gtopk": GTopk}
@@ -95,19 +95,19 @@ class SparseOperation:
         self._name = name
         self._method = specification.method()
         self._round = 0
-        self._is_busy = False
+        self.is_busy = False
 
     def __str__(self) -> str:
         return f"{self._name!r}: {self.specification}"
 
     def choose(self, operand: Operand) -> Chosen:
         """What this rank gives to the next round, which begins."""
-        if self._is_busy:
+        if self.is_busy:
             raise UsageError(
                 f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
             )
         chosen = self._method.choose(tensors.widened(operand.flat, operand.dtype))
-        self._is_busy = True
+        self.is_busy = True
         return chosen
 
     async def reduce(self, form: Form, operand: Operand, chosen: Chosen, *, dense: bool) -> SparseReduction:
@@ -115,7 +115,7 @@ class SparseOperation:
         try:
             outcome = await self._method.reduce(form, chosen)
         finally:
-            self._is_busy = False
+            self.is_busy = False
         self._round += 1
         operand.flat[outcome.included] = 0
         operand.write_back()

@@ -167,17 +167,18 @@ def gaussian_threshold(x: Array, density: float, feedback: Feedback | None = Non
 
 
 def _moments(x: Array) -> tuple[float, float]:
-    """Mean and standard deviation, in float64 and two passes: no squares that cancel."""
+    """Mean and standard deviation, in float64 and two passes: no squares that cancel. They may be infinite."""
     if not x.size:
         return 0.0, 0.0
     blocks = [x[start : start + _BLOCK] for start in range(0, x.size, _BLOCK)]
-    mean = math.fsum(float(block.sum(dtype=np.float64)) for block in blocks) / x.size
     scratch = np.empty(min(x.size, _BLOCK), np.float64)
-    squares = []
-    for block in blocks:
-        apart = np.subtract(block, mean, out=scratch[: block.size], dtype=np.float64)
-        squares.append(float(np.square(apart, out=apart).sum()))
-    return mean, math.sqrt(math.fsum(squares) / x.size)
+    squares = 0.0
+    with np.errstate(over="ignore"):
+        mean = sum(float(block.sum(dtype=np.float64)) for block in blocks) / x.size
+        for block in blocks:
+            apart = np.subtract(block, mean, out=scratch[: block.size], dtype=np.float64)
+            squares += float(np.square(apart, out=apart).sum())
+    return mean, math.sqrt(squares / x.size)
 
 
 class KthSearch:

@@ -38,7 +38,7 @@ class Chosen(NamedTuple):
     """What one rank gives to a round."""
 
     part: Part
-    threshold: float  # the smallest magnitude in it; where it is reused, the one that was used
+    threshold: float  # what the magnitudes in it had to reach
 
     @property
     def is_finite(self) -> bool:
@@ -167,13 +167,19 @@ class Sum:
         if self._vector is None:
             self._parts.append(part)
         else:
-            self._vector[part.indices - self._first] += part.values
+            with _quietly():
+                self._vector[part.indices - self._first] += part.values
 
     def part(self) -> Part:
         if self._vector is None:
             return _sorted_sum(self._parts)
         found = select(self._vector, 0.0)
         return Part(found.astype(self._parts[0].indices.dtype) + self._first, self._vector[found])
+
+
+def _quietly() -> np.errstate:
+    """A sum that is infinite is a value here, not a warning, as in other allreduces."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _sorted_sum(parts: Sequence[Part]) -> Part:
@@ -183,7 +189,8 @@ def _sorted_sum(parts: Sequence[Part]) -> Part:
     is_first = np.ones(indices.size, np.bool_)
     np.not_equal(indices[1:], indices[:-1], out=is_first[1:])
     sums, later = values[is_first], ~is_first  # few are: to reduce every segment would take five times as long
-    np.add.at(sums, np.cumsum(is_first)[later] - 1, values[later])
+    with _quietly():
+        np.add.at(sums, np.cumsum(is_first)[later] - 1, values[later])
     is_left = sums != 0
     return Part(indices[is_first][is_left], sums[is_left])
 

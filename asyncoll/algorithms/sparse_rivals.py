@@ -178,4 +178,4 @@ class Dense:
         await tell_sizes(form, chosen.part.size if chosen.is_finite else refusal(form.rank))
         whole = chosen.part.values
         await form.allreduce(whole, ReduceOp.SUM, whole.dtype.name)
-        return Outcome(chosen.part, chosen.part.indices, 0.0, nothing(chosen.part))
+        return Outcome(chosen.part, chosen.part.indices.copy(), 0.0, nothing(chosen.part))
