@@ -143,7 +143,7 @@ def whole_numbers(size: int, count: int, rounds: int, top: int = 9) -> list[np.n
 
 
 def densities(size: int) -> list[tuple[int, float]]:
-    """Elements and density: (among few ranks) none, one, fewer than ranks, k = n, dense enough for vectors, and sparse enough to sort."""
+    """Elements and density: fewer than ranks, dense enough for vectors, sparse enough to sort; none, one, k = n."""
     cases = [(max(size - 2, 1), 0.5), (200, 0.1), (4000, 0.0005)]
     return cases if size > 9 else [(0, 0.5), (1, 1.0), (60, 1.0), *cases]
 
@@ -808,6 +808,23 @@ def test_a_cancelled_call_aborts_the_communicator_and_leaves_x_as_it_was(algorit
         assert kept
         assert all(kept)
     assert "cancelled" in outcomes
+
+
+@in_either_form
+def test_a_call_that_is_cancelled_when_its_round_is_over_ends_the_communicator(in_memory):
+    async def act(comm):
+        call = comm.sparse_allreduce(np.ones(9, "f4"), density=0.5)
+        await asyncio.sleep(1)
+        task = asyncio.create_task(call)
+        if comm.rank == 1:
+            task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() == (comm.rank == 1)
+        await comm.barrier()
+
+    raised = failures(3, act, in_memory)
+    assert sorted(raised) == [0, 1, 2]
+    assert all("was cancelled" in error.reason for error in raised.values())
 
 
 @in_either_form
