@@ -398,7 +398,7 @@ class Communicator:
         thresholds_every: int = 1,
         regions_every: int = 64,
         feedback: Feedback | None = None,
-        global_threshold: str = "histogram",
+        global_threshold: str = "auto",
         dense: bool = False,
     ) -> Coroutine[Any, Any, SparseReduction]:
         """Add up the largest elements of all ranks' accumulators `x`; `x` keeps the residual (seed 004, algorithm 2).
@@ -413,7 +413,8 @@ class Communicator:
         than k elements may be selected (the paper takes 32 or 128); it cuts the regions anew every `regions_every`
         rounds. `feedback` lets thresholds that are reused follow the counts, and Gaussiank adjust its own; the paper's
         do not.
-        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper. With `dense`
+        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper, by up to
+        k `size`; "auto" by whichever takes fewer. With `dense`
         the result holds the sum as a tensor like `x`, too. Halves are summed, and returned, in float32.
 
         What is kept from round to round belongs to the `name`; algorithm, density, options, number of elements and

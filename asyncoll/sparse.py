@@ -19,7 +19,7 @@ from asyncoll.tensors import Operand
 
 ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
 _FLOATS = ("float64", "float32", "float16", tensors.BFLOAT16)
-_GLOBAL_THRESHOLDS = ("histogram", "allgather")
+_GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ there; queues at a link can add to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from asyncoll.algorithms import coordinated, dense
 from asyncoll.algorithms.tally import ATTENDANCE_BYTES
 from asyncoll.bench.skewed import expected, half
-from asyncoll.wire import HEADER_BYTES
+from asyncoll.wire import HEADER_BYTES, SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,15 @@ class Model:
         if size <= dense.DOUBLING_MAX_BYTES:
             return "tree" if self.ranks >= dense.TREE_MIN_RANKS and size <= dense.TREE_MAX_BYTES else "doubling"
         return "Rabenseifner" if size <= dense.RABENSEIFNER_MAX_BYTES else "ring"
+
+    def allreduce_bytes(self, size: int) -> float:
+        """Received by a rank, in the mean."""
+        power, folded = 1 << self._phases, 2 * self._beyond * size
+        if self.algorithm(size) == "doubling":
+            return (power * self._phases * size + folded) / self.ranks
+        if self.algorithm(size) == "Rabenseifner":
+            return (2 * (power - 1) * size + folded) / self.ranks
+        return 2 * size * (self.ranks - 1) / self.ranks
 
     def tree(self, size: int) -> float:
         """A reduction up a k-nomial tree and a broadcast down it."""
@@ -143,3 +153,137 @@ def mean_wait(ranks: int, opened_by: list[int], skew_s: float, round_s: float) -
     """Rank r comes r skews late, and waits until the round that rank k opened has taken `round_s`."""
     waits = [max(0.0, (k - r) * skew_s + round_s) for k in opened_by for r in range(ranks)]
     return sum(waits) / len(waits)
+
+
+# -- sparse allreduces ----------------------------------------------------------------------------
+
+_WORD, _COUNT, _PAIR = 4, 8, 8  # bytes: of a float32; of an int64; of an int32 and a float32
+_HISTOGRAM, _HISTOGRAMS = 256 * 4, 4  # bytes of one, and how many settle the 31 bits of a float32's magnitude
+
+
+class Phase(NamedTuple):
+    """A collective that every rank takes part in, with so many bytes of each rank, or for each of them."""
+
+    collective: str
+    size: float
+    is_control: bool = False  # counts, boundaries, histograms: no elements
+    share: float = 1.0  # of the rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Sparse allreduces of `elements` float32: words received by a rank, in the mean, and seconds in a mean round.
+
+    Every rank chooses k elements; `union` of the elements are chosen by any, and evenly spread, so nothing is balanced.
+    """
+
+    links: Model
+    elements: int
+    k: float
+    union: float
+    thresholds_every: int = 1
+    regions_every: int = 1
+
+    def words(self, method: str, *, of_control: bool = False) -> float:
+        return sum(
+            phase.share * self._bytes(phase.collective, phase.size) / _WORD
+            for phase in self.phases(method)
+            if phase.is_control or not of_control
+        )
+
+    def seconds(self, method: str) -> float:
+        return sum(phase.share * self._seconds(phase.collective, phase.size) for phase in self.phases(method))
+
+    def phases(self, method: str) -> list[Phase]:
+        """What `asyncoll.algorithms.oktopk` and `sparse_rivals` do, one after another."""
+        ranks = self.links.ranks
+        sizes = Phase("allgather", _COUNT, is_control=True)
+        dealt = [Phase("alltoall", _COUNT, is_control=True), Phase("alltoall", _PAIR * self.k / ranks)]
+        if method == "oktopk":
+            return [
+                Phase("allreduce", _COUNT * (ranks - 1), True, 1 / self.regions_every),
+                *dealt,
+                Phase("allreduce", _HISTOGRAM, True, _HISTOGRAMS / self.thresholds_every),
+                sizes,
+                Phase("allgather", _PAIR * self.k / ranks),
+            ]
+        if method == "topkdsa":
+            gathered = min(_PAIR * self.union, _WORD * self.elements)
+            return [*dealt, sizes, Phase("allgather", gathered / ranks)]
+        if method == "gtopk":
+            heads = [Phase("head", _COUNT, is_control=True)] * 2
+            return [*heads, Phase("climb", _PAIR * self.k), Phase("broadcast", _PAIR * self.k)]
+        if method == "dense":
+            return [sizes, Phase("allreduce", _WORD * self.elements)]
+        return [sizes, Phase("allgather", _PAIR * self.k)]
+
+    def _bytes(self, collective: str, size: float) -> float:
+        """Received by a rank, in the mean."""
+        others = self.links.ranks - 1
+        if collective in ("alltoall", "allgather"):
+            return others * size
+        if collective == "allreduce":
+            return self.links.allreduce_bytes(int(size))
+        scattered = size / self.links.ranks if collective == "broadcast" and self._scatters(size) else 0.0
+        return (size + scattered) * others / self.links.ranks
+
+    def _seconds(self, collective: str, size: float) -> float:
+        if collective == "allreduce":
+            return self.links.allreduce(int(size))
+        times = {
+            "alltoall": self._alltoall,
+            "allgather": self._allgather,
+            "head": self._head,
+            "climb": self._climb,
+            "broadcast": self._broadcast,
+        }
+        return times[collective](size)
+
+    def _alltoall(self, size: float) -> float:
+        """Messages follow each other at once while no more than a few are under way; a long one waits for its grant."""
+        message, steps = self.links.message(size), self.links.ranks - 1
+        occupied = message - self.links.latency_s
+        if size > SEGMENT_BYTES:
+            return steps * (self._grant(size) + occupied) + self.links.latency_s
+        return message + (steps - 1) * max(occupied, message / dense.ALLTOALL_AHEAD)
+
+    def _allgather(self, size: float) -> float:
+        ranks = self.links.ranks
+        if ranks * size > dense.SMALL_MAX_BYTES:
+            return (ranks - 1) * self.links.message(size) + self._grant(size)
+        shifts = [1 << phase for phase in range((ranks - 1).bit_length())]
+        return sum(self.links.message(min(have, ranks - have) * size) for have in shifts)
+
+    def _head(self, size: float) -> float:
+        """It tells how long what follows it through the tree is, which only a long array must wait for."""
+        follows_at_once = _PAIR * self.k <= SEGMENT_BYTES
+        return self._levels * (self.links.message(size) - self.links.latency_s * follows_at_once)
+
+    def _climb(self, size: float) -> float:
+        return self._levels * (self.links.message(size) + self._grant(size))
+
+    def _broadcast(self, size: float) -> float:
+        if not self._scatters(size):
+            return self._levels * self.links.message(size)
+        chunk = size / self.links.ranks
+        scatter = self.links.latency_s + (self.links.ranks - 1) * (self.links.message(chunk) - self.links.latency_s)
+        return scatter + self._grant(chunk) + self._allgather(chunk)
+
+    def _scatters(self, size: float) -> bool:
+        return size > dense.SMALL_MAX_BYTES and self.links.ranks > 2
+
+    def _grant(self, size: float) -> float:
+        """What a long array waits for."""
+        return self.links.message(0) if size > SEGMENT_BYTES else 0.0
+
+    @property
+    def _levels(self) -> int:
+        return (self.links.ranks - 1).bit_length()
+
+
+def overlapped(links: Model, bucket: int, ready_s: list[float]) -> float:
+    """When the last of the buckets, each of so many bytes, is reduced, if they are ready at these times."""
+    end_s = 0.0
+    for start_s in ready_s:
+        end_s = max(start_s, end_s) + links.allreduce(bucket)
+    return end_s

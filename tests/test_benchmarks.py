@@ -15,7 +15,17 @@ from asyncoll.bench.skewed import MODES, expected
 from asyncoll.transport.simulated import Network
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("dc_s3gd_overlap", "group_propagation", "hyperplane", "simulated_scale", "skewed_arrivals", "solo_overhead")
+SCRIPTS = (
+    "dc_s3gd_overlap",
+    "group_propagation",
+    "hyperplane",
+    "simulated_scale",
+    "skewed_arrivals",
+    "solo_overhead",
+    "sparse_network",
+    "sparse_training",
+    "sparse_words",
+)
 PATIENCE_S = 60  # a safety net, never reached
 NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
 

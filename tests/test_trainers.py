@@ -867,7 +867,7 @@ def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp
     assert report.active_mean <= size
     assert report.curve[-1].round == 5
     assert report.time_to_target_s is None
-    if trainer in ("allreduce_sgd", "dc_s3gd"):
+    if trainer in ("allreduce_sgd", "dc_s3gd", "oktopk_sgd"):
         assert (report.active, report.lag, report.stale_share) == ({size: 5}, {0: 5 * size}, 0.0)
 
     report.write(path)
@@ -959,6 +959,10 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_trainer() -> N
         (["eager_sgd", "--partial", "quorum", "--quorum", "2"], "quorum 2 is not between 1 and"),
         (["eager_sgd", "--partial", "majority", "--candidates", "2"], "candidates 2"),
         (["eager_sgd", "--average-every", "5"], "with history no replica drifts"),
+        (["allreduce_sgd", "--density", "0.1"], "No such option"),
+        (["oktopk_sgd", "--density", "0"], "0.0 is not in the range"),
+        (["oktopk_sgd", "--algorithm", "best"], "'best' is not one of"),
+        (["oktopk_sgd", "--momentum", "0.9"], "take accumulate='gradients'"),
         (["eager_sgd", "--batch", "2000"], "a batch of 2000 is more than a rank's share of 1257 samples"),
         (["allreduce_sgd", "--workload", "cats"], "'cats' is not"),
         (["eager_sgd", "--average-every", "-1"], "-1 is not in the range"),

@@ -15,6 +15,7 @@ from trainers.allreduce_sgd import allreduce_sgd
 from trainers.consensus import Consensus
 from trainers.dc_s3gd import dc_s3gd
 from trainers.eager_sgd import eager_sgd
+from trainers.oktopk_sgd import oktopk_sgd
 from trainers.report import Call, Point, Report, collect
 from trainers.settings import Settings
 from trainers.wagma_sgd import wagma_sgd
@@ -103,6 +104,17 @@ def _train(
             )
         case "dc_s3gd":
             return dc_s3gd(*given, **common, lambda0=settings.lambda0)
+        case "oktopk_sgd":
+            return oktopk_sgd(
+                *given,
+                **common,
+                algorithm=settings.algorithm,
+                density=settings.density,
+                accumulate=settings.accumulate,
+                thresholds_every=settings.thresholds_every,
+                regions_every=settings.regions_every,
+                warm_up=settings.warm_up,
+            )
     raise asyncoll.UsageError(f"there is no trainer {trainer!r}")
 
 

@@ -12,6 +12,7 @@ import click
 
 from trainers.eager_sgd import Partial
 from trainers.imbalance import Balanced, Imbalance, parse_duration, parse_imbalance
+from trainers.oktopk_sgd import Accumulate, Algorithm
 from trainers.wagma_sgd import Order
 from trainers.workloads import WORKLOADS
 
@@ -20,6 +21,7 @@ TRAINERS = {
     "eager_sgd": "Eager-SGD: partial allreduces wait for no slow rank.",
     "wagma_sgd": "WAGMA-SGD: changing groups average their models and wait for no slow rank.",
     "dc_s3gd": "DC-S3GD: synchronous, one step stale and compensated, so that communication is hidden.",
+    "oktopk_sgd": "Ok-Topk SGD: sparse allreduces send the largest updates, the others wait; and its rivals.",
 }
 
 
@@ -48,7 +50,8 @@ _MOMENTUM = click.FloatRange(0.0, 1.0, max_open=True)
 _DURATION = _parsed("duration", parse_duration)
 _IMBALANCE = _parsed("imbalance", parse_imbalance)
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_EAGER, _WAGMA, _DC = ("eager_sgd",), ("wagma_sgd",), ("dc_s3gd",)
+_DENSITY = click.FloatRange(0.0, 1.0, min_open=True)
+_EAGER, _WAGMA, _DC, _OKTOPK = ("eager_sgd",), ("wagma_sgd",), ("dc_s3gd",), ("oktopk_sgd",)
 
 _PARTIAL = _flag(click.Choice(get_args(Partial)), "Which allreduce.", only=_EAGER)
 _CANDIDATES = _flag(_POSITIVE, "Ranks drawn for each round, any of which opens a majority.", only=_EAGER)
@@ -60,6 +63,12 @@ _GROUP = _flag(_POSITIVE, "Ranks that average their models (by default the root 
 _FIXED = _flag(bool, "The same groups in every round.", only=_WAGMA)
 _ORDER = _flag(click.Choice(get_args(Order)), "The paper's order, or that of its authors' code.", only=_WAGMA)
 _LAMBDA = _flag(_LEAST_ZERO, "Delay compensation, as a share of the gradient (0: none).", only=_DC)
+_ALGORITHM = _flag(click.Choice(get_args(Algorithm)), "Which allreduce.", only=_OKTOPK)
+_SHARE = _flag(_DENSITY, "The share of all elements that is sent.", only=_OKTOPK)
+_THRESHOLDS = _flag(_POSITIVE, "Rounds for which a threshold is used (τ').", only=_OKTOPK)
+_REGIONS = _flag(_POSITIVE, "Rounds for which the ranks' regions stay as they are (τ).", only=_OKTOPK)
+_WARM_UP = _flag(_NATURAL, "Dense rounds at the start.", only=_OKTOPK)
+_ACCUMULATE = _flag(click.Choice(get_args(Accumulate)), "What is kept back: as the paper, or its code.", only=_OKTOPK)
 _DELAYS = _flag(_IMBALANCE, "Delays: none, one-random:200ms or all-skewed:50ms-400ms.")
 
 
@@ -86,6 +95,12 @@ class Settings:
     fixed: bool = field(default=False, metadata=_FIXED)
     order: Order = field(default="step-then-average", metadata=_ORDER)
     lambda0: float = field(default=0.2, metadata=_LAMBDA)
+    algorithm: Algorithm = field(default="oktopk", metadata=_ALGORITHM)
+    density: float = field(default=0.02, metadata=_SHARE)
+    accumulate: Accumulate = field(default="updates", metadata=_ACCUMULATE)
+    thresholds_every: int = field(default=1, metadata=_THRESHOLDS)
+    regions_every: int = field(default=64, metadata=_REGIONS)
+    warm_up: int = field(default=0, metadata=_WARM_UP)
     seed: int = field(default=0, metadata=_flag(_NATURAL, "Of everything drawn; the same at every rank."))
     compute_s: float = field(default=0.0, metadata=_flag(_DURATION, "Stretch each step to this, as in 100ms."))
     imbalance: Imbalance = field(default=Balanced(), metadata=_DELAYS)

@@ -37,20 +37,20 @@ class Workload(Protocol):
 
 
 class Digits:
-    """Handwritten digits: 1,797 real 8x8 images bundled with scikit-learn, and a small perceptron.
+    """Handwritten digits: 1,797 real 8x8 images bundled with scikit-learn, and a perceptron of 4,810 parameters.
 
     The test set is a fixed 30 %, stratified: 540 images, so one percentage point is 5.4 images.
     """
 
     metric: ClassVar[str] = "test accuracy"
     defaults: ClassVar[dict[str, Any]] = {}  # those of `Settings`
-    HIDDEN = 64
+    HIDDEN: ClassVar[tuple[int, ...]] = (64,)
 
     def __init__(self, rank: int, size: int, batch: int, seed: int) -> None:
         train, self._test = _digits()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: nn.Module = nn.Sequential(nn.Linear(64, self.HIDDEN), nn.ReLU(), nn.Linear(self.HIDDEN, 10))
+            self.model: nn.Module = _perceptron(64, *self.HIDDEN, 10)
 
         def order(epoch: int) -> NDArray[np.int64]:
             """Every size-th sample of a permutation that all ranks share."""
@@ -72,6 +72,23 @@ class Digits:
         images, labels = self._test
         with torch.inference_mode():
             return float((self.model(images).argmax(dim=1) == labels).float().mean())
+
+
+class DigitsWide(Digits):
+    """The same digits, and a perceptron of 1,045,450 parameters: 4 MB to reduce where `Digits` has 19 KB.
+
+    Its two middle matrices have 47 % of them each.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"rounds": 120, "batch": 32, "learning_rate": 0.8}
+    HIDDEN: ClassVar[tuple[int, ...]] = (704, 704, 704)
+
+
+def _perceptron(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 @cache  # the ranks of one process share it
@@ -172,4 +189,4 @@ def _endless(data: Data, order: Callable[[int], NDArray[np.int64]], batch: int) 
             yield samples[chosen], targets[chosen]
 
 
-WORKLOADS: dict[str, type[Workload]] = {"digits": Digits, "hyperplane": Hyperplane}
+WORKLOADS: dict[str, type[Workload]] = {"digits": Digits, "digits-wide": DigitsWide, "hyperplane": Hyperplane}

@@ -26,6 +26,8 @@ from asyncoll.algorithms.sparse import (
 )
 from asyncoll.tensors import Array, ReduceOp
 
+_HISTOGRAM_WORDS = 4 * 256 * 2  # of a float32: 4 rounds of 256 counts, which an allreduce sends twice
+
 
 class Rules(NamedTuple):
     """How Ok-Topk goes on from round to round."""
@@ -34,9 +36,9 @@ class Rules(NamedTuple):
     regions_every: int = 64  # rounds: tau, after which the regions are cut again
     # How thresholds that are reused follow the counts. The paper's do not.
     feedback: selection.Feedback | None = None
-    # How the exact global threshold is found: by summed histograms, O(1) words, or as in the paper, by gathering all
-    # sums, up to 2kP words.
-    global_threshold: str = "histogram"  # or "allgather"
+    # How the exact global threshold is found: by a "histogram" that is summed again and again, O(1) words, or as in the
+    # paper, by an "allgather" of all sums, up to kP words; "auto": by whichever takes fewer.
+    global_threshold: str = "auto"
 
 
 class OkTopk:
@@ -86,7 +88,7 @@ class OkTopk:
 
     async def _exact_threshold(self, form: Form, sums: Array) -> float:
         """The k-th largest of all ranks' sums (section 3.1.4, line 10)."""
-        if self._rules.global_threshold == "allgather":
+        if self._gathers_sums(form.size):
             return await self._threshold_of_all(form, sums)
         search = selection.KthSearch(sums, self._k)
         while not search.done:
@@ -94,6 +96,11 @@ class OkTopk:
             await form.allreduce(counts, ReduceOp.SUM, counts.dtype.name)
             search.narrow(counts)
         return search.threshold
+
+    def _gathers_sums(self, size: int) -> bool:
+        if self._rules.global_threshold == "auto":
+            return self._k * size <= _HISTOGRAM_WORDS
+        return self._rules.global_threshold == "allgather"
 
     async def _threshold_of_all(self, form: Form, sums: Array) -> float:
         everyones = [np.empty(size, sums.dtype) for size in await tell_sizes(form, sums.size)]

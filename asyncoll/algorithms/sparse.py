@@ -17,7 +17,7 @@ from asyncoll.algorithms.selection import select
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors import Array
 
-_SORTING = 16  # times what adding an element into a vector takes, by the element
+_SORTING = 9  # times what adding an element into a vector takes, by the element
 
 
 class Part(NamedTuple):

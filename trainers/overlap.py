@@ -1,0 +1,177 @@
+"""Dense SGD whose allreduces begin while backward goes on: "DenseOvlp" (Seed 004, section 5).
+
+Backward makes the gradients of the last layers first. They are averaged in buckets, each as soon as it is complete, so
+that only the first layers' bucket is left to wait for when backward ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import asyncoll
+from trainers.allreduce_sgd import complete
+
+BUCKET_BYTES = 4 << 20  # a call costs about as much as moving 1 MiB by message; torch's DDP takes 25 MiB, for GPUs
+
+
+async def overlapped_sgd(
+    comm: asyncoll.Communicator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[int], Awaitable[None]],
+    *,
+    rounds: int,
+    schedule: Callable[[int], None] = lambda round_: None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> AsyncGenerator[asyncoll.Reduction, None]:
+    """Train `model` for `rounds` rounds as `allreduce_sgd` does; yields after each update.
+
+    `gradient(round)` calls `backward()` once, on the thread of its loop, and leaves the gradients alone afterwards:
+    they are on their way. If it raises, or is cancelled, the communicator is aborted, as described at `Overlap`.
+    `schedule(round)` is called before the result of the round is applied.
+    """
+    flat = asyncoll.flatten(model)
+    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    with Overlap(comm, model, flat, bucket_bytes) as overlap:
+        for t in range(1, rounds + 1):
+            flat.zero_gradients()
+            async with overlap.step():
+                await gradient(t)
+            schedule(t)
+            optimizer.step()
+            yield complete(comm, t)  # nothing is in flight here
+
+
+class Bucket(NamedTuple):
+    """Neighbours in the flat gradients: elements [start, stop), of so many parameters."""
+
+    start: int
+    stop: int
+    parameters: int
+
+
+class Overlap:
+    """Averages the gradients of a flattened model over all ranks, in place, while `backward()` makes them.
+
+        with Overlap(comm, model, flat) as overlap:
+            for batch in batches:
+                flat.zero_gradients()
+                async with overlap.step():
+                    loss(batch).backward()
+                optimizer.step()
+
+    A bucket is a slice of `flat.gradients`, of at least `bucket_bytes` (but the last to go) and of whole parameters.
+    Buckets start in one order at all ranks, from the end of the model to its beginning, whatever the order in which
+    gradients come: calls are numbered as they are made. So a bucket whose turn has not come waits for those before it.
+    Those that lack a gradient when the step ends, because `backward()` had no use for a parameter, start then, with
+    zeros for it. Result: that of `comm.allreduce(flat.gradients, op=AVG)`, to the bit where a bucket is added up in the
+    same order as the whole: always in memory; by message, where both have lengths for which the same algorithm is taken
+    (up to 32 KiB, say).
+
+    Every rank must make the same steps. A step in which anything is raised, or which is cancelled, aborts the
+    communicator: the other ranks, whose buckets would wait for ever or be averaged with half a gradient, get
+    AbortedError with the reason. `backward()` runs on the thread of the loop, and once in a step; UsageError otherwise.
+    Outside of steps it is like any other. Leaving the context removes the hooks.
+    """
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: torch.nn.Module,
+        flat: asyncoll.Flat,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise asyncoll.UsageError(f"a bucket has at least one byte, not {bucket_bytes}")
+        self._comm = comm
+        self._flat = flat
+        self._parameters = [p for p in model.parameters() if p.requires_grad]  # as they lie in the flat gradients
+        self._buckets = cut([p.numel() for p in self._parameters], bucket_bytes // flat.gradients.itemsize)
+        places = (place for place, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
+        self._bucket_of = dict(zip(reversed(self._parameters), places, strict=True))
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._lacking: set[torch.nn.Parameter] = set()  # whose gradient is not there yet
+        self._missing: list[int] = []  # of each bucket: how many of its gradients
+        self._calls: list[Coroutine[Any, Any, Any]] = []  # one for each bucket that has started
+        self._is_open = False
+        self._thread = 0  # of the loop, on which alone calls can be made
+
+    def __enter__(self) -> Overlap:
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextlib.asynccontextmanager
+    async def step(self) -> AsyncIterator[None]:
+        """Around one `backward()`; at the end the gradients are the averages, and all calls have ended."""
+        self._lacking = set(self._parameters)
+        self._missing = [bucket.parameters for bucket in self._buckets]
+        self._calls = []
+        self._is_open = True
+        self._thread = threading.get_ident()
+        try:
+            yield
+            while len(self._calls) < len(self._buckets):
+                self._start_next()
+        except BaseException as error:
+            self._comm.abort(f"a step with overlapped gradients failed: {error!r}")
+            await _errors_of(self._calls)
+            raise
+        finally:
+            self._is_open = False
+        for failure in await _errors_of(self._calls):
+            raise failure
+
+    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+        """The hook of autograd: this gradient is complete."""
+        if not self._is_open:
+            return
+        if threading.get_ident() != self._thread:
+            raise asyncoll.UsageError("backward() of an overlapped step must run on the thread of the loop")
+        if parameter not in self._lacking:
+            raise asyncoll.UsageError(
+                "backward() ran twice in one step, and may have added to gradients that are on their way: "
+                "add the losses up and call it once, or use another algorithm"
+            )
+        self._lacking.remove(parameter)
+        self._missing[self._bucket_of[parameter]] -= 1
+        while len(self._calls) < len(self._buckets) and not self._missing[len(self._calls)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[len(self._calls)]
+        gradients = self._flat.gradients[bucket.start : bucket.stop]
+        self._calls.append(self._comm.allreduce(gradients, op=asyncoll.AVG))
+
+
+def cut(sizes: Sequence[int], least: int) -> list[Bucket]:
+    """The buckets of parameters of so many elements, from the last parameter to the first, of `least` elements each."""
+    buckets: list[Bucket] = []
+    start = stop = sum(sizes)
+    parameters = 0
+    for place, size in reversed(list(enumerate(sizes))):
+        start -= size
+        parameters += 1
+        if stop - start >= least or place == 0:
+            buckets.append(Bucket(start, stop, parameters))
+            stop, parameters = start, 0
+    return buckets
+
+
+async def _errors_of(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[BaseException]:
+    """Wait for every call, whatever becomes of the others: until then, it may write into the gradients."""
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            await call
+        except BaseException as error:
+            errors.append(error)
+    return errors
