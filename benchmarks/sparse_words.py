@@ -61,9 +61,8 @@ LABELS = {
 OVERLAPPED = "DenseOvlp"
 BERT, BERT_RANKS = 133_547_324, tuple(2**power for power in range(1, 11))
 PERIODS = 32, 64  # tau' and tau, as in the paper's experiments
-COMPUTE_S = (
-    0.4  # an iteration of BERT on one of the paper's GPUs takes this or less: 400,000 took 47 hours, all included
-)
+# An iteration of BERT on one of the paper's GPUs takes this or less: 400,000 took 47 hours, all included.
+COMPUTE_S = 0.4
 BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel
 PAPER = "3.29 to 12.95"  # times faster than the others, at 256 GPUs
 

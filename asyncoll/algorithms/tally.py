@@ -28,9 +28,8 @@ class OperationStatistics:
     calls: int  # made by this rank
     # Contributors in a round: number of such rounds. In groups, of this rank's own, or in memory of every group.
     active: dict[int, int]
-    lag: dict[
-        int, int
-    ]  # rounds between the one that a call of this rank aimed at and the one given: number of such calls
+    # Rounds between the one that a call of this rank aimed at and the one given: number of such calls.
+    lag: dict[int, int]
     stale: float  # share of this rank's calls whose contribution was not in the round they were given
     waits_s: tuple[float, ...]  # by rank: how long it has waited for rounds to begin; who waits least comes last
     late_s: tuple[float, ...]  # by rank: how long after the beginning of rounds it aimed at it has come

@@ -13,9 +13,8 @@ from functools import partial
 from asyncoll.errors import PeerLostError
 
 MUTEX_BYTES = 64
-_HOLDER = (
-    56  # where the place of its holder stands, or ~place of one who died; a pthread_mutex_t has 40 bytes, or 48 on ARM
-)
+# Where the place of its holder stands, or ~place of one who died. A pthread_mutex_t has 40 bytes, or 48 on ARM.
+_HOLDER = 56
 _PROCESS_SHARED = 1
 _ROBUST = 1
 _CHECKING = 2  # a thread that locks twice gets an error, instead of waiting for itself
