@@ -30,7 +30,7 @@ from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Signature, Site
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import UsageError
+from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
@@ -406,37 +406,41 @@ class Communicator:
         k = density n of the n elements of `x` (floats of any shape; the same at every rank) are wanted. `x` comes back
         with 0 where its values are in the sum, and unchanged elsewhere, so nothing is lost: at every element, the
         sum of all ranks' `x` before is the result plus the sum of all ranks' `x` after, but for rounding and, with
-        gTopk, `SparseReduction.lost_values`. Zeros are never sent.
+        gTopk, `SparseReduction.lost_values`. Zeros are not sent, except by "dense". Sums may overflow to infinity.
 
         `algorithm`: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank", "dense", which it is compared with.
         Ok-Topk's thresholds are exact in every `thresholds_every`-th round and reused in between, when more or fewer
         than k elements may be selected (the paper takes 32 or 128); it cuts the regions anew every `regions_every`
         rounds. `feedback` lets thresholds that are reused follow the counts, and Gaussiank adjust its own; the paper's
         do not.
-        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper, by up to
-        k `size`; "auto" by whichever takes fewer. With `dense`
-        the result holds the sum as a tensor like `x`, too. Halves are summed, and returned, in float32.
+        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper, by as many as
+        there are sums; "auto" by whichever takes fewer. With `dense` the result holds the sum as a tensor like `x`,
+        too. Halves are summed, and returned, in float32.
 
-        What is kept from round to round belongs to the `name`; algorithm, density, options, number of elements and
-        dtype are fixed by its first call, and one call at a time may be under way. Every rank must call it, in the
-        order of its other calls. What to give is chosen at once, in the caller's thread; then it goes by message or
+        What is kept from round to round belongs to the `name`; algorithm, density, options, shape and dtype are fixed
+        by its first call, and one call at a time may be under way. Every rank must call it, in the order of its other
+        calls. What to give is chosen at once, in the caller's thread; then it goes by message or
         through shared memory as other collectives do, and as they do it fails, or ends the communicator if it is
         cancelled: `x` is then as it was before, or the residual if the round was over.
 
-        Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any.
+        Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any. It still does
+        then: a gradient that was added to the residual must be looked at before, or the residual restored.
         """
         operand = tensors.operand(x, writable=True)
         periods = _whole(thresholds_every, "thresholds_every"), _whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, global_threshold)
         self._calls.check_open()
-        operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.flat.size, rules))
+        operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.shape, rules))
         if operation.is_busy:
             self._calls.check()  # what ended the call that is under way, rather than that it is
         chosen = operation.choose(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
 
         async def body(form: Form) -> SparseReduction:
-            return await operation.reduce(form, operand, chosen, dense=dense)
+            try:
+                return await operation.reduce(form, operand, chosen, dense=dense)
+            except NonFiniteError as error:
+                raise NonFiniteError(tuple(self._group.ranks[place] for place in error.ranks)) from None
 
         def discarded() -> None:
             self._calls.abort(f"{call} was cancelled")  # if it was over, only this rank does not know its result

@@ -48,12 +48,14 @@ class PeerLostError(AsyncollError):
 class NonFiniteError(AsyncollError):
     """A tensor holds NaN or infinity. Raised at every rank; nothing was changed, and the next call may follow.
 
-    `ranks` are those whose tensors do, or one of them.
+    `ranks` of the world are those whose tensors do, or one of them.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
+        whose = "tensor of rank" if len(ranks) == 1 else "tensors of ranks"
         super().__init__(
-            f"the tensors of ranks {', '.join(map(str, ranks))} hold NaN or infinity: skip this step at every rank"
+            f"NaN or infinity in the {whose} {', '.join(map(str, ranks))}: nothing has changed, so take it out of the "
+            "tensor there, and skip this step at every rank"
         )
         self.ranks = ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ class SparseReduction:
     threshold_global: float  # what magnitudes in the sum had to reach; 0.0 if the algorithm has no such threshold
     words_sent: float  # by this rank, in this round, counts and thresholds included
     words_received: float
+    messages_sent: int
+    messages_received: int
     lost_indices: Any  # gTopk: elements of the sum that lack what this rank dropped on its way,
     lost_values: Any  # and how much
     dense: Any = None  # on request: the sum as a tensor of the shape of `x`
@@ -49,11 +52,19 @@ class Specification(NamedTuple):
     algorithm: str
     density: float
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
     rules: Rules
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
     def __str__(self) -> str:
-        return f"{self.algorithm}, density {float(self.density)}, {self.elements} x {self.dtype}, {self.rules}"
+        """With the rules that are not the usual ones."""
+        rules = zip(Rules._fields, self.rules, Rules(), strict=True)
+        chosen = [f"{name}={value!r}" for name, value, usual in rules if value != usual]
+        what = [self.algorithm, f"density {float(self.density)}", f"{self.dtype} of shape {self.shape}"]
+        return ", ".join(what + chosen)
 
     def check(self) -> None:
         """Raise UsageError unless it makes sense."""
@@ -126,8 +137,8 @@ class SparseOperation:
     ) -> SparseReduction:
         total, lost = outcome.total, outcome.lost
 
-        def build(flat: tensors.Array, shape: tuple[int, ...] | None = None) -> Any:
-            return tensors.build(flat, flat.dtype.name, shape or flat.shape, as_torch=operand.is_torch)
+        def build(flat: tensors.Array) -> Any:
+            return tensors.build(flat, flat.dtype.name, flat.shape, as_torch=operand.is_torch)
 
         whole = None
         if dense:
@@ -143,6 +154,8 @@ class SparseOperation:
             threshold_global=outcome.threshold,
             words_sent=form.traffic.words_sent,
             words_received=form.traffic.words_received,
+            messages_sent=form.traffic.messages_sent,
+            messages_received=form.traffic.messages_received,
             lost_indices=build(lost.indices),
             lost_values=build(lost.values),
             dense=None if whole is None else build(whole).reshape(operand.shape),

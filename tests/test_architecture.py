@@ -62,9 +62,9 @@ ROOMS: dict[str, set[str]] = {
     "algorithms.sizes": {"errors"},
     "algorithms.meeting": {"errors", "tensors", "transport", "transport.board", "algorithms.sizes"},
     "algorithms.shared": {"tensors", "traffic", "transport.board", "algorithms.meeting"},
-    "algorithms.selection": {"tensors"},
+    "algorithms.selection": {"errors", "tensors"},
     "algorithms.forms": {"algorithms.by_message", "algorithms.shared"},
-    "algorithms.sparse": {"errors", "tensors", "algorithms.forms"},
+    "algorithms.sparse": {"errors", "tensors", "algorithms.forms", "algorithms.selection"},
     "algorithms.oktopk": {"tensors", "algorithms.forms", "algorithms.selection", "algorithms.sparse"},
     "algorithms.sparse_rivals": {
         "tensors",

@@ -314,7 +314,7 @@ def test_frozen_parameters_stay_and_the_others_learn(ranks: Ranks) -> None:
         ({"algorithm": "best"}, "algorithm is one of oktopk, topka, .* not 'best'"),
         ({"accumulate": "all"}, "accumulate is one of updates, gradients, not 'all'"),
         ({"warm_up": -1}, "warm_up is a number of rounds, not -1"),
-        ({"density": 0.0}, "density 0.0 is not above 0"),
+        ({"density": 0.0}, "density is above 0 and at most 1, not 0.0"),
         ({"algorithm": "dense-overlapped", "bucket_bytes": 0}, "a bucket has at least one byte, not 0"),
     ],
 )

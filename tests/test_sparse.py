@@ -31,7 +31,6 @@ from asyncoll.traffic import WORD_BYTES, Ledger, Traffic
 sizes = pytest.mark.parametrize("size", SIZES)
 algorithm_names = pytest.mark.parametrize("algorithm", ALGORITHMS)
 JITTERY = Network(latency_s=1e-5, jitter_s=5e-5)
-CLEARS_ALL_IT_GIVES = ("topka", "topkdsa", "gaussiank", "dense")
 
 
 # -- the laws ------------------------------------------------------------------------------------
@@ -110,9 +109,7 @@ def check_choice(before, reduction, algorithm: str) -> None:
     given = selection.select(before, reduction.threshold_local)
     assert reduction.selected <= given.size
     assert np.isin(reduction.included, given).all()
-    if algorithm in CLEARS_ALL_IT_GIVES:
-        assert reduction.included.size == reduction.selected
-    elif reduction.selected == given.size:
+    if reduction.selected == given.size:
         np.testing.assert_array_equal(reduction.included, np.intersect1d(given, reduction.indices))
     if algorithm == "oktopk":
         assert (np.abs(reduction.values) >= reduction.threshold_global).all()
@@ -743,8 +740,8 @@ DISAGREEMENTS = {
     "density": ({"density": 0.25}, {"density": 0.5}, "density 0.25", "density 0.5"),
     "name": ({"name": "one"}, {"name": "two"}, "'one'", "'two'"),
     "period": ({"thresholds_every": 4}, {"thresholds_every": 5}, "thresholds_every=4", "thresholds_every=5"),
-    "threshold": ({"global_threshold": "allgather"}, {}, "'allgather'", "'auto'"),
-    "feedback": ({"feedback": Feedback()}, {}, "Feedback(", "feedback=None"),
+    "threshold": ({"global_threshold": "allgather"}, {}, "'allgather'", "float32 of shape (6,) at"),
+    "feedback": ({"feedback": Feedback()}, {}, "Feedback(", "float32 of shape (6,) at"),
 }
 
 

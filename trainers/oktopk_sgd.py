@@ -63,12 +63,13 @@ async def oktopk_sgd(
     nothing back at all: it is synchronous SGD, for either `accumulate`, and has no sparse result.
 
     `observe(round, total)` is given what each sparse allreduce did. ε, which ends with the training, is a registered
-    tensor of this trainer. A second training on one communicator needs another `name`.
+    tensor of this trainer. A second training on one communicator needs another `name`: thresholds and regions belong to
+    it.
 
-    Raises UsageError for options that make no sense, at once, and NonFiniteError at every rank, with the parameters of
-    the round before, if any rank's gradient holds NaN or infinity.
+    Raises UsageError for options that make no sense, and NonFiniteError at every rank, with the parameters of the round
+    before, if any rank's gradient holds NaN or infinity; "dense-overlapped" does not look, as other dense SGD does not.
     """
-    _check(model, optimizer, algorithm, accumulate, warm_up)
+    _check(model, optimizer, algorithm, accumulate, density, warm_up)
     if algorithm == "dense-overlapped":
         overlapped = overlapped_sgd(
             comm, model, optimizer, gradient, rounds=rounds, schedule=schedule, bucket_bytes=bucket_bytes
@@ -124,7 +125,12 @@ def _apply(
 
 
 def _check(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, algorithm: str, accumulate: str, warm_up: int
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    algorithm: str,
+    accumulate: str,
+    density: float,
+    warm_up: int,
 ) -> None:
     for what, value, choices in (
         ("algorithm", algorithm, get_args(Algorithm)),
@@ -132,6 +138,8 @@ def _check(
     ):
         if value not in choices:
             raise asyncoll.UsageError(f"{what} is one of {', '.join(choices)}, not {value!r}")
+    if not 0 < density <= 1:
+        raise asyncoll.UsageError(f"density is above 0 and at most 1, not {density}")
     if warm_up < 0:
         raise asyncoll.UsageError(f"warm_up is a number of rounds, not {warm_up}")
     if accumulate == "updates":
@@ -141,7 +149,7 @@ def _check(
 def _check_plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Whatever else than -ηG the optimizer would do, w = w - u/P would leave out."""
     groups = optimizer.param_groups
-    is_plain = isinstance(optimizer, torch.optim.SGD) and all(
+    is_plain = type(optimizer) is torch.optim.SGD and all(
         group[option] == off for group in groups for option, off in _PLAIN.items()
     )
     stepped = {parameter for group in groups for parameter in group["params"]}

@@ -91,7 +91,7 @@ class Overlap:
         self._comm = comm
         self._flat = flat
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # as they lie in the flat gradients
-        self._buckets = cut([p.numel() for p in self._parameters], bucket_bytes // flat.gradients.itemsize)
+        self._buckets = cut([p.numel() for p in self._parameters], -(-bucket_bytes // flat.gradients.itemsize))
         places = (place for place, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
         self._bucket_of = dict(zip(reversed(self._parameters), places, strict=True))
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

@@ -1,4 +1,4 @@
-"""Ok-Topk: a sparse allreduce of at most 6k(P-1)/P words a rank, at any number of ranks (Seed 004, algorithm 1).
+"""Ok-Topk: a sparse allreduce of at most 6k(P-1)/P words of data a rank, for any P (Seed 004, algorithm 1).
 
 Every rank reduces a region of the vector. The regions are cut so that each gets as many of the chosen elements, the
 sums that reach a global threshold are spread evenly, and all gather them.
@@ -6,6 +6,7 @@ sums that reach a global threshold are spread evenly, and all gather them.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ from asyncoll.algorithms.sparse import (
 )
 from asyncoll.tensors import Array, ReduceOp
 
-_HISTOGRAM_WORDS = 4 * 256 * 2  # of a float32: 4 rounds of 256 counts, which an allreduce sends twice
+# Of float32 sums: 4 rounds of 256 counts, which an allreduce sends twice. Of float64 twice as many, as are the sums.
+_HISTOGRAM_WORDS = 4 * 256 * 2
 
 
 class Rules(NamedTuple):
@@ -37,12 +39,12 @@ class Rules(NamedTuple):
     # How thresholds that are reused follow the counts. The paper's do not.
     feedback: selection.Feedback | None = None
     # How the exact global threshold is found: by a "histogram" that is summed again and again, O(1) words, or as in the
-    # paper, by an "allgather" of all sums, up to kP words; "auto": by whichever takes fewer.
+    # paper, by an "allgather" of all sums, kP words if each rank gives k; "auto": by whichever takes fewer then.
     global_threshold: str = "auto"
 
 
 class OkTopk:
-    """One rank's side. A threshold of 0.0, which would select everything, is never reused."""
+    """One rank's side. A threshold that would select everything, or nothing ever, is not reused, but kept as 0.0."""
 
     def __init__(self, count: int, k: int, rules: Rules) -> None:
         self._count = count
@@ -76,8 +78,8 @@ class OkTopk:
         total = await _balance_and_allgather(form, Part(sums.indices[found], sums.values[found]))
         self._round += 1
         self._edges = edges
-        self._local = selection.adapted(chosen.threshold, chosen.part.size, self._k, self._rules.feedback)
-        self._global = selection.adapted(threshold, total.size, self._k, self._rules.feedback)
+        self._local = self._next_threshold(chosen.threshold, chosen.part.size)
+        self._global = self._next_threshold(threshold, total.size)
         return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
 
     async def _cut_regions(self, form: Form, indices: Array) -> Array:
@@ -96,6 +98,10 @@ class OkTopk:
             await form.allreduce(counts, ReduceOp.SUM, counts.dtype.name)
             search.narrow(counts)
         return search.threshold
+
+    def _next_threshold(self, threshold: float, count: int) -> float:
+        adapted = selection.adapted(threshold, count, self._k, self._rules.feedback)
+        return adapted if math.isfinite(adapted) else 0.0
 
     def _gathers_sums(self, size: int) -> bool:
         if self._rules.global_threshold == "auto":

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll.errors import UsageError
 from asyncoll.tensors import Array
 
 _BLOCK = 1 << 16  # elements: a block and its scratch stay in a core's own cache from one pass to the next
@@ -134,6 +135,14 @@ class Feedback:
     low: float = 4 / 5  # of k: with fewer elements the threshold sinks
     high: float = 5 / 4  # of k: with more it rises
     factor: float = 1.025  # by so much
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless it leads towards k."""
+        numbers = (self.low, self.high, self.factor)
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise UsageError(f"low, high and factor must be numbers, got {numbers}")
+        if not (0 <= self.low <= 1 <= self.high and 1 < self.factor < math.inf):
+            raise UsageError(f"feedback needs 0 <= low <= 1 <= high and a finite factor above 1, got {numbers}")
 
 
 def adapted(threshold: float, count: int, k: float, feedback: Feedback | None = None) -> float:

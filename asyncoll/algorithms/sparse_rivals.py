@@ -70,7 +70,8 @@ async def _gather_and_add(form: Form, chosen: Chosen, count: int) -> Outcome:
     total = Sum(mine, 0, count, int(sizes.sum()))
     for part in await gather_parts(form, mine, sizes):
         total.add(part)
-    return Outcome(total.part(), mine.indices, 0.0, nothing(mine))
+    sums = total.part()
+    return Outcome(sums, common(mine.indices, sums.indices), 0.0, nothing(mine))
 
 
 class TopkDSA(_ByTopk):
@@ -86,7 +87,7 @@ class TopkDSA(_ByTopk):
             total = join(await gather_parts(form, sums, sizes))
         else:
             total = await self._gather_densely(form, sums, edges)
-        return Outcome(total, chosen.part.indices, 0.0, nothing(total))
+        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(total))
 
     async def _gather_densely(self, form: Form, sums: Part, edges: Array) -> Part:
         whole = np.zeros(self._count, sums.values.dtype)

@@ -218,6 +218,8 @@ class HostArena:
 
     def close(self) -> None:
         """What others still hold, views and boards, stays mapped until they let it go, and is safe to touch."""
+        for bell in self._bells:
+            bell.close()
         self._boards.clear()
         self._bytes.clear()
         self._descriptors.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 
 
@@ -30,9 +31,18 @@ class Bell:
     """One of this rank's bells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
 
     def __init__(self, number: int, descriptor: int) -> None:
+        """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
         self.number = number
         self.sleepers: list[Sleeper] = []  # changed and copied by several threads, each time in one step of the GIL
-        self._descriptor = descriptor
+        self._descriptor = os.dup(descriptor)
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Once nobody sleeps here any more."""
+        self._is_closed = True
+        if not self.sleepers:
+            self._closing()
 
     def enter(self, what: Callable[[], str]) -> Sleeper:
         sleeper = Sleeper(what)
@@ -45,6 +55,8 @@ class Bell:
         self.sleepers.remove(sleeper)
         if not self._has_sleepers(sleeper.loop) and not sleeper.loop.is_closed():
             sleeper.loop.remove_reader(self._descriptor)
+        if self._is_closed and not self.sleepers:
+            self._closing()
 
     def _has_sleepers(self, loop: asyncio.AbstractEventLoop) -> bool:
         return any(sleeper.loop is loop for sleeper in tuple(self.sleepers))
