@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/python -m trainers demo
 
 test: lint
-	$(BIN)/python -X dev -m pytest
+	PYTHONDEVMODE=1 $(BIN)/python -m pytest --numprocesses 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -33,6 +33,8 @@ SWITCH_INTERVAL_S = 0.0005
 # done meanwhile.
 TAKEOVER_S = 0.0005
 
+_ENDING_S = 1.0  # for work that is cancelled at the end and waits for peers to leave its memory, which may be dead
+
 
 def _ignore() -> None:
     pass
@@ -191,7 +193,8 @@ class ProgressThread:
         self._loop.call_soon_threadsafe(what)
 
     def stop(self) -> None:
-        """End the thread. Everything started on it must be done."""
+        """End the thread, and what was begun on it and is awaited no more."""
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._timer.close()
@@ -203,6 +206,14 @@ class ProgressThread:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=_ENDING_S)
 
 
 class _Crossing:
@@ -222,9 +233,10 @@ class _Crossing:
         try:
             return await asyncio.shield(self._outcome)
         except asyncio.CancelledError:
-            self._there.call_soon_threadsafe(self._cancel)
-            await _settled(self._outcome)
-            self._there.call_soon_threadsafe(discarded)
+            if not self._there.is_closed():  # or the runtime has ended, and its work with it
+                self._there.call_soon_threadsafe(self._cancel)
+                await _settled(self._outcome)
+                self._there.call_soon_threadsafe(discarded)
             raise
 
     def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:

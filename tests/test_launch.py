@@ -409,3 +409,11 @@ def test_grandchildren_end_with_the_job(leave: bool, tmp_path: Path) -> None:
     assert len(pids(tmp_path)) == 4
     assert not any(map(runs, pids(tmp_path)))
     assert not os.path.exists((tmp_path / "meeting").read_text())
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rank_that_raises_with_a_call_under_way_says_that_and_no_more(transport):
+    done = launch("-n", 3, "--transport", transport, SCRIPTS / "raise_in_flight.py")
+    assert done.returncode == 1
+    assert not [line for line in done.stderr.splitlines() if line.startswith("1:")]
+    assert "RuntimeError: enough" in done.stderr
