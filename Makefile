@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/python -m trainers demo
 
 test: lint
-	PYTHONDEVMODE=1 $(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -X dev -m pytest --dist load --tx "2*popen//python=$(BIN)/python -X dev"
 
 lint: $(READY)
 	$(BIN)/ruff check .
