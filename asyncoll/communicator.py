@@ -419,9 +419,9 @@ class Communicator:
 
         What is kept from round to round belongs to the `name`; algorithm, density, options, shape and dtype are fixed
         by its first call, and one call at a time may be under way. Every rank must call it, in the order of its other
-        calls. What to give is chosen at once, in the caller's thread; then it goes by message or
-        through shared memory as other collectives do, and as they do it fails, or ends the communicator if it is
-        cancelled: `x` is then as it was before, or the residual if the round was over.
+        calls. What to give is chosen at once, in the caller's thread; then it goes by message or through shared memory
+        as other collectives do, and as they do it fails, or ends the communicator if it is cancelled: `x` is then as it
+        was before, or the residual if the round was over.
 
         Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any. It still does
         then: a gradient that was added to the residual must be looked at before, or the residual restored.

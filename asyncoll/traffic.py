@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-WORD_BYTES = 4
+WORD_BYTES = 4  # the papers count words of a float32 or an int32
 _UNCOUNTED_MAX = 256
 
 

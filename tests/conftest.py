@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401
+import torch
 import uvloop
 
 from asyncoll import testing
+from asyncoll.errors import AsyncollError
 
 # What is opened once in a process, by importing torch or by the first loop of libuv, is charged to no test.
 uvloop.new_event_loop().close()
@@ -36,6 +37,33 @@ def run(request):
         return partial(testing.run_ranks, transport=request.param)
     weather = testing.Network(jitter_s=1e-3)
     return lambda size, main: testing.simulate(size, main, weather, shared_memory=True).results
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """The models of trainers are tiny, and threads that wait for each other crawl where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def failures(size, act, run, survivors=0):
+    """What `act(comm)` raised at each rank, in a world that `run(size, main)` makes; none leaves before all know."""
+    raised = {}
+    begin, end = asyncio.Barrier(size), asyncio.Barrier(survivors or size)
+
+    async def main(comm):
+        await begin.wait()
+        try:
+            await act(comm)
+        except AsyncollError as error:
+            raised[comm.rank] = error
+        await end.wait()
+
+    with contextlib.suppress(AsyncollError):  # whether a failed communicator can be left is another test
+        run(size, main)
+    return raised
 
 
 def pytest_collection_modifyitems(items):

@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "transport.slots": {"errors", "tensors", "wire", "transport"},
     "transport.zeromq": {"errors", "transport"},
     "transport.virtual_time": {"errors"},
-    "transport.simulated": {"errors", "transport", "transport.virtual_time"},
+    "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
     "endpoint": {"errors", "tensors", "traffic", "wire", "matching", "transport"},
     "group": {"endpoint", "matching", "tensors", "traffic"},

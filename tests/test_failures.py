@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from conftest import failures as failures_in
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll import (
@@ -69,21 +70,7 @@ async def for_ever(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
 def failures(
     size: int, act: Act, run: Callable[[int, Act], object] = run_simulated, survivors: int = 0
 ) -> dict[int, Exception]:
-    """What `act(comm)` raised at each rank. None leaves before all have been told."""
-    raised: dict[int, Exception] = {}
-    begin, end = asyncio.Barrier(size), asyncio.Barrier(survivors or size)
-
-    async def main(comm: Communicator) -> None:
-        await begin.wait()
-        try:
-            await act(comm)
-        except AsyncollError as error:
-            raised[comm.rank] = error
-        await end.wait()
-
-    with contextlib.suppress(AsyncollError):  # whether a failed communicator can be left is another test
-        run(size, main)
-    return raised
+    return failures_in(size, act, run, survivors)
 
 
 # -- ranks that call different things ------------------------------------------------------------

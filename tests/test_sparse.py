@@ -7,7 +7,6 @@ bits; an accumulator is 0 exactly where its values are in the sum, and keeps its
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 from functools import partial
@@ -17,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES
+from conftest import failures as failures_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncoll import AbortedError, AsyncollError, Feedback, MismatchError, NonFiniteError, UsageError
+from asyncoll import AbortedError, Feedback, MismatchError, NonFiniteError, UsageError
 from asyncoll.algorithms import dense, oktopk, selection
 from asyncoll.algorithms import sparse as algorithms
 from asyncoll.algorithms.dense import bounds
@@ -716,22 +716,9 @@ def test_the_largest_finite_numbers_are_no_infinity(algorithm):
 # -- failures ------------------------------------------------------------------------------------
 
 
-def failures(size, act, in_memory, seed=0) -> dict[int, Exception]:
-    """What `act(comm)` raised at each rank. None leaves before all have been told."""
-    raised = {}
-    begin, end = asyncio.Barrier(size), asyncio.Barrier(size)
-
-    async def main(comm):
-        await begin.wait()
-        try:
-            await act(comm)
-        except AsyncollError as error:
-            raised[comm.rank] = error
-        await end.wait()
-
-    with contextlib.suppress(AsyncollError):
-        simulate(size, main, JITTERY, seed=seed, shared_memory=in_memory)
-    return raised
+def failures(size, act, in_memory, seed=0):
+    world = partial(simulate, network=JITTERY, seed=seed, shared_memory=in_memory)
+    return failures_in(size, act, world)
 
 
 in_either_form = pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncoll.errors import UsageError
+from asyncoll.traffic import WORD_BYTES
 from asyncoll.transport import Buffer, Receiver, check_frames
 from asyncoll.transport.virtual_time import VirtualTimeLoop
-
-WORD_BYTES = 4  # the papers count words of a float32 or an int32
 
 
 @dataclass(frozen=True, slots=True)
