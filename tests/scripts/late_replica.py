@@ -1,6 +1,7 @@
 """Eager-SGD where the last rank is always later than its history: all ranks end with the same bits nevertheless.
 
-Nobody sleeps: in each period of eight rounds the last rank computes until rank 0 is five rounds ahead of it.
+Nobody sleeps: in each period of eight rounds the last rank computes until rank 0 is five rounds ahead of it. Every
+period ends with a round for all, so rank 0 aims at one of its last rounds, however late it is itself.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ async def main(comm: asyncoll.Communicator, optimizer: str) -> tuple[str, int, i
             await comm.recv(word, source=0)
 
     lost = missed = 0
-    async for done in eager_sgd(comm, model, steps, gradient, rounds=30, history=1, sync_every=PERIOD):
+    async for done in eager_sgd(comm, model, steps, gradient, rounds=4 * PERIOD, history=1, sync_every=PERIOD):
         lost += done.skipped
         missed += len(done.missed)
     kept = [value for p in model.parameters() for _, value in sorted(steps.state[p].items())]
