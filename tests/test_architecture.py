@@ -176,6 +176,8 @@ ROOMS: dict[str, set[str]] = {
         "algorithms.wait_avoiding",
         "bundle",
     },
+    "rpc.carrier": {"tensors"},
+    "rpc": set(),
     "communicator": {
         "errors",
         "shapes",
