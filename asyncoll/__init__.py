@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from asyncoll.algorithms.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
+    from asyncoll.deadlines import deadline as deadline
     from asyncoll.errors import AbortedError as AbortedError
     from asyncoll.errors import AsyncollError as AsyncollError
     from asyncoll.errors import ClosedError as ClosedError
+    from asyncoll.errors import DeadlineError as DeadlineError
     from asyncoll.errors import DeadlockError as DeadlockError
     from asyncoll.errors import MismatchError as MismatchError
     from asyncoll.errors import NonFiniteError as NonFiniteError
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "algorithms.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
+    "deadlines": ("deadline",),
     "errors": (
         "AbortedError",
         "AsyncollError",
         "ClosedError",
+        "DeadlineError",
         "DeadlockError",
         "MismatchError",
         "NonFiniteError",

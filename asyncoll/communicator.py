@@ -28,7 +28,7 @@ from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.selection import Feedback
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Signature, Site
+from asyncoll.calls import Calls, Round, Signature, Site
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.group import Group, Lane
@@ -539,10 +539,9 @@ class Communicator:
         self._calls.check_open()
         self.registry.give_back()
         receipt = Receipt()
-        work = self._operations.contribute(spec, contribution, str(_site()), receipt)
-        if self._calls.arena is None:
-            return self._runner.start(work, receipt.take_back)
-        return self._calls.start_in_memory(work, lambda: f"a round of {spec}", spec.nbytes, receipt.take_back)
+        call = Round(spec, _site())
+        work = self._operations.contribute(spec, contribution, str(call.site), receipt)
+        return self._calls.start_round(call, work, receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:

@@ -46,12 +46,17 @@ ROOMS: dict[str, set[str]] = {
     },
     "transport.handover": {"errors", "transport.arena", "transport.part"},
     "transport.slots": {"errors", "tensors", "wire", "transport"},
-    "transport.zeromq": {"errors", "transport"},
+    "transport.monitor": set(),
+    "transport.zeromq": {"errors", "transport", "transport.monitor"},
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
-    "endpoint": {"errors", "tensors", "traffic", "wire", "matching", "transport"},
+    "membership": {"wire"},
+    "failures": {"errors", "wire"},
+    "endpoint": {"errors", "tensors", "traffic", "wire", "failures", "matching", "membership", "transport"},
     "group": {"endpoint", "matching", "tensors", "traffic"},
+    "deadlines": {"errors", "transport.virtual_time"},
+    "attendance": {"wire", "deadlines", "endpoint", "group"},
     "timer": set(),
     "driver": {"transport"},
     "progress": {"driver", "timer", "transport.virtual_time"},
@@ -146,8 +151,10 @@ ROOMS: dict[str, set[str]] = {
         "algorithms.by_message",
         "algorithms.forms",
         "algorithms.meeting",
+        "algorithms.operation",
         "algorithms.shared",
         "algorithms.sizes",
+        "attendance",
     },
     "sparse": {
         "errors",
@@ -207,6 +214,7 @@ ROOMS: dict[str, set[str]] = {
         "transport.inproc",
         "transport.slots",
         "endpoint",
+        "failures",
         "group",
         "progress",
         "algorithms.dense",
@@ -217,6 +225,7 @@ ROOMS: dict[str, set[str]] = {
     "": {  # asyncoll/__init__.py
         "algorithms.selection",
         "communicator",
+        "deadlines",
         "errors",
         "flat",
         "persistent",
@@ -254,7 +263,7 @@ ROOMS: dict[str, set[str]] = {
 SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
-ZMQ = {"transport.zeromq", "doctor"}
+ZMQ = {"transport.monitor", "transport.zeromq", "doctor"}
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -68,8 +68,9 @@ class _Recorder:
         self.messages.append((source, [bytes(frame) for frame in frames]))
         self._changed.set()
 
-    def lost(self, source: int, cause: str) -> None:
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
         assert cause, "a loss has a cause"
+        assert last_seen_s >= 0
         self.losses.append((source, len(self.messages)))
         self._changed.set()
 

@@ -23,8 +23,11 @@ class Receiver(Protocol):
     def received(self, source: int, frames: list[Buffer]) -> None:
         """One message. The frames are the receiver's to keep and read-only."""
 
-    def lost(self, source: int, cause: str) -> None:
-        """`source` is gone; every message of it that will ever come has come. Called at most once per source."""
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
+        """`source` is gone, and was known to live `last_seen_s` seconds ago. Called at most once per source.
+
+        Every message of it that will ever come has come.
+        """
 
 
 class Transport(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -64,10 +65,14 @@ class HostArena:
     Set `runtime_loop` if there is one: whoever waits on any other loop is a caller.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part]) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board."""
+    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part], patience_s: float = math.inf) -> None:
+        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board.
+
+        Who is stopped, and holds a lock for `patience_s`, is lost.
+        """
         self.place = place
         self.ranks = ranks
+        self._patience_s = patience_s
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
         self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
@@ -133,7 +138,7 @@ class HostArena:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
         """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks)
+        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self._patience_s)
         mutex.acquire()
         try:
             yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
@@ -151,7 +156,7 @@ class HostArena:
             self._enter_board(entries, used, context, words)
         _, address, nbytes = map(int, entries[used if created else known[0]])
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience_s)
         return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _enter_board(self, entries: Array, used: int, context: int, words: int) -> None:

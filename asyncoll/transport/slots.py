@@ -151,15 +151,15 @@ class _Incoming:
         try:
             whole = [self._whole(source, frames)]
         except PeerLostError as error:  # it died over the board: this message can never be read
-            self.lost(error.rank, error.cause)
+            self.lost(error.rank, error.cause, error.last_seen_s)
             return
         self._receiver.received(source, whole.pop())  # and keep no reference
         self.give_back()
 
-    def lost(self, source: int, cause: str) -> None:
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
         if source not in self._lost:
             self._lost.add(source)
-            self._receiver.lost(source, cause)
+            self._receiver.lost(source, cause, last_seen_s)
 
     def give_back(self) -> None:
         """Let the senders have the slots that are not needed here any more."""
