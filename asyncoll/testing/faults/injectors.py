@@ -15,12 +15,13 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.progress import SharedLoop
 from asyncoll.testing.faults.passages import Passages
+from asyncoll.transport.simulated import SimulatedTransport
 
 Moment = Literal["before", "inside", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "inside", "after")
@@ -31,7 +32,9 @@ _STOP_AND_GO = """
 (trap 'kill -CONT $0; exit' TERM
 n=$1; while [ "$n" -gt 0 ] && kill -STOP $0; do sleep $2; kill -CONT $0; sleep $3; n=$((n - 1)); done) &
 """
-_CONTINUE = "(sleep $1; kill -CONT $0) &"
+_CONTINUE = """
+(while kill -0 $0 && ! grep -q '^State:.T' /proc/$0/status; do sleep 0.001; done; sleep $1; kill -CONT $0) &
+"""
 _RUNNING_S = 0.005  # of a slow rank between two stops: so with factor 10 a stop is far shorter than a freeze
 
 
@@ -55,6 +58,11 @@ class Place:
 
     def _cancel(self) -> None:
         self._is_cancelled = True
+        self._task.cancel()
+
+    def crash(self, transport: SimulatedTransport) -> None:
+        """Die as ranks of a simulated network do."""
+        transport.crash()
         self._task.cancel()
 
     def settle(self) -> None:
@@ -81,12 +89,16 @@ class Fault(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process is gone at once, without a word (SIGKILL)."""
+    """The process is gone at once, without a word (SIGKILL). In a simulated world, a `Crash`: the rank's task ends."""
 
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        transport = place.comm._endpoint.transport
+        if isinstance(transport, SimulatedTransport):
+            place.crash(transport)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +167,7 @@ class Disconnect:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        transport = place.comm._endpoint.transport
+        transport: Any = place.comm._endpoint.transport
         addresses = set(getattr(transport, "_inner", transport).peers)  # slots go over another transport
         for connection in _connections():
             with connection, contextlib.suppress(OSError):  # it is shut already
@@ -175,12 +187,10 @@ def fault(comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", 
     does it, which need not be the caller's. If there are not so many passages, it strikes at the end of the block. What
     raises, other than `Raise`, or cancels the block before is not followed by the fault.
 
-    Raises UsageError if `what` strikes whole processes, and all ranks are in this one (`run_ranks`, `simulate`).
+    Raises UsageError if `what` strikes whole processes, and all ranks are in this one (`run_ranks`; `simulate`, but for
+    `Kill`).
     """
-    if what.of_process and comm.size > 1 and isinstance(comm._runner, SharedLoop):
-        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
-    if at not in MOMENTS or passage < 1:
-        raise UsageError(f"a fault strikes {', '.join(MOMENTS)}, at passage 1 or later; not {at!r} at {passage}")
+    _check(comm, what, at, passage)
     if comm.rank != rank:
         yield
         return
@@ -200,6 +210,15 @@ def fault(comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", 
     if passages.count < passage:
         what.strike(place)
     place.settle()
+
+
+def _check(comm: Communicator, what: Fault, at: str, passage: int) -> None:
+    if at not in MOMENTS or passage < 1:
+        raise UsageError(f"a fault strikes {', '.join(MOMENTS)}, at passage 1 or later; not {at!r} at {passage}")
+    shares_process = comm.size > 1 and isinstance(comm._runner, SharedLoop)
+    crashes = isinstance(what, Kill) and isinstance(comm._endpoint.transport, SimulatedTransport)
+    if what.of_process and shares_process and not crashes:
+        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
 
 
 def _start(script: str, *arguments: float) -> None:

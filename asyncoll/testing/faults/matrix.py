@@ -34,12 +34,12 @@ def sweep(cells: Sequence[Cell], jobs: int) -> bool:
         for done in as_completed([pool.submit(check_cell, cell) for cell in cells]):
             verdicts.append(done.result())
             bar.advance(task)
-            if verdicts[-1].broken:
+            if verdicts[-1].broken or verdicts[-1].late:
                 print(_complaint(verdicts[-1]), flush=True)
     Console().print(_table(verdicts))
-    broken = sum(bool(verdict.broken) for verdict in verdicts)
-    print(f"{len(cells)} cells, {broken} broken" if broken else f"{len(cells)} cells, all as they must be")
-    return not broken
+    broken, late = (sum(map(bool, each)) for each in zip(*((v.broken, v.late) for v in verdicts), strict=True))
+    print(f"{len(cells)} cells, {broken} broken, {late} late")
+    return not broken and not late
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
@@ -50,7 +50,7 @@ def _processes(jobs: int) -> ProcessPoolExecutor:
 
 
 def _complaint(verdict: Verdict) -> str:
-    return "\n  ".join([f"{verdict.cell.name}, replay: asyncoll faults {verdict.cell}", *verdict.broken])
+    return "\n  ".join([f"asyncoll faults {verdict.cell}", *verdict.broken, *verdict.late])
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
@@ -70,6 +70,6 @@ def _entry(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return ""
     heard_ms = [1e3 * heard_s for heard_s in itertools.chain(*(verdict.heard_s for verdict in verdicts))]
-    text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "-"
+    text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "unnoticed"
     broken = sum(bool(verdict.broken) for verdict in verdicts)
-    return f"{text} ({broken} of {len(verdicts)} broken)" if broken else text
+    return f"{text}, {broken} of {len(verdicts)} broken" if broken else text

@@ -112,7 +112,7 @@ class _World:
         with _deaths(self._pids) as deaths:
             running = dict(deaths)
             while running and (patience_s := until_s - time.monotonic()) > 0:
-                ready, _, _ = select.select([channel, *running], [], [], patience_s)
+                ready, _, _ = select.select([channel.fileno(), *running], [], [], patience_s)
                 self._hear(channel)
                 for death in running.keys() & set(ready):
                     self._reap(running.pop(death))
