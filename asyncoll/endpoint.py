@@ -352,7 +352,8 @@ class Endpoint:
     def _bury(self, rank: int) -> None:
         """Nobody waits any more for `rank` to leave their memory."""
         self.membership.lost.add(rank)
-        self._alarm()
+        if self.arena is not None:
+            self.arena.bury()
 
     def pass_on(self) -> None:
         """Tell everybody what has failed, as this rank has heard it.

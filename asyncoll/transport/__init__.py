@@ -113,6 +113,9 @@ class Arena(Protocol):
     def alarm(self) -> None:
         """All who wait here, at this rank, ask their `check`. From any thread."""
 
+    def bury(self) -> None:
+        """A rank of the host is gone: nobody here waits any more for a lock whose owner is stopped. And alarm."""
+
     def waiting(self) -> list[str]:
         """What those who sleep here, at this rank, wait for."""
 

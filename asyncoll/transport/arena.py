@@ -22,7 +22,7 @@ from asyncoll.tensors import Array
 from asyncoll.transport.bells import Bell
 from asyncoll.transport.board import BELLS, Board, Wait, board_bytes
 from asyncoll.transport.heap import Heap
-from asyncoll.transport.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
 from asyncoll.transport.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.part import HEAD_BYTES, Part, capacity_of, close_part, make_part, map_part
 
@@ -72,7 +72,7 @@ class HostArena:
         """
         self.place = place
         self.ranks = ranks
-        self._patience_s = patience_s
+        self._patience = Patience(patience_s)
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
         self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
@@ -138,7 +138,7 @@ class HostArena:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
         """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self._patience_s)
+        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self._patience)
         mutex.acquire()
         try:
             yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
@@ -156,7 +156,7 @@ class HostArena:
             self._enter_board(entries, used, context, words)
         _, address, nbytes = map(int, entries[used if created else known[0]])
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience_s)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience)
         return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _enter_board(self, entries: Array, used: int, context: int, words: int) -> None:
@@ -197,6 +197,7 @@ class HostArena:
                     board.sleep(bell.number)
                 check()
                 await rung
+                check()  # before the lock, which a stopped process may have
         finally:
             bell.leave(sleeper)
 
@@ -217,6 +218,10 @@ class HostArena:
 
     def alarm(self) -> None:
         self.ring(bell.number for bell in self._bells)
+
+    def bury(self) -> None:
+        self._patience.seconds = 0.0
+        self.alarm()
 
     def waiting(self) -> list[str]:
         return [sleeper.what() for bell in self._bells for sleeper in tuple(bell.sleepers)]

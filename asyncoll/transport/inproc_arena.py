@@ -126,6 +126,9 @@ class InprocArena:
     def alarm(self) -> None:
         self._memory.ring([self.place * BELLS])
 
+    def bury(self) -> None:
+        self.alarm()
+
     def waiting(self) -> list[str]:
         return [what() for what in self._waiting.values()]
 

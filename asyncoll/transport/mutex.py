@@ -37,6 +37,13 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+class Patience:
+    """How long to wait for a lock whose owner is stopped."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
+
+
 class RobustMutex:
     """A `Mutex` between the threads of all processes that share `memory`, MUTEX_BYTES of it.
 
@@ -44,20 +51,20 @@ class RobustMutex:
     come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.)
     """
 
-    __slots__ = ("_futex", "_holder", "_mutex", "_patience_s", "_place", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_mutex", "_patience", "_place", "_ranks", "release")
 
-    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int], patience_s: float = math.inf) -> None:
+    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int], patience: Patience | None = None) -> None:
         """As `place`, which is mine, sees it; `ranks` of the world, by place.
 
-        Who has not given it back for `patience_s`, and is stopped, is lost. Nobody means to hold it for more than
-        microseconds, but a thread that has it may wait longer than that for the processor, or for the GIL.
+        Whose owner is stopped, and has not given it back within the `patience`, is lost. Nobody means to hold it for
+        more than microseconds, but a thread that has it may wait longer than that for the processor, or for the GIL.
         """
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
         self._futex = memory[:4].cast("I")
         self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
         self._place = place
         self._ranks = ranks
-        self._patience_s = patience_s
+        self._patience = patience or Patience()
         self.release = partial(_unlock, self._mutex)  # with no frame of Python around it
 
     @staticmethod
@@ -97,8 +104,8 @@ class RobustMutex:
         waited_since_s = _now()
         while (failure := self._wait_a_slice()) == errno.ETIMEDOUT:
             waited_s, holder = _now() - waited_since_s, self._holder[0]
-            if waited_s >= self._patience_s and 0 <= holder < len(self._ranks) and self._is_stopped():
-                self._patience_s = 0.0  # there is none left for the next time
+            if waited_s >= self._patience.seconds and 0 <= holder < len(self._ranks) and self._is_stopped():
+                self._patience.seconds = 0.0  # there is none left for the next time
                 cause = "its process was stopped while it was changing shared memory"
                 raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
         return failure
