@@ -1,0 +1,273 @@
+"""The carrier between ranks of one host: messages in shared memory, with nobody between the two loops.
+
+A message is written into its receiver's inbox. Short arrays lie in it; longer ones are copied once, into memory that
+the sender lends, and the receiver gets the arrays where they lie. It gives the memory back when it holds none of them
+any more.
+
+*Waiting.* A sender waits while an inbox is full, or while too much that was lent to its owner is unread. So what is on
+the way is bounded, however slow the receiver. Two ranks never wait for each other so: whoever waits to send waits for a
+reader, and a reader waits for nobody. It is a task of its own at each rank, takes what is there, delivers it by a plain
+call and goes on, whatever the senders of its rank wait for. What a receiver holds on to is not bounded, and delays
+nobody.
+
+*Looking.* The reader looks for a while after each message, and lets its loop turn between two looks; then it sleeps
+until a sender rings. So two ranks that talk find each other awake, and the other tasks of a loop do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
+from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
+from asyncoll.rpc.packing import Packing, unpack
+from asyncoll.tensors import Array
+from asyncoll.transport import Arena, Wait
+from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, size_of
+from asyncoll.transport.loans import Borrower, Lender
+from asyncoll.wire import digest
+
+INLINE_BYTES = 1 << 14  # of arrays in an inbox
+WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
+_BATCH = 32  # messages that are sent or delivered before the loop may do something else
+
+
+class InMemory:
+    """A `Carrier` between ranks of one host, of which this is one; it may send to itself too."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        context: int,
+        ranks: tuple[int, ...],
+        check: Callable[[], None],
+        broken: Callable[[ProtocolError], None],
+    ) -> None:
+        """`context` is this carrier's name at all `ranks` of the world that take part. One is never used again.
+
+        `check` raises if there is nothing to wait for any more. `broken` is told if a peer has written what it must
+        not: nothing is received from then on.
+        """
+        self._arena = arena
+        self._context = context
+        self._ranks = ranks
+        self._check_world = check
+        self._broken = broken
+        self._inbox = self._inbox_of(arena.ranks[arena.place])
+        self._lender = Lender(arena, self._inbox.board, RETURNED)
+        self._borrower = Borrower(arena)
+        self._outboxes: dict[int, _Outbox] = {}
+        self._deliver: Deliver = _drop
+        self._reader: asyncio.Task[None] | None = None
+        self._sent = 0
+        self._is_closed = False
+
+    def open(self, deliver: Deliver) -> None:
+        """Begin to receive, on the loop that runs here."""
+        self._deliver = deliver
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
+        """Send one message to the rank `dest`. Messages arrive in the order in which their `send` returns.
+
+        Returns once it is in the inbox of `dest`, or dropped, if that has closed. If it is cancelled, it is there as a
+        whole or not at all.
+
+        Raises UsageError if the head is too long or the host has no memory left for the arrays, PeerLostError if
+        somebody died over the inbox, and whatever `check` raises while it waits.
+        """
+        if len(head) > HEAD_BYTES:
+            raise UsageError(f"a head of {len(head)} bytes exceeds the limit of {HEAD_BYTES}")
+        self._sent += 1
+        if self._sent % _BATCH == 0:
+            await asyncio.sleep(0)
+        self._check_open()
+        outbox, packing = self._outbox(dest), Packing(arrays)
+        with contextlib.suppress(ShutError):
+            if packing.nbytes <= INLINE_BYTES:
+                await outbox.put(Message(self._arena.place, head, len(packing), packing.joined()))
+            else:
+                await outbox.put_lent(head, packing)
+
+    async def close(self) -> None:
+        """Stop. What was received stays its holder's, as long as the arena lasts. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._deliver = _drop
+        with contextlib.suppress(AsyncollError):
+            self._inbox.close()
+            while self._inbox.has_messages():
+                self._receive()
+            self._borrower.give_back()
+            self._lender.close()
+        self._arena.alarm()  # those who wait to send hear of it
+        tasks = [outbox.pump for outbox in self._outboxes.values() if outbox.pump is not None]
+        if self._reader is not None:
+            self._reader.cancel()
+            tasks.append(self._reader)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _check(self) -> None:
+        self._check_open()
+        self._check_world()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this carrier is closed")
+
+    def _outbox(self, rank: int) -> _Outbox:
+        outbox = self._outboxes.get(rank)
+        if outbox is None:
+            if rank not in self._ranks:
+                raise UsageError(f"rank {rank} is not one of {self._ranks}")
+            outbox = _Outbox(rank, self._inbox_of(rank), self._arena, self._lender, self._check)
+            self._outboxes[rank] = outbox
+        return outbox
+
+    def _inbox_of(self, rank: int) -> Inbox:
+        return Inbox(self._arena, digest("inbox", self._context, rank))
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        wait = Wait(self._inbox.board, self._has_work)
+        try:
+            while True:
+                await self._arena.wait(wait, self._check, lambda: "messages of other ranks", turning=True)
+                self._borrower.give_back()
+                self._receive()
+                await asyncio.sleep(0)  # those whom it concerns come first
+        except ProtocolError as error:
+            self._broken(error)
+        except AsyncollError:  # the world's failure, or a peer's that the world will hear of
+            return
+
+    def _has_work(self) -> bool:
+        return self._inbox.has_messages() or self._borrower.has_dropped()
+
+    def _receive(self) -> None:
+        for message in self._inbox.take(_BATCH):
+            source = self._arena.ranks[message.source]
+            try:
+                arrays = self._arrays(source, message)
+            except ProtocolError as error:
+                raise ProtocolError(str(error), source) from None
+            self._deliver(source, message.head, arrays)
+
+    def _arrays(self, source: int, message: Message) -> Sequence[Array]:
+        if not message.arrays:
+            return ()
+        if not message.address:
+            return unpack(np.frombuffer(message.inline, np.uint8), message.arrays)
+        lender = self._outbox(source).inbox.board
+        return unpack(self._borrower.borrow(lender, RETURNED, message.address, message.nbytes), message.arrays)
+
+
+class _Ticket(NamedTuple):
+    """A message that waits for room."""
+
+    message: Message
+    is_put: asyncio.Future[None]
+
+
+class _Outbox:
+    """The way to one peer's inbox, for all tasks of this rank."""
+
+    def __init__(self, rank: int, inbox: Inbox, arena: Arena, lender: Lender, check: Callable[[], None]) -> None:
+        self.inbox = inbox
+        self.pump: asyncio.Task[None] | None = None
+        self._rank = rank
+        self._arena = arena
+        self._lender = lender
+        self._check = check
+        self._queue: deque[_Ticket] = deque()
+        self._long = asyncio.Lock()  # one long message at a time is made, or there would be no bound
+        self._unread: deque[tuple[int, int]] = deque()  # of what was lent: where the message ends, and its bytes
+        self._unread_bytes = 0
+
+    async def put(self, message: Message) -> None:
+        """Wait for room, in line, and put it into the inbox."""
+        if not self._queue:
+            with self.inbox.board:
+                if self._put(message):
+                    return
+        ticket = _Ticket(message, asyncio.get_running_loop().create_future())
+        self._queue.append(ticket)
+        if self.pump is None:
+            self.pump = asyncio.get_running_loop().create_task(self._pump())
+        await ticket.is_put
+
+    async def put_lent(self, head: bytes, packing: Packing) -> None:
+        """Copy the arrays into memory that is lent, and put the message into the inbox."""
+        async with self._long:
+            await self._make_room(packing.nbytes)
+            address = self._lender.take(packing.nbytes)
+            try:
+                for _ in packing.fill(self._arena.view(address, packing.nbytes)):
+                    await asyncio.sleep(0)
+                await self.put(Message(self._arena.place, head, len(packing), b"", address, packing.nbytes))
+            finally:
+                self._lender.keep_unless_lent(address)
+
+    def _put(self, message: Message) -> bool:
+        """Whether there was room. Under the lock; nothing can undo it."""
+        end = self.inbox.put(message)
+        if end is None:
+            return False
+        if message.address:
+            self._lender.lend(message.address)
+            self._unread.append((end, message.nbytes))
+            self._unread_bytes += message.nbytes
+        return True
+
+    async def _pump(self) -> None:
+        """Put what is in the queue: all that there is room for at once, or each would take a turn of the loop."""
+        try:
+            while self._queue:
+                with self.inbox.board:
+                    self._put_first()
+                if self._queue:
+                    await self._until(partial(self.inbox.has_room, size_of(self._queue[0].message)))
+        except (AsyncollError, ShutError) as error:
+            for ticket in self._queue:
+                if not ticket.is_put.done():
+                    ticket.is_put.set_exception(error)
+            self._queue.clear()
+        finally:
+            self.pump = None
+
+    def _put_first(self) -> None:
+        while self._queue:
+            message, is_put = self._queue[0]
+            if not is_put.done():  # or it was cancelled
+                if not self._put(message):
+                    return
+                is_put.set_result(None)
+            self._queue.popleft()
+
+    async def _make_room(self, nbytes: int) -> None:
+        """Wait until so much more may be on the way."""
+        while self._unread and self._unread_bytes + nbytes > WINDOW_BYTES:
+            end, oldest = self._unread[0]
+            await self._until(partial(self.inbox.is_read, end))
+            self._unread.popleft()
+            self._unread_bytes -= oldest
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        await self._arena.wait(Wait(self.inbox.board, ready), self._check, self._what, turning=True)
+
+    def _what(self) -> str:
+        return f"rank {self._rank} to read what it was sent"
+
+
+def _drop(source: int, head: bytes, arrays: Sequence[Array]) -> None:
+    pass
