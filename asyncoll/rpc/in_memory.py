@@ -48,12 +48,12 @@ class InMemory:
         context: int,
         ranks: tuple[int, ...],
         check: Callable[[], None],
-        broken: Callable[[ProtocolError], None],
+        broken: Callable[[int, ProtocolError], None],
     ) -> None:
         """`context` is this carrier's name at all `ranks` of the world that take part. One is never used again.
 
-        `check` raises if there is nothing to wait for any more. `broken` is told if a peer has written what it must
-        not: nothing is received from then on.
+        `check` raises if there is nothing to wait for any more. `broken` is told of a rank that has written what it
+        must not, or -1 where that is unknown: nothing is received from then on.
         """
         self._arena = arena
         self._context = context
@@ -70,12 +70,15 @@ class InMemory:
         self._is_closed = False
 
     def open(self, deliver: Deliver) -> None:
-        """Begin to receive, on the loop that runs here."""
+        """Begin to receive, on the loop that runs here. What came before is there.
+
+        If `deliver` raises ProtocolError, the source has written what it must not.
+        """
         self._deliver = deliver
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        """Send one message to the rank `dest`. Messages arrive in the order in which their `send` returns.
+        """Send one message to the rank `dest`. It is delivered before all that are sent after this has returned.
 
         Returns once it is in the inbox of `dest`, or dropped, if that has closed. If it is cancelled, it is there as a
         whole or not at all.
@@ -147,7 +150,7 @@ class InMemory:
                 self._receive()
                 await asyncio.sleep(0)  # those whom it concerns come first
         except ProtocolError as error:
-            self._broken(error)
+            self._broken(error.source, error)
         except AsyncollError:  # the world's failure, or a peer's that the world will hear of
             return
 
@@ -158,10 +161,9 @@ class InMemory:
         for message in self._inbox.take(_BATCH):
             source = self._arena.ranks[message.source]
             try:
-                arrays = self._arrays(source, message)
+                self._deliver(source, message.head, self._arrays(source, message))
             except ProtocolError as error:
-                raise ProtocolError(str(error), source) from None
-            self._deliver(source, message.head, arrays)
+                raise ProtocolError(str(error), source) from error
 
     def _arrays(self, source: int, message: Message) -> Sequence[Array]:
         if not message.arrays:
