@@ -737,7 +737,7 @@ def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
         sent = packing.Packing([numbers(1, nbytes)] * len(lengths))
         sent._table = lie
         monkeypatch.setattr(in_memory, "Packing", lambda arrays: sent)
-        await world.carriers[0].send(1, b"", [])
+        await world.carriers[0].send(1, b"", [numbers(1, nbytes)] * len(lengths))
         await world.keepers[1].until(lambda: world.keepers[1].broken)
         assert [source for source, _ in world.keepers[1].broken] == [0]
 
@@ -835,7 +835,7 @@ def test_a_rank_that_died_over_an_inbox():
 
     async def main(world):
         world.open(0, 1)
-        thread = threading.Thread(target=world.carriers[2]._outbox(1).inbox.board.__enter__)
+        thread = threading.Thread(target=world.carriers[2]._meet(1).inbox.board.__enter__)
         thread.start()  # to the kernel, a thread that ends is an owner that dies
         thread.join()
         for rank in (0, 2):

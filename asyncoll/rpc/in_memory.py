@@ -30,7 +30,7 @@ from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors import Array
 from asyncoll.transport import Arena, Wait
-from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, size_of
+from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, encode
 from asyncoll.transport.loans import Borrower, Lender
 from asyncoll.wire import digest
 
@@ -92,12 +92,11 @@ class InMemory:
         if self._sent % _BATCH == 0:
             await asyncio.sleep(0)
         self._check_open()
-        outbox, packing = self._outbox(dest), Packing(arrays)
-        with contextlib.suppress(ShutError):
-            if packing.nbytes <= INLINE_BYTES:
-                await outbox.put(Message(self._arena.place, head, len(packing), packing.joined()))
-            else:
-                await outbox.put_lent(head, packing)
+        outbox = self._outboxes.get(dest) or self._meet(dest)
+        try:
+            await outbox.send(head, arrays)
+        except ShutError:
+            return
 
     async def close(self) -> None:
         """Stop. What was received stays its holder's, as long as the arena lasts. Idempotent."""
@@ -127,13 +126,10 @@ class InMemory:
         if self._is_closed:
             raise ClosedError("this carrier is closed")
 
-    def _outbox(self, rank: int) -> _Outbox:
-        outbox = self._outboxes.get(rank)
-        if outbox is None:
-            if rank not in self._ranks:
-                raise UsageError(f"rank {rank} is not one of {self._ranks}")
-            outbox = _Outbox(rank, self._inbox_of(rank), self._arena, self._lender, self._check)
-            self._outboxes[rank] = outbox
+    def _meet(self, rank: int) -> _Outbox:
+        if rank not in self._ranks:
+            raise UsageError(f"rank {rank} is not one of {self._ranks}")
+        outbox = self._outboxes[rank] = _Outbox(rank, self._inbox_of(rank), self._arena, self._lender, self._check)
         return outbox
 
     def _inbox_of(self, rank: int) -> Inbox:
@@ -145,7 +141,8 @@ class InMemory:
         wait = Wait(self._inbox.board, self._has_work)
         try:
             while True:
-                await self._arena.wait(wait, self._check, lambda: "messages of other ranks", turning=True)
+                if not self._has_work():
+                    await self._arena.wait(wait, self._check, lambda: "messages of other ranks", turning=True)
                 self._borrower.give_back()
                 self._receive()
                 await asyncio.sleep(0)  # those whom it concerns come first
@@ -170,15 +167,16 @@ class InMemory:
             return ()
         if not message.address:
             return unpack(np.frombuffer(message.inline, np.uint8), message.arrays)
-        lender = self._outbox(source).inbox.board
+        lender = (self._outboxes.get(source) or self._meet(source)).inbox.board
         return unpack(self._borrower.borrow(lender, RETURNED, message.address, message.nbytes), message.arrays)
 
 
-class _Ticket(NamedTuple):
-    """A message that waits for room."""
+class _Parcel(NamedTuple):
+    """An encoded message, and the memory that is lent with it, if its address is not 0."""
 
-    message: Message
-    is_put: asyncio.Future[None]
+    raw: bytes
+    address: int = 0
+    nbytes: int = 0
 
 
 class _Outbox:
@@ -191,44 +189,53 @@ class _Outbox:
         self._arena = arena
         self._lender = lender
         self._check = check
-        self._queue: deque[_Ticket] = deque()
+        self._queue: deque[tuple[_Parcel, asyncio.Future[None]]] = deque()  # those that wait for room
         self._long = asyncio.Lock()  # one long message at a time is made, or there would be no bound
         self._unread: deque[tuple[int, int]] = deque()  # of what was lent: where the message ends, and its bytes
         self._unread_bytes = 0
 
-    async def put(self, message: Message) -> None:
-        """Wait for room, in line, and put it into the inbox."""
-        if not self._queue:
-            with self.inbox.board:
-                if self._put(message):
-                    return
-        ticket = _Ticket(message, asyncio.get_running_loop().create_future())
-        self._queue.append(ticket)
-        if self.pump is None:
-            self.pump = asyncio.get_running_loop().create_task(self._pump())
-        await ticket.is_put
-
-    async def put_lent(self, head: bytes, packing: Packing) -> None:
-        """Copy the arrays into memory that is lent, and put the message into the inbox."""
+    async def send(self, head: bytes, arrays: Sequence[Array]) -> None:
+        """Wait for room, and put the message into the inbox. Nothing can undo that."""
+        place = self._arena.place
+        if not arrays:
+            await self._put(_Parcel(encode(Message(place, head))))
+            return
+        packing = Packing(arrays)
+        if packing.nbytes <= INLINE_BYTES:
+            await self._put(_Parcel(encode(Message(place, head, len(arrays), packing.joined()))))
+            return
         async with self._long:
             await self._make_room(packing.nbytes)
             address = self._lender.take(packing.nbytes)
             try:
                 for _ in packing.fill(self._arena.view(address, packing.nbytes)):
                     await asyncio.sleep(0)
-                await self.put(Message(self._arena.place, head, len(packing), b"", address, packing.nbytes))
+                raw = encode(Message(place, head, len(arrays), b"", address, packing.nbytes))
+                await self._put(_Parcel(raw, address, packing.nbytes))
             finally:
                 self._lender.keep_unless_lent(address)
 
-    def _put(self, message: Message) -> bool:
-        """Whether there was room. Under the lock; nothing can undo it."""
-        end = self.inbox.put(message)
+    async def _put(self, parcel: _Parcel) -> None:
+        if not self._queue:
+            with self.inbox.board:
+                if self._is_put(parcel):
+                    return
+        put = asyncio.get_running_loop().create_future()
+        self._queue.append((parcel, put))
+        if self.pump is None:
+            self.pump = asyncio.get_running_loop().create_task(self._pump())
+        await put
+
+    def _is_put(self, parcel: _Parcel) -> bool:
+        """Put it into the inbox, if there is room. Under the lock."""
+        raw, address, nbytes = parcel
+        end = self.inbox.put(raw)
         if end is None:
             return False
-        if message.address:
-            self._lender.lend(message.address)
-            self._unread.append((end, message.nbytes))
-            self._unread_bytes += message.nbytes
+        if address:
+            self._lender.lend(address)
+            self._unread.append((end, nbytes))
+            self._unread_bytes += nbytes
         return True
 
     async def _pump(self) -> None:
@@ -238,22 +245,22 @@ class _Outbox:
                 with self.inbox.board:
                     self._put_first()
                 if self._queue:
-                    await self._until(partial(self.inbox.has_room, size_of(self._queue[0].message)))
+                    await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
         except (AsyncollError, ShutError) as error:
-            for ticket in self._queue:
-                if not ticket.is_put.done():
-                    ticket.is_put.set_exception(error)
+            for _, put in self._queue:
+                if not put.done():
+                    put.set_exception(error)
             self._queue.clear()
         finally:
             self.pump = None
 
     def _put_first(self) -> None:
         while self._queue:
-            message, is_put = self._queue[0]
-            if not is_put.done():  # or it was cancelled
-                if not self._put(message):
+            parcel, put = self._queue[0]
+            if not put.done():  # or it was cancelled
+                if not self._is_put(parcel):
                     return
-                is_put.set_result(None)
+                put.set_result(None)
             self._queue.popleft()
 
     async def _make_room(self, nbytes: int) -> None:

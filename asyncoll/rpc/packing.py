@@ -16,7 +16,7 @@ _PIECE = 1 << 20  # bytes, after which somebody else may have a turn
 
 
 class Packing:
-    """How flat arrays of bytes are packed into `nbytes` of memory; none into nothing."""
+    """How flat arrays of bytes are packed into `nbytes` of memory."""
 
     __slots__ = ("_arrays", "_starts", "_table", "nbytes")
 
@@ -25,9 +25,6 @@ class Packing:
         self._arrays = arrays
         self._table = struct.pack(f"<{len(lengths)}q", *lengths)
         self._starts, self.nbytes = _layout(lengths)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
 
     def joined(self) -> bytes:
         parts: list[Buffer] = [self._table]

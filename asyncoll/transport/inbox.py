@@ -23,7 +23,7 @@ _SKIP = 0  # instead of the bytes of a message: it is not here, but at the start
 _TAIL, _HEAD, _CLOSED, RETURNED = range(4)  # words of the board; the last is for those who borrow from its owner
 _RING = 4
 
-PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # of a message: with it, it fits into any empty ring
+PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # then it fits into an empty ring, wherever that begins
 
 
 class ShutError(Exception):
@@ -54,30 +54,30 @@ class Inbox:
 
     # -- for writers ------------------------------------------------------------------------------
 
-    def put(self, message: Message) -> int | None:
-        """Put `message`, whose head and inline body are not above PAYLOAD_MAX; returns where it ends.
+    def put(self, raw: bytes) -> int | None:
+        """Put an encoded message; returns where it ends, or None if there is no room for it. Raises ShutError.
 
-        None if there is no room for it. Raises ShutError. The caller holds the lock of the board.
+        The caller holds the lock of the board.
         """
-        words, size = self._words, size_of(message)
+        words = self._words
         tail, head = words[_TAIL], words[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"an inbox from {head} to {tail}")
-        if not self.has_room(size):
+        if not self.has_room(len(raw)):
             return None
-        start = tail % RING_BYTES
+        start, size = tail % RING_BYTES, _aligned(len(raw))
         if start + size > RING_BYTES:
             _HEADER.pack_into(self._ring, start, _SKIP, 0, 0, 0, 0, 0)
             tail += RING_BYTES - start
             start = 0
-        self._write(start, size, message)
+        self._ring[start : start + len(raw)] = raw
         words[_TAIL] = tail + size
         self.board.wake()
         return tail + size
 
-    def has_room(self, size: int) -> bool:
-        """Raises ShutError."""
-        words = self._words
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes fits. Raises ShutError."""
+        words, size = self._words, _aligned(nbytes)
         if words[_CLOSED]:
             raise ShutError
         tail = words[_TAIL]
@@ -89,13 +89,6 @@ class Inbox:
         if self._words[_CLOSED]:
             raise ShutError
         return self._words[_HEAD] >= end
-
-    def _write(self, start: int, size: int, message: Message) -> None:
-        source, head, arrays, inline, address, nbytes = message
-        _HEADER.pack_into(self._ring, start, size, source, len(head), arrays, nbytes or len(inline), address)
-        middle = start + _HEADER.size + len(head)
-        self._ring[start + _HEADER.size : middle] = head
-        self._ring[middle : middle + len(inline)] = inline
 
     # -- for the owner ----------------------------------------------------------------------------
 
@@ -145,7 +138,12 @@ class Inbox:
             board.wake()
 
 
-def size_of(message: Message) -> int:
-    """The bytes that it takes of a ring."""
-    size = _HEADER.size + len(message.head) + len(message.inline)
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def encode(message: Message) -> bytes:
+    """As it lies in an inbox. Its head and its inline body together are not above PAYLOAD_MAX."""
+    source, head, arrays, inline, address, nbytes = message
+    size = _aligned(_HEADER.size + len(head) + len(inline))
+    return _HEADER.pack(size, source, len(head), arrays, nbytes or len(inline), address) + head + inline
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
