@@ -152,10 +152,10 @@ def test_everybody_reaches_everybody(run, size):
         world.open(*range(size))
         for rank, carrier in enumerate(world.carriers):
             for dest in range(size):
-                await carrier.send(dest, bytes([rank, dest]), [numbers(rank, 10), numbers(dest, 20_000)])
+                await carrier.send(dest, bytes([rank, dest]), [numbers(rank, 10), numbers(dest, 40_000)])
         for rank, keeper in enumerate(world.keepers):
             expected = [
-                (source, bytes([source, rank]), [numbers(source, 10).tobytes(), numbers(rank, 20_000).tobytes()])
+                (source, bytes([source, rank]), [numbers(source, 10).tobytes(), numbers(rank, 40_000).tobytes()])
                 for source in range(size)
             ]
             assert sorted(map(plain, await keeper.take(size))) == expected
@@ -433,10 +433,10 @@ def test_what_is_held_stays_as_it_is(run):
     async def main(world):
         world.open(1)
         for number in range(30):
-            await world.carriers[0].send(1, b"", [numbers(number, 20_000), numbers(-number % 31, 5)])
+            await world.carriers[0].send(1, b"", [numbers(number, 40_000), numbers(-number % 31, 5)])
         held = await world.keepers[1].take(30)
         for number, (_, _, arrays) in enumerate(held):
-            assert arrays[0].tobytes() == numbers(number, 20_000).tobytes()
+            assert arrays[0].tobytes() == numbers(number, 40_000).tobytes()
             assert arrays[1].tobytes() == numbers(-number % 31, 5).tobytes()
         assert len(lender(world)._lent) == 30
         held.clear()
@@ -460,7 +460,7 @@ def test_what_is_held_stays_as_it_is(run):
 def test_whoever_holds_a_part_holds_all(run, part_of):
     async def main(world):
         world.open(1)
-        await world.carriers[0].send(1, b"", [np.zeros(24_000, np.uint8), numbers(1, 17)])
+        await world.carriers[0].send(1, b"", [np.zeros(48_000, np.uint8), numbers(1, 17)])
         ((_, _, (array, _)),) = await world.keepers[1].take()
         part = part_of(array)
         del array, _
@@ -476,7 +476,7 @@ def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
         world.open(1)
         for _ in range(20):
             for number in range(5):
-                await world.carriers[0].send(1, b"", [numbers(number, 20_000)])
+                await world.carriers[0].send(1, b"", [numbers(number, 40_000)])
             held = await world.keepers[1].take(5)
             threads = [threading.Thread(target=held.pop) for _ in range(4)]
             for thread in threads:
@@ -496,7 +496,7 @@ def test_only_so_much_is_kept(run, monkeypatch):
 
     async def main(world):
         world.open(1)
-        for nbytes in (20_000, 30_000, 90_000, 200_000, 40_000):
+        for nbytes in (40_000, 60_000, 90_000, 200_000, 50_000):
             await world.carriers[0].send(1, b"", [numbers(1, nbytes)])
             await world.keepers[1].take()
             await collect(world)
@@ -510,7 +510,7 @@ def test_only_so_much_is_kept(run, monkeypatch):
 def test_without_memory_senders_are_told(run, monkeypatch):
     async def main(world):
         world.open(1)
-        await world.carriers[0].send(1, b"", [numbers(1, 20_000)])
+        await world.carriers[0].send(1, b"", [numbers(1, 40_000)])
         await world.keepers[1].take()
         await collect(world)
         assert lender(world)._free_bytes > 0
@@ -591,12 +591,12 @@ def test_what_is_held_outlives_the_carriers(run):
 def test_what_is_received_after_the_end_is_dropped_and_given_back(run):
     async def main(world):
         for _ in range(40):
-            await world.carriers[0].send(1, b"", [numbers(1, 20_000)])
+            await world.carriers[0].send(1, b"", [numbers(1, 40_000)])
         await world.carriers[1].close()
         lender(world)._collect()
         assert not lender(world)._lent
         for _ in range(3):
-            await world.carriers[0].send(1, b"", [numbers(1, 20_000)])
+            await world.carriers[0].send(1, b"", [numbers(1, 40_000)])
         assert not lender(world)._lent
         assert not lender(world)._taken
         assert world.keepers[1].messages == []
@@ -669,9 +669,9 @@ def test_in_a_simulated_world():
         carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.check(0), keeper.hear)
         carrier.open(keeper.deliver)
         for dest in ranks:
-            await carrier.send(dest, b"hello", [numbers(comm.rank, 30_000)])
+            await carrier.send(dest, b"hello", [numbers(comm.rank, 50_000)])
         received = sorted(map(plain, await keeper.take(comm.size)))
-        assert received == [(rank, b"hello", [numbers(rank, 30_000).tobytes()]) for rank in ranks]
+        assert received == [(rank, b"hello", [numbers(rank, 50_000).tobytes()]) for rank in ranks]
         await comm.barrier()
         await carrier.close()
 
@@ -728,14 +728,25 @@ def test_headers_are_not_trusted(run, fields):
     run(2, main)
 
 
-@pytest.mark.parametrize("lengths", [[-1, 1], [9], [1 << 62, 1 << 62], [-(1 << 63), 8], [7]])
+def test_whatever_lies_in_an_inbox_it_can_be_closed(run):
+    async def main(world):
+        await world.carriers[1].send(0, b"", [numbers(1, 50_000)])
+        header(world, *BAD_HEADERS["nobody"])
+        await world.carriers[1].close()
+        assert world.keepers[1].broken == []
+        assert lender(world, 1)._free_bytes == 0
+        await world.carriers[0].send(1, b"dropped")
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("lengths", [[-1, 1], [2001], [1 << 62, 1 << 62], [-(1 << 63), 8]])
 @pytest.mark.parametrize("nbytes", [8, 2000])
 def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
     async def main(world):
         world.open(1)
-        lie = packing.struct.pack(f"<{len(lengths)}q", *lengths)
         sent = packing.Packing([numbers(1, nbytes)] * len(lengths))
-        sent._table = lie
+        monkeypatch.setattr(packing.Packing, "_table", lambda packed: np.array(lengths).tobytes())
         monkeypatch.setattr(in_memory, "Packing", lambda arrays: sent)
         await world.carriers[0].send(1, b"", [numbers(1, nbytes)] * len(lengths))
         await world.keepers[1].until(lambda: world.keepers[1].broken)
@@ -810,7 +821,7 @@ def test_what_comes_back_is_not_trusted(run, caplog, address):
     async def main(world):
         world.open(1)
         for number in range(2):
-            await world.carriers[0].send(1, b"", [numbers(number, 20_000)])
+            await world.carriers[0].send(1, b"", [numbers(number, 40_000)])
         held.extend(await world.keepers[1].take(2))
         first, second = lender(world)._lent
         with world.carriers[0]._inbox.board as board:

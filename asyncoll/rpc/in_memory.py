@@ -34,7 +34,7 @@ from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, encode
 from asyncoll.transport.loans import Borrower, Lender
 from asyncoll.wire import digest
 
-INLINE_BYTES = 1 << 14  # of arrays in an inbox
+INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
 WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
 _BATCH = 32  # messages that are sent or delivered before the loop may do something else
 
@@ -108,6 +108,7 @@ class InMemory:
             self._inbox.close()
             while self._inbox.has_messages():
                 self._receive()
+        with contextlib.suppress(AsyncollError):
             self._borrower.give_back()
             self._lender.close()
         self._arena.alarm()  # those who wait to send hear of it
@@ -144,8 +145,9 @@ class InMemory:
                 if not self._has_work():
                     await self._arena.wait(wait, self._check, lambda: "messages of other ranks", turning=True)
                 self._borrower.give_back()
-                self._receive()
-                await asyncio.sleep(0)  # those whom it concerns come first
+                if self._inbox.has_messages():
+                    self._receive()
+                    await asyncio.sleep(0)  # those whom it concerns come first
         except ProtocolError as error:
             self._broken(error.source, error)
         except AsyncollError:  # the world's failure, or a peer's that the world will hear of

@@ -18,25 +18,33 @@ _PIECE = 1 << 20  # bytes, after which somebody else may have a turn
 class Packing:
     """How flat arrays of bytes are packed into `nbytes` of memory."""
 
-    __slots__ = ("_arrays", "_starts", "_table", "nbytes")
+    __slots__ = ("_arrays", "_lengths", "_starts", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
-        lengths = [array.nbytes for array in arrays]
         self._arrays = arrays
-        self._table = struct.pack(f"<{len(lengths)}q", *lengths)
-        self._starts, self.nbytes = _layout(lengths)
+        self._lengths = [array.nbytes for array in arrays]
+        self._starts, end = [], _LENGTH * len(arrays)
+        for length in self._lengths:
+            start = end + _ALIGNMENT - 1 & -_ALIGNMENT
+            self._starts.append(start)
+            end = start + length
+        self.nbytes = end
 
     def joined(self) -> bytes:
-        parts: list[Buffer] = [self._table]
-        end = len(self._table)
-        for array, start in zip(self._arrays, self._starts, strict=True):
+        parts: list[Buffer] = [self._table()]
+        end = len(parts[0])
+        for array, start, length in zip(self._arrays, self._starts, self._lengths, strict=True):
             parts += _GAP[: start - end], array
-            end = start + array.nbytes
+            end = start + length
         return b"".join(parts)
+
+    def _table(self) -> bytes:
+        return struct.pack(f"<{len(self._lengths)}q", *self._lengths)
 
     def fill(self, memory: Array) -> Iterator[None]:
         """Write it into `memory`, which is so long; whoever does may turn to something else at each step."""
-        memory.data[: len(self._table)] = self._table
+        table = self._table()
+        memory.data[: len(table)] = table
         for array, first in zip(self._arrays, self._starts, strict=True):
             for start in range(0, array.nbytes, _PIECE):
                 piece = array[start : start + _PIECE]
@@ -47,20 +55,14 @@ class Packing:
 
 def unpack(memory: Array, count: int) -> list[Array]:
     """`count` arrays, which lie in `memory` as somebody says who may be wrong: ProtocolError."""
-    if _LENGTH * count > memory.nbytes:
-        raise ProtocolError(f"{count} arrays in {memory.nbytes} bytes")
-    lengths = struct.unpack_from(f"<{count}q", memory.data)
-    starts, nbytes = _layout(lengths)
-    if min(lengths, default=0) < 0 or nbytes != memory.nbytes:
-        raise ProtocolError(f"arrays in {memory.nbytes} bytes whose lengths say {nbytes}")
-    return [memory[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-
-def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where arrays of such lengths begin, behind the table, and the bytes of all."""
-    starts, end = [], _LENGTH * len(lengths)
-    for length in lengths:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
+    nbytes, end = memory.nbytes, _LENGTH * count
+    if end > nbytes:
+        raise ProtocolError(f"{count} arrays in {nbytes} bytes")
+    arrays = []
+    for length in struct.unpack_from(f"<{count}q", memory.data):
+        start = end + _ALIGNMENT - 1 & -_ALIGNMENT
         end = start + length
-    return starts, end
+        if not start <= end <= nbytes:
+            raise ProtocolError(f"{count} arrays, of which one has {length} bytes, in {nbytes}")
+        arrays.append(memory[start:end])
+    return arrays

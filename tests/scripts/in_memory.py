@@ -8,7 +8,7 @@ import numpy as np
 import asyncoll
 from asyncoll.rpc.in_memory import InMemory
 
-LENGTHS = [[], [0], [64], [5, 0, 9000], [30_000], [1 << 17, 17], [1_100_000]]
+LENGTHS = [[], [0], [64], [5, 0, 9000], [40_000], [1 << 17, 17], [1_100_000]]
 ROUNDS = 4
 TASKS = 2
 
