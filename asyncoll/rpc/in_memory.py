@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
@@ -168,9 +166,10 @@ class InMemory:
         if not message.arrays:
             return ()
         if not message.address:
-            return unpack(np.frombuffer(message.inline, np.uint8), message.arrays)
+            return unpack(message.inline, message.arrays)
         lender = (self._outboxes.get(source) or self._meet(source)).inbox.board
-        return unpack(self._borrower.borrow(lender, RETURNED, message.address, message.nbytes), message.arrays)
+        body = self._borrower.borrow(lender, RETURNED, message.address, message.nbytes)
+        return unpack(body.data, message.arrays)
 
 
 class _Parcel(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from asyncoll.errors import ProtocolError
 from asyncoll.tensors import Array
 from asyncoll.wire import Buffer
@@ -53,16 +55,16 @@ class Packing:
                     yield
 
 
-def unpack(memory: Array, count: int) -> list[Array]:
-    """`count` arrays, which lie in `memory` as somebody says who may be wrong: ProtocolError."""
-    nbytes, end = memory.nbytes, _LENGTH * count
+def unpack(memory: Buffer, count: int) -> list[Array]:
+    """`count` arrays over `memory`, where they lie as somebody says who may be wrong: ProtocolError."""
+    nbytes, end = len(memory), _LENGTH * count
     if end > nbytes:
         raise ProtocolError(f"{count} arrays in {nbytes} bytes")
     arrays = []
-    for length in struct.unpack_from(f"<{count}q", memory.data):
+    for length in struct.unpack_from(f"<{count}q", memory):
         start = end + _ALIGNMENT - 1 & -_ALIGNMENT
         end = start + length
         if not start <= end <= nbytes:
             raise ProtocolError(f"{count} arrays, of which one has {length} bytes, in {nbytes}")
-        arrays.append(memory[start:end])
+        arrays.append(np.frombuffer(memory, np.uint8, length, start))
     return arrays
