@@ -728,6 +728,18 @@ def test_headers_are_not_trusted(run, fields):
     run(2, main)
 
 
+def test_who_takes_no_part_is_not_heard(run):
+    async def main(world):
+        world.carriers[1]._ranks = (0, 1)
+        world.open(1)
+        await world.carriers[2].send(1, b"", [numbers(1, 50_000)])
+        await world.keepers[1].until(lambda: world.keepers[1].broken)
+        assert [source for source, _ in world.keepers[1].broken] == [2]
+        assert world.keepers[1].messages == []
+
+    run(3, main)
+
+
 def test_whatever_lies_in_an_inbox_it_can_be_closed(run):
     async def main(world):
         await world.carriers[1].send(0, b"", [numbers(1, 50_000)])

@@ -157,6 +157,8 @@ class InMemory:
     def _receive(self) -> None:
         for message in self._inbox.take(_BATCH):
             source = self._arena.ranks[message.source]
+            if source not in self._ranks:
+                raise ProtocolError("a message from somebody who takes no part", source)
             try:
                 self._deliver(source, message.head, self._arrays(source, message))
             except ProtocolError as error:

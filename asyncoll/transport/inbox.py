@@ -141,6 +141,7 @@ class Inbox:
 def encode(message: Message) -> bytes:
     """As it lies in an inbox. Its head and its inline body together are not above PAYLOAD_MAX."""
     source, head, arrays, inline, address, nbytes = message
+    assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"
     size = _aligned(_HEADER.size + len(head) + len(inline))
     return _HEADER.pack(size, source, len(head), arrays, nbytes or len(inline), address) + head + inline
 
