@@ -23,6 +23,7 @@ from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError, PeerLostError
+from asyncoll.failures import error_of
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
@@ -142,8 +143,7 @@ class Calls:
             try:
                 return await body
             except Exception as error:
-                self._tell_of(call, error)
-                raise
+                raise self._tell_of(call, error)
             finally:
                 self._attendance.leave(visit)
 
@@ -196,28 +196,29 @@ class Calls:
                 with lane:
                     return await body(lane)
             except (Exception, asyncio.CancelledError) as error:
-                self._abort_for(call, error)
-                raise
+                raise self._abort_for(call, error)
             finally:
                 self._attendance.leave(visit)
                 self.ledger.enter(call.operation, lane.traffic)
 
         return self._runner.start(work(), discarded)
 
-    def _abort_for(self, call: Signature, error: BaseException) -> None:
-        """A call that ends in any way that its peers do not know of ends the communicator."""
+    def _abort_for(self, call: Signature, error: BaseException) -> BaseException:
+        """A call that ends in any way that its peers do not know of ends the communicator. Returns what to raise."""
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-        else:
-            self._tell_of(call, error)
+            return error
+        return self._tell_of(call, error)
 
-    def _tell_of(self, call: Signature | Round, error: BaseException) -> None:
-        """What peers cannot know, and wait for in vain."""
-        if isinstance(error, PeerLostError):  # noticed in memory, if not known already
-            rank, cause, last_seen_s = error.rank, error.cause, error.last_seen_s
-            self._runner.post(lambda: self._endpoint.lost(rank, cause, last_seen_s))
-        elif not isinstance(error, AsyncollError):
+    def _tell_of(self, call: Signature | Round, error: BaseException) -> BaseException:
+        """Tell what peers cannot know, and would wait for in vain. Returns what to raise."""
+        if isinstance(error, PeerLostError) and not error.host:  # noticed in memory, where nothing else is known of it
+            news = self._endpoint.membership.news_of(error.rank, error.cause, error.last_seen_s)
+            self._runner.post(lambda: self._endpoint.lost(error.rank, error.cause, error.last_seen_s))
+            return error_of(news).with_traceback(error.__traceback__)
+        if not isinstance(error, AsyncollError):
             self.abort(f"{call} failed: {error!r}")
+        return error
 
     # -- in memory --------------------------------------------------------------------------------
 
@@ -231,19 +232,20 @@ class Calls:
             await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
             raise
         except (Exception, asyncio.CancelledError) as error:
-            self._abort_for(call, error)
+            told = self._abort_for(call, error)
             await self._retreat(form)
-            raise
+            raise told
         finally:
             self._attendance.leave(visit)
             self.ledger.enter(call.operation, form.traffic)
             hall.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:
-        """However often the caller is cancelled meanwhile."""
+        """However often the caller is cancelled meanwhile. Not if somebody is lost over the board where to say so."""
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.membership.lost)
+                with contextlib.suppress(PeerLostError):
+                    await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.membership.lost)
                 return
 
     def _dispute(self, call: Signature, place: int) -> None:

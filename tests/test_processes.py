@@ -145,7 +145,10 @@ def test_survivors_of_a_killed_rank_name_it(env, call, victim):
                 assert code == -signal.SIGKILL
             else:
                 assert (code, out) == (1, f"{rank} lost {victim}\n")
-                assert f"PeerLostError: rank {victim} (host {socket.gethostname()}, pid {ranks[victim].pid}) is gone" in err
+                assert (
+                    f"PeerLostError: rank {victim} (host {socket.gethostname()}, pid {ranks[victim].pid}) is gone"
+                    in err
+                )
 
 
 def test_survivors_of_an_error_are_told_of_it(env):
