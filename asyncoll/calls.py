@@ -142,8 +142,11 @@ class Calls:
         async def work() -> T:
             try:
                 return await body
+            except PeerLostError as error:
+                raise self._noticed(error) from None
             except Exception as error:
-                raise self._tell_of(call, error)
+                self._tell_of(call, error)
+                raise
             finally:
                 self._attendance.leave(visit)
 
@@ -196,29 +199,31 @@ class Calls:
                 with lane:
                     return await body(lane)
             except (Exception, asyncio.CancelledError) as error:
-                raise self._abort_for(call, error)
+                self._abort_for(call, error)
+                raise
             finally:
                 self._attendance.leave(visit)
                 self.ledger.enter(call.operation, lane.traffic)
 
         return self._runner.start(work(), discarded)
 
-    def _abort_for(self, call: Signature, error: BaseException) -> BaseException:
-        """A call that ends in any way that its peers do not know of ends the communicator. Returns what to raise."""
+    def _abort_for(self, call: Signature, error: BaseException) -> None:
+        """A call that ends in any way that its peers do not know of ends the communicator."""
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-            return error
-        return self._tell_of(call, error)
+        else:
+            self._tell_of(call, error)
 
-    def _tell_of(self, call: Signature | Round, error: BaseException) -> BaseException:
-        """Tell what peers cannot know, and would wait for in vain. Returns what to raise."""
-        if isinstance(error, PeerLostError) and not error.host:  # noticed in memory, where nothing else is known of it
-            news = self._endpoint.membership.news_of(error.rank, error.cause, error.last_seen_s)
-            self._runner.post(lambda: self._endpoint.lost(error.rank, error.cause, error.last_seen_s))
-            return error_of(news).with_traceback(error.__traceback__)
+    def _tell_of(self, call: Signature | Round, error: BaseException) -> None:
+        """Whatever is no failure that all know of, others would wait for in vain."""
         if not isinstance(error, AsyncollError):
             self.abort(f"{call} failed: {error!r}")
-        return error
+
+    def _noticed(self, error: PeerLostError) -> AsyncollError:
+        """A rank is gone, which may have been noticed in memory: then all are told. Returns the whole error."""
+        rank, cause, last_seen_s = error.rank, error.cause, error.last_seen_s
+        self._runner.post(lambda: self._endpoint.lost(rank, cause, last_seen_s))
+        return error_of(self._endpoint.membership.news_of(rank, cause, last_seen_s))
 
     # -- in memory --------------------------------------------------------------------------------
 
@@ -231,10 +236,14 @@ class Calls:
             self._dispute(call, disagreement.place)
             await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
             raise
-        except (Exception, asyncio.CancelledError) as error:
-            told = self._abort_for(call, error)
+        except PeerLostError as error:
+            lost = self._noticed(error)
             await self._retreat(form)
-            raise told
+            raise lost from None
+        except (Exception, asyncio.CancelledError) as error:
+            self._abort_for(call, error)
+            await self._retreat(form)
+            raise
         finally:
             self._attendance.leave(visit)
             self.ledger.enter(call.operation, form.traffic)
