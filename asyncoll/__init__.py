@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from asyncoll.algorithms.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
+    from asyncoll.deadlines import deadline as deadline
     from asyncoll.errors import AbortedError as AbortedError
     from asyncoll.errors import AsyncollError as AsyncollError
     from asyncoll.errors import ClosedError as ClosedError
+    from asyncoll.errors import DeadlineError as DeadlineError
     from asyncoll.errors import DeadlockError as DeadlockError
     from asyncoll.errors import MismatchError as MismatchError
     from asyncoll.errors import NonFiniteError as NonFiniteError
     from asyncoll.errors import PeerLostError as PeerLostError
     from asyncoll.errors import ProtocolError as ProtocolError
+    from asyncoll.errors import RemoteError as RemoteError
+    from asyncoll.errors import ServiceLostError as ServiceLostError
     from asyncoll.errors import UsageError as UsageError
     from asyncoll.flat import Flat as Flat
     from asyncoll.flat import flatten as flatten
@@ -35,15 +39,19 @@ if TYPE_CHECKING:
 _HOMES = {
     "algorithms.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
+    "deadlines": ("deadline",),
     "errors": (
         "AbortedError",
         "AsyncollError",
         "ClosedError",
+        "DeadlineError",
         "DeadlockError",
         "MismatchError",
         "NonFiniteError",
         "PeerLostError",
         "ProtocolError",
+        "RemoteError",
+        "ServiceLostError",
         "UsageError",
     ),
     "flat": ("Flat", "flatten"),

@@ -36,6 +36,7 @@ from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
 from asyncoll.progress import Runner
 from asyncoll.registered import Registry
+from asyncoll.rpc.ranks import Rpc
 from asyncoll.sparse import SparseOperations, SparseReduction, Specification
 from asyncoll.tensors import Operand, ReduceOp
 from asyncoll.traffic import CallStatistics
@@ -71,6 +72,14 @@ class Communicator:
         self.registry = Registry(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
+        self._rpc: Rpc | None = None
+
+    @property
+    def rpc(self) -> Rpc:
+        """Functions of every rank that the others may call."""
+        if self._rpc is None:
+            self._rpc = Rpc(self._endpoint, self._group, self._runner)
+        return self._rpc
 
     @property
     def local_rank(self) -> int:

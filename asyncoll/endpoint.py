@@ -107,6 +107,7 @@ class Endpoint:
         self._early_count = 0
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
+        self._mourners: list[tuple[int, Callable[[ErrorFactory], None]]] = []
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self.lost_ranks: set[int] = set()
         self.departed = False
@@ -176,7 +177,7 @@ class Endpoint:
             if early:
                 _check_whole(receive)
         except ProtocolError as error:
-            self._broken(source, error)
+            self.broken(source, error)
             self.check(identity.communicator)
             raise
         if receive.into.nbytes > SEGMENT_BYTES:
@@ -319,7 +320,17 @@ class Endpoint:
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 _break(future, make)
+        for owner, callback in self._mourners:
+            if communicator in (WORLD, owner):
+                callback(make)
         self._alarm()
+
+    def on_failure(self, communicator: int, callback: Callable[[ErrorFactory], None]) -> None:
+        """`callback` is told of what ends `communicator`, or the world; at once if something has."""
+        self._mourners.append((communicator, callback))
+        make = self._failures.get(WORLD) or self._failures.get(communicator)
+        if make is not None:
+            callback(make)
 
     def _alarm(self) -> None:
         if self.arena is not None:
@@ -410,9 +421,9 @@ class Endpoint:
             else:
                 self._told(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
-            self._broken(source, error)
+            self.broken(source, error)
 
-    def _broken(self, source: int, error: ProtocolError) -> None:
+    def broken(self, source: int, error: ProtocolError) -> None:
         """`source` broke the protocol: nothing it says can be trusted, so the world ends, and everybody hears why."""
         text = f"rank {source} broke the protocol: {error}"
         logger.error(text)
@@ -447,7 +458,7 @@ class Endpoint:
             return
         mine = execution.rider
         if mine is None or len(rider) != mine.nbytes:
-            self._broken(source, ProtocolError(f"{len(rider)} bytes go along with {execution.identity.describe()}"))
+            self.broken(source, ProtocolError(f"{len(rider)} bytes go along with {execution.identity.describe()}"))
             return
         np.maximum(mine, np.frombuffer(rider, np.uint8).view(mine.dtype), out=mine)
 

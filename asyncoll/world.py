@@ -95,7 +95,11 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._runner.start(self._leave(error))
+        rpc = self._comm.rpc  # who has not used it answers those who call it all the same
+        try:
+            await self._runner.start(self._leave(error))
+        finally:
+            await rpc.close()
 
     async def _join(self) -> Communicator:
         try:

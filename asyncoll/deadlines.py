@@ -1,0 +1,53 @@
+"""How long a call may take: `deadline`, inherited by everything that is called under it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from asyncoll.errors import UsageError
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+
+_expires_s: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Calls that are made inside must be over in `seconds` from now; of nested deadlines the earliest holds.
+
+    A collective that is not raises DeadlineError at every rank, which names who has come and where the others are, and
+    ends its communicator: its peers cannot be left waiting. To give up waiting for one rank's part in a wait-avoiding
+    round, and go on, use `asyncio.timeout` instead. An RPC that is not over in time raises DeadlineError to its caller,
+    and is cancelled at its callee; what a handler calls inherits what is left.
+    """
+    if not seconds > 0:
+        raise UsageError(f"a deadline is a number of seconds above 0, got {seconds!r}")
+    expires_s, outer_s = now_s() + seconds, _expires_s.get()
+    token = _expires_s.set(expires_s if outer_s is None else min(expires_s, outer_s))
+    try:
+        yield
+    finally:
+        _expires_s.reset(token)
+
+
+def expires_s() -> float | None:
+    """When the deadline that holds here ends, by `now_s`; None if there is none."""
+    return _expires_s.get()
+
+
+def remaining_s() -> float | None:
+    """Seconds until then, negative afterwards."""
+    expires = _expires_s.get()
+    return None if expires is None else expires - now_s()
+
+
+def now_s() -> float:
+    """Virtual time in a simulated world. Elsewhere not the loop's, whose clock stands still while it computes."""
+    with contextlib.suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualTimeLoop):
+            return loop.time()
+    return time.monotonic()  # noqa: TID251 (see above)
