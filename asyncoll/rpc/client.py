@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.deadlines import remaining_s
@@ -45,9 +46,10 @@ class _Pending:
 class Client:
     """The calls of one rank, or of one connection, by their numbers."""
 
-    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int]) -> None:
-        """`rank_of` says how a peer is called in errors."""
+    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], what: str) -> None:
+        """`rank_of` says how a peer is called in errors; `what` is what is closed at the end."""
         self._carrier = carrier
+        self._what = what
         self._rank_of = rank_of
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -186,9 +188,10 @@ class Client:
             pending.items.put_nowait((message, arrays))
 
     def _forget(self, number: int) -> None:
-        """The call is over at both ends."""
-        pending = self._pending.pop(number)
-        pending.slots.give_back(pending.nbytes)
+        """The call is over at both ends, or everything is."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.slots.give_back(pending.nbytes)
 
     def _give_up(self, number: int) -> None:
         """Nobody waits for the call any more; it is over when the peer has said so."""
@@ -232,7 +235,9 @@ class Client:
 
     async def close(self) -> None:
         """End every call, and wait for what nobody else waits for. Idempotent."""
-        self.fail(lambda: ClosedError("this communicator is closed"))
+        closed = partial(ClosedError, f"{self._what} is closed")
+        self.fail(closed)
+        self._failure = closed  # whatever ended it before: parting from each other is no loss
         if self._words:
             await asyncio.wait(self._words)
 

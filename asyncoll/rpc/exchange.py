@@ -23,10 +23,14 @@ class Exchange:
         registry: Registry,
         rank_of: Callable[[int], int],
         broken: Callable[[int, ProtocolError], None],
+        what: str,
     ) -> None:
-        """`rank_of` says how a peer is called in errors; `broken` is told of one that is no honest peer."""
+        """`rank_of` says how a peer is called in errors; `broken` is told of one that is no honest peer.
+
+        `what` is what is closed at the end.
+        """
         self._carrier = carrier
-        self.client = Client(carrier, rank_of)
+        self.client = Client(carrier, rank_of, what)
         self._server = Server(registry, self._reply, broken)
         carrier.open(self._deliver)
 

@@ -46,7 +46,7 @@ class Rpc:
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
         carrier = MessageCarrier(endpoint, group, runner.post)
-        self._exchange = Exchange(carrier, self._registry, lambda place: place, carrier.broken)
+        self._exchange = Exchange(carrier, self._registry, lambda place: place, carrier.broken, "this communicator")
         runner.post(partial(endpoint.on_failure, group.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:
