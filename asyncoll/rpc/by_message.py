@@ -21,13 +21,12 @@ from asyncoll.wire import Buffer, digest
 
 
 class MessageCarrier:
-    """A `Carrier` between the ranks of a group, by their places in it."""
+    """A `Carrier` between the ranks of a group, by their ranks in the world."""
 
     def __init__(self, endpoint: Endpoint, group: Group, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` calls on the runtime's loop, soon."""
         self._endpoint = endpoint
-        self._ranks = group.ranks
-        self._places = {rank: place for place, rank in enumerate(group.ranks)}
+        self._ranks = frozenset(group.ranks)
         self._context = digest(group.communicator, "rpc")
         self._run_there = post
         self._arrived: deque[tuple[int, int, int, Buffer]] = deque()
@@ -48,7 +47,7 @@ class MessageCarrier:
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         if not self._is_closed:
             signal = self._endpoint.signal
-            self._run_there(lambda: signal(self._ranks[dest], self._context, number, kind, 0, payload))
+            self._run_there(lambda: signal(dest, self._context, number, kind, 0, payload))
 
     async def flush(self) -> None:
         if self._is_closed:
@@ -78,15 +77,15 @@ class MessageCarrier:
             if self._is_closed:
                 continue
             try:
-                if source not in self._places:
+                if source not in self._ranks:
                     raise ProtocolError("a call on a communicator that it is not part of")
-                self._segments.received(self._places[source], kind, number, payload)
+                self._segments.received(source, kind, number, payload)
             except ProtocolError as error:
-                self.broken(self._places.get(source, 0), error)
+                self.broken(source, error)
 
-    def broken(self, place: int, error: ProtocolError) -> None:
-        """The rank at `place` broke the protocol: the world ends."""
-        self._run_there(partial(self._endpoint.broken, self._ranks[place], error))
+    def broken(self, rank: int, error: ProtocolError) -> None:
+        """That rank broke the protocol: the world ends."""
+        self._run_there(partial(self._endpoint.broken, rank, error))
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ class Connection:
         """Everything that can be called."""
         return await stub.methods(self._peer)
 
-    def proxy(self, service: type[S]) -> Proxy[S]:
+    def proxy(self, service: Callable[..., S]) -> Proxy[S]:
         """What looks like a `service`, a description of this one: see `Rpc.proxy`."""
         return stub.stub(self._peer, service, None)
 

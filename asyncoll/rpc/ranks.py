@@ -42,11 +42,11 @@ class Rpc:
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         """On the caller's loop."""
-        self._size = group.size
+        self._ranks = group.ranks
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
         carrier = MessageCarrier(endpoint, group, runner.post)
-        self._exchange = Exchange(carrier, self._registry, lambda place: place, carrier.broken, "this communicator")
+        self._exchange = Exchange(carrier, self._registry, group.ranks.index, carrier.broken, "this communicator")
         runner.post(partial(endpoint.on_failure, group.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:
@@ -60,25 +60,27 @@ class Rpc:
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """What the function `name` returns at `rank`."""
-        return await self._exchange.client.call(self._place(rank), name, args, kwargs, self._registry.types_of(name))
+        return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, self._registry.types_of(name))
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """What `name` returns at each of `ranks`, which it is called at at the same time, by rank.
 
         Waits for all of them. If some failed, raises an ExceptionGroup of their errors, in the order of `ranks`.
         """
-        places = [self._place(rank) for rank in ranks]
-        calls = [asyncio.ensure_future(self.call(place, name, *args, **kwargs)) for place in places]
+        called = list(ranks)
+        for rank in called:
+            self._of_world(rank)  # nothing is sent if one of them is wrong
+        calls = [asyncio.ensure_future(self.call(rank, name, *args, **kwargs)) for rank in called]
         try:
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
             await asyncio.wait(calls)
             raise
-        failed = {place: error for place, error in zip(places, outcomes, strict=True) if isinstance(error, Exception)}
+        failed = {rank: error for rank, error in zip(called, outcomes, strict=True) if isinstance(error, Exception)}
         if failed:
             where = ", ".join(map(str, failed))
             raise ExceptionGroup(f"{name} failed at rank{'s' * (len(failed) > 1)} {where}", list(failed.values()))
-        return dict(zip(places, outcomes, strict=True))
+        return dict(zip(called, outcomes, strict=True))
 
     async def notify(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have `name` called at `rank`, and wait neither for its end nor for its result.
@@ -86,7 +88,7 @@ class Rpc:
         Returns once the arguments may be changed. What one task sends to one rank begins there in that order. If the
         function raises, that rank logs it.
         """
-        await self._exchange.client.notify(self._place(rank), name, args, kwargs)
+        await self._exchange.client.notify(self._of_world(rank), name, args, kwargs)
 
     def stream(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items that the async generator `name` yields at `rank`, for `async for`.
@@ -94,13 +96,13 @@ class Rpc:
         It runs at most 16 items, or 8 MiB, ahead of who reads it. Leaving the loop early, or `aclose()`, cancels it.
         """
         types = self._registry.types_of(name)
-        return self._exchange.client.stream(self._place(rank), name, args, kwargs, types)
+        return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types)
 
     async def methods(self, rank: int) -> list[Method]:
         """Everything that can be called at `rank`."""
         return await stub.methods(self._peer(rank))
 
-    def proxy(self, rank: int, service: type[S], *, name: str | None = None) -> Proxy[S]:
+    def proxy(self, rank: int, service: Callable[..., S], *, name: str | None = None) -> Proxy[S]:
         """What looks like a `service`, whose methods run at `rank`.
 
         `service` describes what is registered there: it is its class, a Protocol, or any class with the same methods,
@@ -114,12 +116,13 @@ class Rpc:
         await self._exchange.close()
 
     def _peer(self, rank: int) -> Peer:
-        return Peer(self._exchange.client, self._place(rank), f"rank {rank}")
+        return Peer(self._exchange.client, self._of_world(rank), f"rank {rank}")
 
-    def _place(self, rank: int) -> int:
-        if not isinstance(rank, int) or not 0 <= rank < self._size:
-            raise UsageError(f"rank {rank!r} is not one of the ranks 0 to {self._size - 1}")
-        return rank
+    def _of_world(self, rank: int) -> int:
+        """Peers are ranks of the world; the caller's are places in the group."""
+        if not isinstance(rank, int) or not 0 <= rank < len(self._ranks):
+            raise UsageError(f"rank {rank!r} is not one of the ranks 0 to {len(self._ranks) - 1}")
+        return self._ranks[rank]
 
     def _failed(self, make: Callable[[], AsyncollError]) -> None:
         """On the runtime's loop."""

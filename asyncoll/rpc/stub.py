@@ -29,15 +29,18 @@ async def methods(peer: Peer) -> list[Method]:
     return found
 
 
-def stub(peer: Peer, cls: type[S], name: str | None) -> Proxy[S]:
-    """What looks like an instance of `cls`, a description of what is registered at `peer`, as `name` if it has one."""
+def stub(peer: Peer, cls: Callable[..., S], name: str | None) -> Proxy[S]:
+    """What looks like an instance of `cls`, a description of what is registered at `peer`, as `name` if it has one.
+
+    `cls` is a class; but type checkers take a Protocol for no `type[S]`.
+    """
     return _Stub(peer, cls, name)  # type: ignore[return-value]
 
 
 class _Stub:
     """Its methods are those of a class, and run at a peer."""
 
-    def __init__(self, peer: Peer, cls: type, name: str | None) -> None:
+    def __init__(self, peer: Peer, cls: Any, name: str | None) -> None:
         if not isinstance(cls, type):
             raise UsageError(f"a stub is described by a class, got {cls!r:.60}")
         prefix = f"{name}." if name else ""
