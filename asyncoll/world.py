@@ -100,6 +100,7 @@ class World:
             await self._runner.start(self._leave(error))
         finally:
             await rpc.close()
+            await self._runner.start(self._let_go())
 
     async def _join(self) -> Communicator:
         try:
@@ -119,8 +120,11 @@ class World:
                 await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
-            if self._endpoint.arena is not None:
-                self._endpoint.arena.close()
+
+    async def _let_go(self) -> None:
+        """Of the memory that the ranks of the host share."""
+        if self._endpoint.arena is not None:
+            self._endpoint.arena.close()
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
