@@ -208,6 +208,7 @@ ROOMS: dict[str, set[str]] = {
         "rpc.failure",
         "rpc.protocol",
         "rpc.server",
+        "rpc.service",
         "rpc.slots",
     },
     "rpc.exchange": {

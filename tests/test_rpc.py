@@ -644,6 +644,21 @@ def test_bad_ranks_and_registrations():
     simulate(2, main)
 
 
+def test_what_a_function_raises_is_its_own_affair():
+    async def main(comm):
+        @comm.rpc.register
+        async def deceive() -> None:
+            raise ProtocolError("from somewhere else")
+
+        for name in (3, "x" * 300):
+            with pytest.raises(UsageError, match="a function is called by its name"):
+                await comm.rpc.call(0, name)
+        with pytest.raises(RemoteError, match="ProtocolError at rank 0: from somewhere else"):
+            await comm.rpc.call(0, "deceive")
+
+    simulate(2, main)
+
+
 def test_the_traceback_begins_at_the_function():
     async def act(comm, service, other):
         with pytest.raises(RemoteError) as raised:

@@ -7,6 +7,7 @@ has come is handed over together, with one wake-up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,8 +68,9 @@ class MessageCarrier:
         """Call on the caller's loop, soon, from the runtime's."""
         if asyncio.get_running_loop() is self._loop:
             self._loop.call_soon(what, *args)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(what, *args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(what, *args)
 
     def _hand_over(self) -> None:
         self._is_handing_over = False  # before looking: what comes from now on is handed over once more

@@ -15,6 +15,8 @@ from asyncoll.wire import Buffer
 class Socket(Protocol):
     """A server's or a client's."""
 
+    def has(self, peer: int) -> bool: ...
+
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None: ...
 
     def close(self) -> None: ...
@@ -39,7 +41,8 @@ class SocketCarrier:
         self.socket = self._make(self)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        await self._segments.send(dest, head, arrays)
+        if self.socket.has(dest):
+            await self._segments.send(dest, head, arrays)
 
     async def close(self) -> None:
         self.socket.close()
@@ -55,6 +58,10 @@ class SocketCarrier:
             self._segments.received(peer, kind, number, payload)
         except ProtocolError as error:
             self._broken(peer, error)
+
+    def forget(self, peer: int) -> None:
+        """Nothing more is sent to that peer."""
+        self._segments.forget(peer)
 
     def lost(self, peer: int, cause: str) -> None:
         self._segments.forget(peer)

@@ -22,6 +22,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
+from asyncoll.rpc.service import MAX_NAME
 from asyncoll.rpc.slots import Slots
 from asyncoll.tensors import Array
 
@@ -119,6 +120,8 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         self.check()
+        if not isinstance(name, str) or len(name) > MAX_NAME:
+            raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")

@@ -46,7 +46,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
 
 class _Server:
     def __init__(self, registry: Registry, url: str, key: bytes | None) -> None:
-        carrier = SocketCarrier(self._listen, self._broken, self._lost)
+        self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
         self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
 
@@ -61,6 +61,7 @@ class _Server:
     def _broken(self, client: int, error: ProtocolError) -> None:
         logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, client, error)
         self._socket.drop(client)
+        self._carrier.forget(client)
         self._exchange.forget(client)
 
     def _lost(self, client: int, cause: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -128,5 +129,6 @@ class Rpc:
         """On the runtime's loop."""
         if asyncio.get_running_loop() is self._loop:
             self._exchange.fail(make)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._exchange.fail, make)
+        else:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._exchange.fail, make)

@@ -145,10 +145,8 @@ class Segments:
         self._earn(source, peer, len(payload) + _COST)
 
     def forget(self, source: int) -> None:
-        """The peer is gone."""
-        peer = self._peers.pop(source, None)
-        if peer is not None:
-            _wake(peer)
+        """The peer is gone, and nothing is sent to it any more. Who waits to send to it is cancelled by others."""
+        self._peers.pop(source, None)
 
     def _whole(self, source: int, payload: Buffer) -> None:
         data = memoryview(payload)

@@ -83,6 +83,8 @@ class Server:
 
     def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         """Run a call. Raises ProtocolError if the peer may not make it."""
+        if self._closed:
+            return
         key, level = (peer, message.call), (peer, message.number)
         if key in self._tasks:
             raise ProtocolError(f"two calls with the number {message.call}")
@@ -146,26 +148,38 @@ class Server:
     async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         depth.set(message.number + 1)
         try:
-            body, out = await self._outcome(peer, message, arrays)
+            understood = self._understood(message, arrays)
         except ProtocolError as error:
             self._broken(peer, error)
             return
+        except CallerError as error:
+            await self._fail(peer, message, error)
+            return
+        try:
+            body, out = await self._outcome(peer, message, *understood)
         except (Exception, asyncio.CancelledError) as error:
-            if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
-                logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
-            await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
+            await self._fail(peer, message, error)
         else:
             await self._send(peer, RESULT, message.call, body, out)
 
+    async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
+        if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
+            logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
+        await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
+
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         """The peer may be gone: then there is nobody to be told, and others find out."""
-        if not self._closed:
-            with contextlib.suppress(AsyncollError):
-                await self._reply(peer, kind, call, body, arrays)
+        if self._closed:
+            return
+        try:
+            await self._reply(peer, kind, call, body, arrays)
+        except AsyncollError:
+            return
 
-    async def _outcome(self, peer: int, message: Message, arrays: Sequence[Array]) -> tuple[bytes, Sequence[Array]]:
+    async def _outcome(
+        self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[bytes, Sequence[Array]]:
         """The body of the answer, and its arrays."""
-        function, args, kwargs = self._understood(message, arrays)
         if message.seconds == math.inf:
             result = await self._call(peer, message, function, args, kwargs)
         else:
@@ -218,10 +232,8 @@ class Server:
 
 
 def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    if (
-        type(value) is not list
-        or [type(part) for part in value] != [list, dict]
-        or not all(type(name) is str for name in value[1])
-    ):
-        raise ProtocolError("not the arguments of a call")
-    return value[0], value[1]
+    if type(value) is list and len(value) == 2:
+        args, kwargs = value
+        if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
+            return args, kwargs
+    raise ProtocolError("not the arguments of a call")

@@ -39,8 +39,8 @@ class Method:
 
     def __str__(self) -> str:
         shown = ", ".join(_shown(parameter) for parameter in self.parameters)
-        arrow = f" -> {'stream of ' if self.streams else ''}{self.returns}" if self.returns or self.streams else ""
-        return f"{self.name}({shown}){arrow}"
+        returned = f"stream of {self.returns or 'Any'}" if self.streams else self.returns
+        return f"{self.name}({shown})" + (f" -> {returned}" if returned else "")
 
 
 def _shown(parameter: Parameter) -> str:

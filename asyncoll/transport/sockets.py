@@ -172,6 +172,10 @@ class ServerSocket(_Socket):
                 raise UsageError(f"cannot listen on {url}: {error}") from error
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def has(self, peer: int) -> bool:
+        """Whether it is there."""
+        return peer in self._names
+
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment, which may be changed afterwards. To who is gone it is dropped."""
         name = self._names.get(peer)
@@ -264,6 +268,10 @@ class ClientSocket(_Socket):
             raise
         self._start()
         self._send((), _HELLO, VERSION, b"")
+
+    def has(self, peer: int) -> bool:
+        """Whether it is there."""
+        return not self._is_lost
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment, which may be changed afterwards. It is dropped if the service is lost."""
