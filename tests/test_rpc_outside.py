@@ -23,6 +23,7 @@ import zmq
 import asyncoll
 from asyncoll import DeadlineError, MismatchError, ProtocolError, RemoteError, ServiceLostError, UsageError, deadline
 from asyncoll.rpc import connect, outside, protocol, segments, serve
+from asyncoll.rpc.service import Registry
 from asyncoll.transport import curve, sockets
 from asyncoll.wire import SEGMENT_BYTES
 
@@ -237,6 +238,23 @@ def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
                     await anext(items)
             await service.ended.wait()
             gc.collect()
+
+    run(main())
+
+
+def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
+    async def main():
+        registry = Registry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        async with connect(ipc) as client:
+            calls = [asyncio.ensure_future(client.call("echo", np.ones(40 << 20, np.uint8))) for _ in range(3)]
+            while not server._exchange._server._tasks:
+                await asyncio.sleep(0)
+        await asyncio.wait(calls)
+        while server._exchange._server._tasks or server._carrier._segments._peers:
+            await asyncio.sleep(0.001)
+        await server.close()
 
     run(main())
 
