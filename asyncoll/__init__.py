@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from asyncoll import rpc as rpc
     from asyncoll.algorithms.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from asyncoll.errors import NonFiniteError as NonFiniteError
     from asyncoll.errors import PeerLostError as PeerLostError
     from asyncoll.errors import ProtocolError as ProtocolError
+    from asyncoll.errors import RemoteError as RemoteError
+    from asyncoll.errors import ServiceLostError as ServiceLostError
     from asyncoll.errors import UsageError as UsageError
     from asyncoll.flat import Flat as Flat
     from asyncoll.flat import flatten as flatten
@@ -48,6 +51,8 @@ _HOMES = {
         "NonFiniteError",
         "PeerLostError",
         "ProtocolError",
+        "RemoteError",
+        "ServiceLostError",
         "UsageError",
     ),
     "flat": ("Flat", "flatten"),
@@ -66,6 +71,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that the launcher starts without numpy, ZeroMQ or torch."""
     if name in _REDUCTIONS:
         return getattr(importlib.import_module("asyncoll.tensors").ReduceOp, name)
+    if name == "rpc":
+        return importlib.import_module("asyncoll.rpc")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"asyncoll.{home}"), name)

@@ -36,6 +36,7 @@ from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
 from asyncoll.progress import Runner
 from asyncoll.registered import Registry
+from asyncoll.rpc.ranks import Rpc
 from asyncoll.sparse import SparseOperations, SparseReduction, Specification
 from asyncoll.tensors import Operand, ReduceOp
 from asyncoll.traffic import CallStatistics
@@ -60,7 +61,10 @@ class Statistics:
 class Communicator:
     """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
 
-    def __init__(self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...], rpcs: list[Rpc]
+    ) -> None:
+        """`rpcs` are to be closed at the end: this one's, and those of all that are split off."""
         self.rank = group.rank
         self.size = group.size
         self.hosts = hosts
@@ -71,6 +75,20 @@ class Communicator:
         self.registry = Registry(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
+        self._rpc: Rpc | None = None
+        self.rpcs = rpcs
+
+    @property
+    def rpc(self) -> Rpc:
+        """Functions of every rank that the others may call."""
+        return self._rpc or self.open_rpc()
+
+    def open_rpc(self) -> Rpc:
+        """Answer from now on those who call functions of this rank."""
+        if self._rpc is None:
+            self._rpc = Rpc(self._endpoint, self._group, self._runner)
+            self.rpcs.append(self._rpc)
+        return self._rpc
 
     @property
     def local_rank(self) -> int:
@@ -483,7 +501,8 @@ class Communicator:
             ranks = tuple(self._group.ranks[place] for place in places)
             context = digest(self._group.communicator, "split", call.number, color)
             group = Group(ranks, places.index(self.rank), context)
-            return Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
+            hosts = tuple(self.hosts[place] for place in places)
+            return Communicator(self._endpoint, group, self._runner, hosts, self.rpcs)
 
         return self._calls.start(call, body)
 

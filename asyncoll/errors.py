@@ -89,6 +89,26 @@ class AbortedError(AsyncollError):
         self.reason = reason
 
 
+class RemoteError(AsyncollError):
+    """A function that you called raised where it ran.
+
+    `rank` is where (of a service outside of a world, -1); `type_name`, `message` and `traceback` are those of its
+    exception, as text.
+    """
+
+    def __init__(self, rank: int, type_name: str, message: str, traceback: str = "") -> None:
+        where = f"rank {rank}" if rank >= 0 else "the service"
+        super().__init__(f"{type_name} at {where}: {message}" + (f"\n\n{traceback}" if traceback else ""))
+        self.rank = rank
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+
+class ServiceLostError(AsyncollError):
+    """A service outside of a world cannot be reached, or is gone. What was called there may or may not have run."""
+
+
 class ClosedError(AsyncollError):
     """The communicator was used after it was closed."""
 

@@ -252,6 +252,14 @@ def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> A
     return _as_torch(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
 
 
+def is_tensor(x: object) -> bool:
+    """Whether `x` is a numpy array, of no class that means more than its elements, or a torch tensor."""
+    if isinstance(x, np.ndarray):
+        return type(x) in (np.ndarray, np.memmap)
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
 def operand(x: object, *, writable: bool = False) -> Operand:
     """See `x` as a flat array.
 

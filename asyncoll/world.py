@@ -98,7 +98,13 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._runner.start(self._leave(error))
+        self._comm.open_rpc()  # who has not used it answers those who call it all the same
+        try:
+            await self._runner.start(self._leave(error))
+        finally:
+            for rpc in self._comm.rpcs:
+                await rpc.close()
+            await self._runner.start(self._let_go())
 
     async def _join(self) -> Communicator:
         try:
@@ -111,7 +117,7 @@ class World:
         except BaseException:
             await self._endpoint.close()
             raise
-        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts)
+        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts, rpcs=[])
         return self._comm
 
     async def _leave(self, error: BaseException | None) -> None:
@@ -122,8 +128,11 @@ class World:
                 await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
-            if self._endpoint.arena is not None:
-                self._endpoint.arena.close()
+
+    async def _let_go(self) -> None:
+        """Of the memory that the ranks of the host share."""
+        if self._endpoint.arena is not None:
+            self._endpoint.arena.close()
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""

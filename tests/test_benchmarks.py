@@ -19,6 +19,7 @@ SCRIPTS = (
     "dc_s3gd_overlap",
     "group_propagation",
     "hyperplane",
+    "rpc",
     "simulated_scale",
     "skewed_arrivals",
     "solo_overhead",

@@ -31,7 +31,7 @@ VICTIM = 1
 SURVIVORS = {0: VICTIM, 2: VICTIM}  # whom each of them must name
 
 memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
-every_operation = pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "rpc"])
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
 class TroubleError(Exception):

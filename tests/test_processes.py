@@ -200,3 +200,25 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
             assert launcher.stdout.readline().endswith("is ready\n")
         launcher.kill()
         launcher.communicate(timeout=PATIENCE_S)  # once nobody holds the pipes
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_calls_between_ranks(env, transport):
+    out = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
+    assert sorted(line.partition(": ")[2] for line in out.splitlines()) == ["called 0", "called 1", "called 2"]
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_who_calls_a_rank_that_dies_is_told(env, transport):
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPTS / "rpc.py"), "death"]
+    done = subprocess.run(
+        command,
+        env=env | {"ASYNCOLL_TRANSPORT": transport},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert {"0: told 0 of 1", "2: told 2 of 1"} <= set(done.stdout.splitlines())

@@ -666,7 +666,7 @@ def test_in_a_simulated_world():
         endpoint = comm._endpoint
         ranks = tuple(range(comm.size))
         keeper = Keeper()
-        carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.check(0), keeper.hear)
+        carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear)
         carrier.open(keeper.deliver)
         for dest in ranks:
             await carrier.send(dest, b"hello", [numbers(comm.rank, 50_000)])

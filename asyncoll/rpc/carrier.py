@@ -8,6 +8,7 @@ from typing import Protocol
 from asyncoll.tensors import Array
 
 HEAD_BYTES = 1 << 16  # the most that the structured part of a message may take; arrays go beside it
+ARRAYS_MAX = 1 << 16  # beside one head
 
 Deliver = Callable[[int, bytes, Sequence[Array]], None]  # source, head, arrays
 
@@ -15,12 +16,16 @@ Deliver = Callable[[int, bytes, Sequence[Array]], None]  # source, head, arrays
 class Carrier(Protocol):
     """Moves messages between peers, which are numbers: ranks of the world, or clients in the order they came.
 
-    Reliable, and in order from one peer to another. Everything is called on the caller's loop, and what comes is
-    delivered there. It bounds what it holds for each peer: whoever sends to a slow one waits.
+    Reliable. A message whose `send` has returned is delivered before any that is sent after that. Everything is called
+    on the caller's loop, and what comes is delivered there. It bounds what it holds for each peer: whoever sends to a
+    slow one waits.
     """
 
     def open(self, deliver: Deliver) -> None:
-        """Begin to receive. The arrays that are delivered are flat, of bytes, writable, and their receiver's own."""
+        """Begin to receive. The arrays that are delivered are flat, of bytes, writable, and their receiver's own.
+
+        If `deliver` raises ProtocolError, the peer has broken the rules of RPC: nothing more is delivered from it.
+        """
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message: `head`, of at most HEAD_BYTES, and flat uint8 arrays of any length.

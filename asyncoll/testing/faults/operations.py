@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 
@@ -115,7 +116,7 @@ async def sparse(comm: Communicator, elements: int) -> None:
 async def rpc(comm: Communicator, elements: int) -> None:
     """Everybody calls its neighbour; `echo` is registered."""
     x = np.full(elements, float(comm.rank))
-    _all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)  # type: ignore[attr-defined]
+    _all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)
 
 
 async def ddp_step(comm: Communicator, elements: int) -> None:
@@ -139,7 +140,7 @@ async def eager_step(comm: Communicator, elements: int) -> None:
     assert np.ptp(parameters) == 0, "parts of different rounds"
 
 
-def echo(x: Array) -> Array:
+def echo(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x
 
 
@@ -165,7 +166,7 @@ OPERATIONS: dict[str, Operation] = {
         group,
         synchronous_solo,
         sparse,
-        *((rpc,) if hasattr(Communicator, "rpc") else ()),
+        rpc,
         ddp_step,
         eager_step,
     )

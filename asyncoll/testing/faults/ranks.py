@@ -80,8 +80,7 @@ class _Part:
         self.tell("left")
 
     async def _calls(self, comm: Communicator) -> None:
-        if hasattr(comm, "rpc"):
-            comm.rpc.register(echo)
+        comm.rpc.register(echo)
         await self._call(comm)
         with Passages(comm) as rehearsed:
             await self._call(comm)

@@ -1,0 +1,77 @@
+"""A failure of a call, on its way back: from an exception to words, and to an exception again."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import traceback
+from types import TracebackType
+
+from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError
+from asyncoll.rpc import codec
+
+_USAGE, _RAISED, _LATE = range(3)  # whose fault it was: the caller's, the function's, nobody's
+_MAX = (200, 2000, 8000)  # characters of the type's name, the message, the traceback
+
+_MACHINERY = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(concurrent.futures.__file__) + os.sep,
+    os.path.dirname(asyncio.__file__) + os.sep,
+)
+
+
+class CallerError(Exception):
+    """The call makes no sense, so that no function has been called; the message is for its caller."""
+
+
+def encode(error: BaseException) -> bytes:
+    """What becomes of `error` at the caller."""
+    kind, trace = _RAISED, ""
+    if isinstance(error, CallerError):
+        kind = _USAGE
+    elif isinstance(error, DeadlineError):
+        kind = _LATE
+    else:
+        trace = "".join(traceback.format_exception(type(error), error, _beyond_machinery(error.__traceback__)))
+    texts = (type(error).__name__, _message(error), trace)
+    shortened = [_valid(text)[-most:] for text, most in zip(texts, _MAX, strict=True)]
+    return codec.encode([kind, *shortened])[0]
+
+
+def decode(body: bytes, rank: int) -> AsyncollError:
+    """The error to raise at the caller."""
+    parts = codec.decode(body)
+    if type(parts) is not list or [type(part) for part in parts] != [int, str, str, str]:
+        raise ProtocolError("not a failure")
+    kind, name, message, trace = parts
+    if kind == _USAGE:
+        return UsageError(f"{_place(rank)}: {message}")
+    if kind == _LATE:
+        return DeadlineError(f"{_place(rank)}: {message}")
+    return RemoteError(rank, name, message, trace)
+
+
+def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the function on."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+        inner = inner.tb_next
+    return inner or trace
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled there"
+    try:
+        return str(error)
+    except Exception:  # the user's own class
+        return "(an exception whose text cannot be had)"
+
+
+def _valid(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _place(rank: int) -> str:
+    return f"rank {rank}" if rank >= 0 else "the service"

@@ -1,0 +1,107 @@
+"""What an annotation allows: checks of values, and the dataclasses that may come."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typeguard
+
+from asyncoll.errors import UsageError
+from asyncoll.rpc.codec import Expected
+
+Check = Callable[[Any, str], None]  # value, what it is; raises UsageError
+_ANY = (Any, object, inspect.Parameter.empty)
+_STREAMS = (abc.AsyncIterator, abc.AsyncIterable, abc.AsyncGenerator)
+_WIDER: dict[type, tuple[type, ...]] = {float: (float, int), complex: (complex, float, int)}  # PEP 484
+
+
+def resolved(thing: Any, name: str) -> dict[str, Any]:
+    """The annotations of a function or class, as types. Raises UsageError if they name what is not there."""
+    try:
+        return typing.get_type_hints(thing)
+    except Exception as error:
+        raise UsageError(
+            f"the annotations of {name} cannot be resolved ({error}): what they name must be in its module at runtime"
+        ) from None
+
+
+def checker(annotation: Any) -> Check | None:
+    """What checks a value against `annotation`; None if anything will do."""
+    if annotation in _ANY:
+        return None
+    if type(annotation) is type and annotation is not type(None):
+        return _plain(annotation)
+
+    def check(value: Any, what: str) -> None:
+        try:
+            typeguard.check_type(
+                value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+            )
+        except typeguard.TypeCheckError as error:
+            raise UsageError(f"{what} must be {text(annotation)}: {error}") from None
+
+    return check
+
+
+def _plain(cls: type) -> Check:
+    allowed = _WIDER.get(cls, (cls,))
+
+    def check(value: Any, what: str) -> None:
+        if type(value) is not cls and not isinstance(value, allowed):
+            raise UsageError(f"{what} must be {text(cls)}, got {type(value).__name__}")
+
+    return check
+
+
+def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
+    """The dataclasses that these annotations name, those in fields of others too."""
+    found: dict[str, Expected] = {}
+    pending = list(annotations)
+    while pending:
+        annotation = pending.pop()
+        pending += typing.get_args(annotation)
+        if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
+            continue
+        name = annotation.__qualname__
+        if name not in found:
+            fields = resolved(annotation, name)
+            found[name] = Expected(annotation, _fields_checker(name, fields))
+            pending += fields.values()
+        elif found[name].type is not annotation:
+            raise UsageError(f"two dataclasses called {name} in one signature: one of them needs another name")
+    return found
+
+
+def _fields_checker(name: str, fields: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    checks = {field: checker(annotation) for field, annotation in fields.items()}
+
+    def check_all(values: dict[str, Any]) -> None:
+        for field, value in values.items():
+            check = checks.get(field)
+            if check is not None:
+                check(value, f"{name}.{field}")
+
+    return check_all
+
+
+def text(annotation: Any) -> str:
+    """The annotation as its author wrote it, but for the modules: those may differ between a service and its stub."""
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(annotation))
+
+
+def is_stream(annotation: Any) -> bool:
+    """Whether what returns this is, or stands in a Protocol for, an async generator."""
+    return typing.get_origin(annotation) in _STREAMS
+
+
+def items(annotation: Any) -> Any:
+    """What an async generator with this return annotation yields."""
+    return next(iter(typing.get_args(annotation)), inspect.Parameter.empty)

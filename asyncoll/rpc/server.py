@@ -1,0 +1,239 @@
+"""Runs what peers call here, and answers them.
+
+A call is a task. Coroutines run on the loop that everything here is used on, plain functions in threads. What is
+answered, and when, is up to the caller's deadline, which goes for the calls that a function makes in turn, and to the
+caller's patience: once it does not wait any more, the function is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from asyncoll.deadlines import deadline
+from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
+from asyncoll.progress import offload
+from asyncoll.rpc import codec, failure, protocol
+from asyncoll.rpc.failure import CallerError
+from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
+from asyncoll.rpc.service import Function, Registry
+from asyncoll.tensors import Array
+
+_AHEAD_BYTES = 1 << 23  # of a stream's items that have not been taken
+depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)  # how many calls wait for this code
+logger = logging.getLogger("asyncoll")
+
+
+class Reply(Protocol):
+    """Sends one message to a peer."""
+
+    def __call__(
+        self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()
+    ) -> Awaitable[None]: ...
+
+
+class _Stream:
+    """What bounds the items of one stream that wait for their reader."""
+
+    def __init__(self) -> None:
+        self._costs: deque[int] = deque()
+        self._total = 0
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def room(self) -> None:
+        await self._room.wait()
+
+    def sent(self, nbytes: int) -> None:
+        self._costs.append(nbytes)
+        self._total += nbytes
+        if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
+            self._room.clear()
+
+    def taken(self, number: int) -> None:
+        if number > len(self._costs):
+            raise ProtocolError(f"{number} items of a stream taken, but {len(self._costs)} sent")
+        for _ in range(number):
+            self._total -= self._costs.popleft()
+        if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
+            self._room.set()
+
+
+class Server:
+    """The calls of all peers that run here."""
+
+    def __init__(self, registry: Registry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
+        """`broken` is told of a peer that sends what no peer sends."""
+        self._registry = registry
+        self._reply = reply
+        self._broken = broken
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
+        self._context = contextvars.copy_context()
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+
+    def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+        """Run a call. Raises ProtocolError if the peer may not make it."""
+        if self._closed:
+            return
+        key, level = (peer, message.call), (peer, message.number)
+        if key in self._tasks:
+            raise ProtocolError(f"two calls with the number {message.call}")
+        if self._counts[level] >= protocol.CALLS_MAX:
+            raise ProtocolError(f"more than {protocol.CALLS_MAX} calls at a time")
+        self._counts[level] += 1
+        work = self._run(peer, message, arrays)
+        task = self._tasks[key] = self._loop.create_task(work, context=self._context.copy())
+        task.add_done_callback(partial(self._ended, key, level))
+
+    def cancel(self, peer: int, call: int) -> None:
+        """Its caller does not wait any more. Answered in any case: the call may never have come, or be over."""
+        task = self._tasks.get((peer, call))
+        if task is not None:
+            task.cancel()
+        else:
+            self.answer(peer, call)
+
+    def taken(self, peer: int, call: int, number: int) -> None:
+        """The reader of a stream has taken so many items."""
+        stream = self._streams.get((peer, call))
+        if stream is not None:
+            stream.taken(number)
+
+    def answer(self, peer: int, call: int) -> None:
+        """Say that a call is over, and no more."""
+        key = (peer, -1 - call)  # beside calls
+        if key not in self._tasks and not self._closed:
+            task = self._tasks[key] = self._loop.create_task(self._send(peer, RESULT, call))
+            task.add_done_callback(lambda _: self._tasks.pop(key))
+
+    def forget(self, peer: int) -> None:
+        """The peer is gone: nobody waits for its calls."""
+        for owner, call in list(self._tasks):
+            if owner == peer:
+                self._tasks[owner, call].cancel()
+
+    def stop(self) -> None:
+        """Cancel everything that runs, and answer nobody any more. Idempotent."""
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        """The same, and wait for the end."""
+        self.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    def _ended(self, key: tuple[int, int], level: tuple[int, int], task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        self._streams.pop(key, None)
+        self._counts[level] -= 1
+        if not self._counts[level]:
+            del self._counts[level]
+        if task.cancelled():  # before its first step, or while it answered
+            self.answer(*key)
+        elif (error := task.exception()) is not None:
+            logger.error("a call of peer %d could not be answered", key[0], exc_info=error)
+
+    async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+        depth.set(message.number + 1)
+        try:
+            understood = self._understood(message, arrays)
+        except ProtocolError as error:
+            self._broken(peer, error)
+            return
+        except CallerError as error:
+            await self._fail(peer, message, error)
+            return
+        try:
+            body, out = await self._outcome(peer, message, *understood)
+        except (Exception, asyncio.CancelledError) as error:
+            await self._fail(peer, message, error)
+        else:
+            await self._send(peer, RESULT, message.call, body, out)
+
+    async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
+        if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
+            logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
+        await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
+
+    async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
+        """The peer may be gone: then there is nobody to be told, and others find out."""
+        if self._closed:
+            return
+        try:
+            await self._reply(peer, kind, call, body, arrays)
+        except AsyncollError:
+            return
+
+    async def _outcome(
+        self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[bytes, Sequence[Array]]:
+        """The body of the answer, and its arrays."""
+        if message.seconds == math.inf:
+            result = await self._call(peer, message, function, args, kwargs)
+        else:
+            result = await self._call_in_time(peer, message, function, args, kwargs)
+        return (b"", ()) if message.kind != CALL else codec.encode(result, f"the result of {function.name}")
+
+    def _understood(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
+        try:
+            function = self._registry.find(message.name)
+            args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
+            if function.streams != (message.kind == STREAM):
+                advice = "use `stream`" if function.streams else "use `call`"
+                raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
+            function.check(args, kwargs)
+        except UsageError as error:
+            raise CallerError(str(error)) from None
+        return function, args, kwargs
+
+    async def _call_in_time(self, peer: int, message: Message, *call: Any) -> Any:
+        if not message.seconds:
+            raise DeadlineError(f"{message.name} was called after its caller's deadline")
+        late = asyncio.timeout(message.seconds)
+        try:
+            with deadline(message.seconds):
+                async with late:
+                    return await self._call(peer, message, *call)
+        except TimeoutError:
+            if not late.expired():
+                raise
+            raise DeadlineError(f"{message.name} was cancelled at its caller's deadline") from None
+
+    async def _call(
+        self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if function.is_coroutine:
+            return await function.fn(*args, **kwargs)
+        if function.streams:
+            return await self._stream(peer, message.call, function, function.fn(*args, **kwargs))
+        return await offload(partial(function.fn, *args, **kwargs))
+
+    async def _stream(self, peer: int, call: int, function: Function, items: Any) -> None:
+        stream = self._streams[peer, call] = _Stream()
+        name = f"an item of {function.name}"
+        async with contextlib.aclosing(items):
+            async for item in items:
+                body, arrays = codec.encode(item, name)
+                stream.sent(len(body) + sum(array.nbytes for array in arrays))
+                await self._reply(peer, ITEM, call, body, arrays)
+                await stream.room()
+
+
+def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    if type(value) is list and len(value) == 2:
+        args, kwargs = value
+        if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
+            return args, kwargs
+    raise ProtocolError("not the arguments of a call")

@@ -1,0 +1,183 @@
+"""What can be called here: functions, and the public methods of objects, by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncoll.errors import UsageError
+from asyncoll.rpc import hints
+from asyncoll.rpc.codec import Types
+
+MAX_NAME = 200
+METHODS = "asyncoll.methods"  # the function that everybody has
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One of a function, as its caller sees it. `kind` is that of `inspect.Parameter`, by name."""
+
+    name: str
+    kind: str
+    annotation: str
+    has_default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What can be called, as its caller sees it. Of what streams, `returns` is an item."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    returns: str
+    streams: bool
+    doc: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(_shown(parameter) for parameter in self.parameters)
+        returned = f"stream of {self.returns or 'Any'}" if self.streams else self.returns
+        return f"{self.name}({shown})" + (f" -> {returned}" if returned else "")
+
+
+def _shown(parameter: Parameter) -> str:
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind, "")
+    annotated = f": {parameter.annotation}" if parameter.annotation else ""
+    return f"{stars}{parameter.name}{annotated}{' = ...' if parameter.has_default else ''}"
+
+
+class Function:
+    """A function that may be called from elsewhere, or whose description is known."""
+
+    def __init__(self, name: str, fn: Callable[..., Any], *, is_unbound: bool = False) -> None:
+        """Raises UsageError if `fn`, a method of no object yet if `is_unbound`, cannot be called from elsewhere."""
+        if not callable(fn):
+            raise UsageError(f"{name} must be a function, got {fn!r:.60}")
+        if inspect.isgeneratorfunction(fn):
+            raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for who reads it")
+        self.name = name
+        self.fn = fn
+        self.is_coroutine = inspect.iscoroutinefunction(fn)
+        signature = _signature(fn, name)
+        self._signature = signature.replace(parameters=[*signature.parameters.values()][is_unbound:])
+        self._annotations = hints.resolved(fn, name)
+        result = self._annotations.get("return", inspect.Parameter.empty)
+        self.streams = not self.is_coroutine and (inspect.isasyncgenfunction(fn) or hints.is_stream(result))
+        self.returns = hints.items(result) if self.streams else result
+        self.types: Types = hints.dataclasses_in(self._annotations.values())
+        parameters = self._signature.parameters.values()
+        self._checks = {p.name: hints.checker(self._annotations.get(p.name, p.empty)) for p in parameters}
+        self._check_returned = hints.checker(self.returns)
+        plain = all(p.kind in _POSITIONAL for p in parameters)
+        self._in_order = [(p.name, self._checks[p.name]) for p in parameters] if plain else None
+
+    def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raise UsageError unless the function can be called so."""
+        if not kwargs and self._in_order is not None and len(args) == len(self._in_order):
+            for value, (name, check) in zip(args, self._in_order, strict=True):
+                if check is not None:
+                    check(value, f"{self.name}: {name}")
+            return
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{self.describe()}: {error}") from None
+        for name, value in bound.arguments.items():
+            self._check_one(name, value)
+
+    def _check_one(self, name: str, value: Any) -> None:
+        check = self._checks[name]
+        if check is None:
+            return
+        kind = self._signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            value = value.values()
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            value = [value]
+        for item in value:
+            check(item, f"{self.name}: {name}")
+
+    def check_result(self, result: Any) -> None:
+        """Raise UsageError unless it is what the annotation says; of what streams, an item."""
+        if self._check_returned is not None:
+            self._check_returned(result, f"the result of {self.name}")
+
+    def describe(self) -> Method:
+        """What its caller sees."""
+        parameters = tuple(
+            Parameter(p.name, p.kind.name, self._text_of(p), p.default is not p.empty)
+            for p in self._signature.parameters.values()
+        )
+        doc = inspect.getdoc(self.fn) or ""
+        return Method(self.name, parameters, hints.text(self.returns), self.streams, doc)
+
+    def _text_of(self, parameter: inspect.Parameter) -> str:
+        return hints.text(self._annotations.get(parameter.name, parameter.empty))
+
+
+def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except ValueError as error:
+        raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
+
+
+class Registry:
+    """The functions of one rank, or of one service."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Function] = {METHODS: Function(METHODS, self.methods)}
+
+    def add(self, what: Any, name: str | None = None) -> None:
+        """A function; or any other object, whose public methods are called `method`, or `name.method`.
+
+        Raises UsageError if a name is taken. What has been added is there whole or not at all.
+        """
+        if inspect.isroutine(what):
+            new = [Function(_checked(name or what.__name__), what)]
+        else:
+            prefix = f"{name}." if name else ""
+            new = [Function(_checked(prefix + own), method) for own, method in public_methods(what)]
+        for function in new:
+            if function.name in self._functions:
+                raise UsageError(f"{function.name} is registered already: give this one another `name`")
+        self._functions |= {function.name: function for function in new}
+
+    def find(self, name: str) -> Function:
+        """Raises UsageError, with names that are alike, if there is no such function."""
+        function = self._functions.get(name)
+        if function is None:
+            known = sorted(set(self._functions) - {METHODS})
+            near = difflib.get_close_matches(name, known, n=3) or known[:5]
+            advice = f"there is {', '.join(near)}" if near else "nothing is registered there"
+            raise UsageError(f"no function {name[:MAX_NAME]!r}: {advice}")
+        return function
+
+    def types_of(self, name: str) -> Types:
+        """The dataclasses that the function of that name deals in, if there is one here."""
+        function = self._functions.get(name)
+        return function.types if function is not None else {}
+
+    async def methods(self) -> list[Method]:
+        """Everything that can be called here."""
+        return [function.describe() for name, function in self._functions.items() if name != METHODS]
+
+
+def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """The public methods of an object or a class. Raises UsageError if it has none."""
+    cls = thing if isinstance(thing, type) else type(thing)
+    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))]
+    if not names:
+        raise UsageError(f"{thing!r:.60} is no function, and has no public methods that could be called")
+    return [(name, getattr(thing, name)) for name in names]
+
+
+def _checked(name: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not all(p.isidentifier() for p in name.split(".")):
+        raise UsageError(
+            f"a name is an identifier of at most {MAX_NAME} characters, got {str(name)[:50]!r}: give `name`"
+        )
+    return name

@@ -1,0 +1,123 @@
+"""Typed stubs: a class that describes a service stands for it where it is called from."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from asyncoll.errors import MismatchError, UsageError
+from asyncoll.rpc import hints
+from asyncoll.rpc.client import Client
+from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
+
+S = TypeVar("S")
+Proxy = Annotated[S, "the methods run elsewhere"]  # to a type checker `Proxy[Service]` is a Service
+_DESCRIPTION = hints.dataclasses_in([Method])
+
+
+class Peer(NamedTuple):
+    """Somebody who can be called."""
+
+    client: Client
+    number: int
+    name: str  # in errors
+
+
+async def methods(peer: Peer) -> list[Method]:
+    """What can be called there."""
+    found: list[Method] = await peer.client.call(peer.number, METHODS, (), {}, _DESCRIPTION)
+    return found
+
+
+def stub(peer: Peer, cls: Callable[..., S], name: str | None) -> Proxy[S]:
+    """What looks like an instance of `cls`, a description of what is registered at `peer`, as `name` if it has one.
+
+    `cls` is a class; but type checkers take a Protocol for no `type[S]`.
+    """
+    return _Stub(peer, cls, name)  # type: ignore[return-value]
+
+
+class _Stub:
+    """Its methods are those of a class, and run at a peer."""
+
+    def __init__(self, peer: Peer, cls: Any, name: str | None) -> None:
+        if not isinstance(cls, type):
+            raise UsageError(f"a stub is described by a class, got {cls!r:.60}")
+        prefix = f"{name}." if name else ""
+        self._peer = peer
+        self._what = cls.__qualname__
+        self._functions = {
+            own: _described(prefix + own, f"{cls.__qualname__}.{own}", method) for own, method in public_methods(cls)
+        }
+        self._has_been_matched = False
+
+    def __repr__(self) -> str:
+        return f"<{self._what} at {self._peer.name}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = self._functions.get(name)
+        if function is None:
+            raise AttributeError(f"{self._what} has no public method {name!r}")
+
+        def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            return self._stream(function, args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(function, args, kwargs)
+
+        method = self.__dict__[name] = stream if function.streams else call  # not asked for again
+        return method
+
+    async def _call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        await self._match()
+        result = await self._peer.client.call(self._peer.number, function.name, args, kwargs, function.types)
+        function.check_result(result)
+        return result
+
+    async def _stream(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
+        await self._match()
+        items = self._peer.client.stream(self._peer.number, function.name, args, kwargs, function.types)
+        try:
+            async for item in items:
+                function.check_result(item)
+                yield item
+        finally:
+            await items.aclose()
+
+    async def _match(self) -> None:
+        """Ask, once, whether what is there is what the stub says."""
+        if self._has_been_matched:
+            return
+        there = {method.name: method for method in await methods(self._peer)}
+        for function in self._functions.values():
+            mine, found = function.describe(), there.get(function.name)
+            if found is None or not _matches(mine, found):
+                shown = found if found is not None else "nothing of that name"
+                raise MismatchError(f"the stub {self._what} says {mine}, but at {self._peer.name} there is {shown}")
+        self._has_been_matched = True
+
+
+def _described(name: str, own_name: str, method: Callable[..., Any]) -> Function:
+    function = Function(name, method, is_unbound=True)
+    if not (function.is_coroutine or function.streams):
+        raise UsageError(f"{own_name} is a plain function, but is awaited where it runs elsewhere: make it `async def`")
+    return function
+
+
+def _matches(mine: Method, there: Method) -> bool:
+    """Whether what the stub allows, the service takes."""
+    if mine.streams != there.streams or not _agree(mine.returns, there.returns):
+        return False
+    if not all(map(_parameters_match, mine.parameters, there.parameters)):
+        return False
+    beyond = there.parameters[len(mine.parameters) :]
+    return len(mine.parameters) <= len(there.parameters) and all(parameter.has_default for parameter in beyond)
+
+
+def _parameters_match(mine: Parameter, there: Parameter) -> bool:
+    same = (mine.name, mine.kind) == (there.name, there.kind)
+    return same and _agree(mine.annotation, there.annotation) and (there.has_default or not mine.has_default)
+
+
+def _agree(mine: str, there: str) -> bool:
+    return not mine or not there or mine == there

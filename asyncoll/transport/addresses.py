@@ -1,0 +1,75 @@
+"""Where a service may listen: unix sockets that are this user's alone, loopback, and elsewhere only with a key."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncoll.errors import UsageError
+
+
+@contextlib.contextmanager
+def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | None]:
+    """Around a bind or a connect to `url`; yields the user who alone may connect, if ZeroMQ can check that.
+
+    Raises UsageError for an address that cannot be used, or that is not safe.
+    """
+    scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
+    if scheme == "ipc" and rest and not rest.startswith("@"):
+        with _private(Path(rest)) if listens else contextlib.nullcontext():
+            yield os.getuid()
+    elif scheme == "tcp" and ":" in rest:
+        _check_host(url, rest.rpartition(":")[0].strip("[]"), has_key=has_key)
+        yield None
+    else:
+        raise UsageError(
+            f"{url!r:.100} is no address of a service: use ipc:///path/of/a/socket or tcp://127.0.0.1:port"
+        )
+
+
+def forget(url: str) -> None:
+    """Nobody listens at `url` any more."""
+    if url.startswith("ipc://"):
+        Path(url.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _private(path: Path) -> Iterator[None]:
+    """A socket that is made inside has mode 0600. One that nobody listens on any more makes room."""
+    if path.is_socket() and not _is_served(path):
+        path.unlink()
+    elif path.exists():
+        raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
+    mask = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(mask)
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+def _check_host(url: str, host: str, *, has_key: bool) -> None:
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise UsageError(f"{url}: give the host as an IP address, of one of its interfaces") from None
+    if address.is_unspecified:
+        raise UsageError(f"{url} means every interface of this host: name the address of the one to use")
+    if not address.is_loopback and not has_key:
+        raise UsageError(
+            f"{url} can be reached from other hosts: pass `key_file`, a file with a key that both ends have"
+        )

@@ -1,0 +1,301 @@
+"""Sockets between a service and its clients: a ROUTER that many connect to, and a DEALER that connects to one.
+
+Both carry segments: a kind, a number and a payload. Their owners bound what is on the way, so nothing is bounded here
+but the size of a segment. Each socket has one reader, which is called by the loop. ZeroMQ's descriptors are
+edge-triggered: after each send, too, somebody must look whether anything has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncoll.errors import UsageError
+from asyncoll.transport.addresses import forget, prepare
+from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
+from asyncoll.wire import SEGMENT_BYTES, Buffer
+
+_FORM = struct.Struct("<BQ")  # kind, number
+_OVERHEAD = 64  # bytes that the form, or encryption, adds to a frame
+_PACKED_MAX = 1 << 13  # bytes of payload that are copied into one ZeroMQ frame with the form; two cost more than that
+_BATCH = 64  # segments handed over before the loop may do something else
+_CLIENTS_MAX = 4096
+_BACKLOG = 512
+_NOW = int(zmq.NOBLOCK)
+_MORE = _NOW | int(zmq.SNDMORE)
+_HELLO = 255  # the first segment of both ends; its number is the version
+VERSION = 1
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+logger = logging.getLogger("asyncoll")
+
+
+class Owner(Protocol):
+    """Whose socket it is; everything is called on the loop."""
+
+    def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """A segment of a peer has come."""
+
+    def lost(self, peer: int, cause: str) -> None:
+        """A peer is gone. Called at most once for each."""
+
+
+class _Socket:
+    """What both have: a ZeroMQ socket, its monitor, and who reads them."""
+
+    def __init__(self, kind: int, events: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _BATCH)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        self._will_read = False
+        self._is_closed = False
+
+    def _start(self) -> None:
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._heed)
+        self._read_soon()
+        self._loop.call_soon(self._heed)  # not before its owner is ready
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, to: tuple[bytes, ...], kind: int, number: int, payload: Buffer) -> None:
+        for frame in to:
+            self._socket.send(frame, _MORE)
+        form = _FORM.pack(kind, number)
+        if len(payload) <= _PACKED_MAX:
+            self._socket.send(b"".join((form, payload)), _NOW)
+        else:
+            self._socket.send(form, _MORE)
+            self._socket.send(payload, _NOW)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if not self._will_read:
+            self._will_read = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
+        self._will_read = False
+        for _ in range(_BATCH):
+            if self._is_closed or not self._read_one():
+                return
+        self._read_soon()
+
+    def _read_rest(self) -> None:
+        while not self._is_closed and self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        raise NotImplementedError
+
+    def _heed(self) -> None:
+        """Read the monitor."""
+        while not self._is_closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(_NOW))
+            except zmq.Again:
+                return
+            self._happened(int(event["event"]), int(event["value"]))
+
+    def _happened(self, event: int, value: int) -> None:
+        raise NotImplementedError
+
+    def _segment(self, first: Any) -> tuple[int, int, Buffer] | None:
+        """What came in `first` and the frames after it; None if nobody sends that."""
+        rest = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            rest.append(self._socket.recv(_NOW, copy=False))
+        data = memoryview(first)
+        if len(data) < _FORM.size or len(rest) > 1 or (rest and len(data) > _FORM.size):
+            return None
+        return *_FORM.unpack_from(data), rest[0] if rest else data[_FORM.size :]
+
+
+class ServerSocket(_Socket):
+    """Listens. Clients are numbered in the order in which they come."""
+
+    def __init__(self, owner: Owner, url: str, key: bytes | None) -> None:
+        """Raises UsageError if `url` cannot be listened on, or would let anybody in."""
+        super().__init__(zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        self._owner = owner
+        self._clients: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._descriptors: dict[int, bytes] = {}  # of the connections
+        self._numbers = itertools.count()
+        self._gatekeeper: Gatekeeper | None = None
+        self.url = ""
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._bind(url, key)
+        except BaseException:
+            self.close()
+            raise
+        self._start()
+
+    def _bind(self, url: str, key: bytes | None) -> None:
+        with prepare(url, has_key=key is not None) as uid:
+            if uid is not None:
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
+            if key is not None:
+                self._gatekeeper = Gatekeeper(self._context, key, self._refused)
+                self._loop.add_reader(self._gatekeeper.fileno(), self._gatekeeper.read)
+                protect_server(self._socket, key)
+            try:
+                self._socket.bind(url)
+            except zmq.ZMQError as error:
+                raise UsageError(f"cannot listen on {url}: {error}") from error
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def has(self, peer: int) -> bool:
+        """Whether it is there."""
+        return peer in self._names
+
+    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """Send a segment, which may be changed afterwards. To who is gone it is dropped."""
+        name = self._names.get(peer)
+        if name is not None and not self._is_closed:
+            try:
+                self._send((name,), kind, number, payload)
+            except zmq.ZMQError:  # it is gone; the monitor tells
+                return
+
+    def drop(self, peer: int) -> None:
+        """Hear nothing more of a client."""
+        name = self._names.pop(peer, None)
+        if name is not None:
+            self._clients[name] = -1
+
+    def close(self) -> None:
+        if self._gatekeeper is not None and not self._is_closed:
+            self._loop.remove_reader(self._gatekeeper.fileno())
+            self._gatekeeper.close()
+        if self.url and not self._is_closed:
+            forget(self.url)
+        super().close()
+
+    def _refused(self, address: str) -> None:
+        logger.warning("%s refused a client from %s: it has not the key", self.url, address)
+
+    def _read_one(self) -> bool:
+        try:
+            name = self._socket.recv(_NOW)
+        except zmq.Again:
+            return False
+        peer = self._clients.get(name)
+        if peer is None:
+            self._greet(name, self._socket.recv(_NOW, copy=False))
+            return True
+        segment = self._segment(self._socket.recv(_NOW))
+        if peer >= 0 and segment is not None:
+            self._owner.received(peer, *segment)
+        return True
+
+    def _greet(self, name: bytes, frame: Any) -> None:
+        """Let a client in whose first segment says that it is one."""
+        descriptor = frame.get(zmq.SRCFD)
+        segment = self._segment(frame)
+        if segment is None or segment[0] != _HELLO or len(self._clients) >= _CLIENTS_MAX:
+            logger.warning("%s dropped a message from a stranger", self.url)
+            return
+        self._heed()  # that descriptor may have been another client's, whose end has not been read
+        if segment[1] == VERSION:
+            peer = self._clients[name] = next(self._numbers)
+            self._names[peer] = name
+            self._descriptors[descriptor] = name
+        with contextlib.suppress(zmq.ZMQError):
+            self._send((name,), _HELLO, VERSION, b"")
+
+    def _happened(self, event: int, value: int) -> None:
+        name = self._descriptors.pop(value, None)
+        if name is None:
+            return
+        if self._clients[name] >= 0:
+            self._read_rest()  # what it said before
+        peer = self._clients.pop(name)
+        if self._names.pop(peer, None) is not None:
+            self._owner.lost(peer, "its connection closed")
+
+
+class ClientSocket(_Socket):
+    """Connects to a service, which is peer 0. Once it is lost it stays so."""
+
+    def __init__(self, owner: Owner, url: str, key: bytes | None, connected: Callable[[int], None]) -> None:
+        """`connected` is told the version of the other end.
+
+        Raises UsageError if `url` is none, or would let anybody listen.
+        """
+        super().__init__(zmq.DEALER, _ENDS | _REFUSALS)
+        self._owner = owner
+        self._connected = connected
+        self._is_lost = False
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        try:
+            with prepare(url, has_key=key is not None, listens=False):
+                if key is not None:
+                    protect_client(self._socket, key)
+                self._socket.connect(url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError(f"cannot connect to {url}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._start()
+        self._send((), _HELLO, VERSION, b"")
+
+    def has(self, peer: int) -> bool:
+        """Whether it is there."""
+        return not self._is_lost
+
+    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """Send a segment, which may be changed afterwards. It is dropped if the service is lost."""
+        if not self._is_closed and not self._is_lost:
+            self._send((), kind, number, payload)
+
+    def _read_one(self) -> bool:
+        try:
+            first = self._socket.recv(_NOW)
+        except zmq.Again:
+            return False
+        segment = self._segment(first)
+        if segment is None:
+            return True
+        if segment[0] == _HELLO:
+            self._connected(segment[1])
+        else:
+            self._owner.received(0, *segment)
+        return True
+
+    def _happened(self, event: int, value: int) -> None:
+        if self._is_lost:
+            return
+        self._read_rest()
+        self._is_lost = True
+        refused = event & _REFUSALS
+        self._owner.lost(0, "it refused the connection: is the key the same?" if refused else "its connection closed")

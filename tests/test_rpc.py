@@ -1,0 +1,891 @@
+"""Calls between ranks, in every world: what they carry, where they run, how they end, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import random
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES
+
+from asyncoll import (
+    AbortedError,
+    AsyncollError,
+    ClosedError,
+    Communicator,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    RemoteError,
+    UsageError,
+    deadline,
+)
+from asyncoll.rpc import protocol, segments, slots
+from asyncoll.rpc.service import Method
+from asyncoll.rpc.stub import Proxy
+from asyncoll.testing import Crash, Network, run_ranks, simulate
+from asyncoll.wire import digest
+
+NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
+
+
+@dataclasses.dataclass
+class Batch:
+    inputs: torch.Tensor
+    names: list[str]
+
+
+@dataclasses.dataclass
+class Stranger:
+    x: int
+
+
+class Service:
+    """What ranks call here."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.begun: list[Any] = []
+        self.ended: list[Any] = []
+
+    async def echo(self, x: Any) -> Any:
+        return x
+
+    async def add(self, a: int, b: int = 1, *more: int, **named: int) -> int:
+        """The sum."""
+        return a + b + sum(more) + sum(named.values())
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    async def double(self, batch: Batch) -> Batch:
+        return Batch(batch.inputs * 2, batch.names * 2)
+
+    async def fail(self, text: str) -> None:
+        raise LookupError(text)
+
+    async def unsendable(self) -> dict[str, object]:
+        return {"x": [1, 2, 3, object()]}
+
+    async def sleep(self, seconds: float) -> str:
+        self.begun.append(seconds)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.ended.append(seconds)
+        return "slept"
+
+    async def count(self, n: int) -> AsyncIterator[int]:
+        try:
+            for i in range(n):
+                self.begun.append(i)
+                yield i
+        finally:
+            self.ended.append("count")
+
+    async def stumble(self) -> AsyncIterator[int]:
+        yield 1
+        raise LookupError("stumbled")
+
+    async def bounce(self, times: int) -> int:
+        """Each rank calls the next, `times` times."""
+        if not times:
+            return 0
+        return 1 + await self._comm.rpc.call((self._comm.rank + 1) % self._comm.size, "bounce", times - 1)
+
+    async def _private(self) -> None:
+        raise AssertionError
+
+
+def served(act):
+    """A `main` that registers a Service at every rank, then runs `act(comm, service, next rank)` at rank 0."""
+
+    async def main(comm: Communicator) -> Any:
+        service = Service(comm)
+        comm.rpc.register(service)
+        result = None
+        if comm.rank == 0:
+            result = await act(comm, service, 1 % comm.size)
+        await comm.barrier()
+        return service if result is None else result
+
+    return main
+
+
+# -- what a call does ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_go_and_come(run, size):
+    value = {"t": torch.arange(12.0).reshape(3, 4).t(), "n": [np.ones((2, 3)), np.float16(3)], ("k", 1): {1, 2.5, b"x"}}
+
+    async def act(comm, service, other):
+        for rank in range(comm.size):
+            arrived = await comm.rpc.call(rank, "echo", value)
+            assert torch.equal(arrived["t"], value["t"])
+            assert np.array_equal(arrived["n"][0], value["n"][0])
+            assert arrived["n"][1] == 3
+            assert arrived["k", 1] == {1, 2.5, b"x"}
+            assert await comm.rpc.call(rank, "add", 1, 2, 3, more=4) == 10
+            assert await comm.rpc.call(rank, "add", 1) == 2
+
+    run(size, served(act))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000, 140_000, 1 << 20, (1 << 20) + 1, 20 << 20])
+def test_tensors_of_any_length(run, nbytes):
+    async def act(comm, service, other):
+        x = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+        first, second = await comm.rpc.call(other, "echo", [x, x[: nbytes // 2]])
+        assert torch.equal(first, x)
+        assert torch.equal(second, x[: nbytes // 2])
+
+    run(2, served(act))
+
+
+def test_long_structures(run):
+    async def act(comm, service, other):
+        value = [float(i) for i in range(100_000)]
+        assert await comm.rpc.call(other, "echo", value) == value
+
+    run(2, served(act))
+
+
+def test_whoever_calls_itself_gets_copies(run):
+    async def act(comm, service, other):
+        x = {"x": np.ones(3), "long": np.ones(100_000)}
+        arrived = await comm.rpc.call(0, "echo", x)
+        arrived["x"] += 1
+        arrived["long"] += 1
+        assert x["x"][0] == x["long"][0] == 1
+
+    run(1, served(act))
+
+
+def test_dataclasses_come_where_annotations_name_them(run):
+    async def act(comm, service, other):
+        doubled = await comm.rpc.call(other, "double", Batch(torch.ones(2), ["a"]))
+        assert isinstance(doubled, Batch)
+        assert doubled.inputs.tolist() == [2, 2]
+        assert doubled.names == ["a", "a"]
+
+    run(2, served(act))
+
+
+def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
+    async def main(comm):
+        loop_runs = threading.Event()
+
+        @comm.rpc.register
+        def wait() -> int:
+            assert loop_runs.wait(60)
+            return threading.get_ident()
+
+        @comm.rpc.register
+        async def go() -> int:
+            loop_runs.set()
+            return threading.get_ident()
+
+        waiting = asyncio.ensure_future(comm.rpc.call(0, "wait"))
+        await asyncio.sleep(0)
+        here = await comm.rpc.call(0, "go")
+        assert here == threading.get_ident() != await waiting
+
+    run_ranks(1, main)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_everybody_calls_everybody_at_once(run, size):
+    async def main(comm):
+        comm.rpc.register(Service(comm))
+        found = await comm.rpc.call_all(range(comm.size), "add", comm.rank, b=10)
+        assert found == dict.fromkeys(range(comm.size), comm.rank + 10)
+        await comm.barrier()
+
+    run(size, main)
+
+
+def test_errors_of_calls_to_many_come_together(run):
+    async def main(comm):
+        @comm.rpc.register
+        async def odd() -> None:
+            if comm.rank % 2:
+                raise LookupError(f"I am {comm.rank}")
+
+        await comm.barrier()
+        with pytest.raises(ExceptionGroup, match="odd failed at ranks 1, 3") as raised:
+            await comm.rpc.call_all(range(5), "odd")
+        assert [error.rank for error in raised.value.exceptions] == [1, 3]
+        with pytest.raises(ExceptionGroup, match=r"odd failed at rank 1$"):
+            await comm.rpc.call_all([0, 1], "odd")
+        await comm.barrier()
+
+    run(5, main)
+
+
+def test_a_rank_that_has_not_come_to_rpc_is_waited_for():
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(5)
+            comm.rpc.register(Service(comm))
+        else:
+            assert await comm.rpc.call(1, "add", 1) == 2
+        await comm.barrier()
+
+    simulate(2, main)
+
+
+def test_a_rank_that_never_does_answers_in_the_end():
+    async def main(comm):
+        if comm.rank == 0:
+            with pytest.raises(UsageError, match="rank 1: no function 'add': nothing is registered there"):
+                await comm.rpc.call(1, "add", 1)
+
+    simulate(2, main)
+
+
+def test_functions_of_communicators_are_apart(run):
+    async def main(comm):
+        comm.rpc.register(lambda: None, name="whole")
+        half = await comm.split(comm.rank % 2)
+
+        @half.rpc.register
+        async def place() -> tuple[int, int]:
+            return comm.rank, half.rank
+
+        assert await half.rpc.call_all(range(half.size), "place") == {
+            rank: (comm.rank % 2 + 2 * rank, rank) for rank in range(half.size)
+        }
+        with pytest.raises(UsageError, match="no function 'whole': there is place"):
+            await half.rpc.call(0, "whole")
+        await comm.barrier()
+
+    run(4, main)
+
+
+# -- notifications -------------------------------------------------------------------------------
+
+
+def test_notifications_begin_in_order_and_are_bounded(run, caplog):
+    async def main(comm):
+        seen, running, most = [], 0, 0
+
+        @comm.rpc.register
+        async def note(number: int) -> None:
+            nonlocal running, most
+            seen.append(number)
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(1e-4)
+            running -= 1
+
+        if comm.rank == 0:
+            for number in range(1000):
+                await comm.rpc.notify(1, "note", number)
+            await comm.rpc.notify(1, "note", "wrong")
+            while "of which its caller is not told" not in caplog.text:
+                await asyncio.sleep(1e-3)
+        await comm.barrier()
+        if comm.rank == 1:
+            assert seen == list(range(1000))
+            assert 1 < most <= protocol.CALLS_MAX
+
+    run(2, main)
+    (record,) = (record for record in caplog.records if record.name == "asyncoll")
+    assert "note failed, of which its caller is not told: note: number must be int, got str" in record.getMessage()
+    caplog.clear()  # its traceback holds the world
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 16, 17, 500])
+def test_streams(run, n):
+    async def act(comm, service, other):
+        assert [item async for item in comm.rpc.stream(other, "count", n)] == list(range(n))
+
+    run(2, served(act))
+
+
+def test_a_stream_waits_for_its_reader():
+    async def act(comm, service, other):
+        items = comm.rpc.stream(other, "count", 1000)
+        async for item in items:
+            await asyncio.sleep(10)
+            if item == 100:
+                break
+        await items.aclose()
+
+    service = simulate(2, served(act), NETWORK).results[1]
+    assert 100 < len(service.begun) <= 100 + protocol.ITEMS_MAX + 1
+    assert service.ended == ["count"]
+
+
+def test_a_stream_of_long_items_waits_sooner():
+    async def main(comm):
+        begun = 0
+
+        @comm.rpc.register
+        async def tensors() -> AsyncIterator[np.ndarray]:
+            nonlocal begun
+            for _ in range(10):
+                begun += 1
+                yield np.ones(5 << 20, np.uint8)
+
+        if comm.rank == 0:
+            async with contextlib.aclosing(comm.rpc.stream(1, "tensors")) as items:
+                await anext(items)
+                await asyncio.sleep(10)
+        else:
+            await asyncio.sleep(5)
+            assert begun == 2
+        await comm.barrier()
+
+    simulate(2, main)
+
+
+def test_leaving_a_stream_early_cancels_it(run):
+    async def act(comm, service, other):
+        async for item in comm.rpc.stream(other, "count", 10**9):
+            if item == 20:
+                break
+        gc.collect()
+        while not await comm.rpc.call(other, "has_ended"):
+            await asyncio.sleep(1e-3)
+
+    async def main(comm):
+        service = Service(comm)
+        comm.rpc.register(lambda: bool(service.ended), name="has_ended")
+        comm.rpc.register(service)
+        if comm.rank == 0:
+            await act(comm, service, 1)
+        await comm.barrier()
+
+    run(2, main)
+
+
+def test_errors_in_streams(run):
+    async def act(comm, service, other):
+        items = comm.rpc.stream(other, "stumble")
+        assert await anext(items) == 1
+        with pytest.raises(RemoteError, match="LookupError at rank 1: stumbled"):
+            await anext(items)
+        with pytest.raises(UsageError, match="count streams: use `stream`"):
+            await comm.rpc.call(other, "count", 3)
+        with pytest.raises(UsageError, match="echo does not stream: use `call`"):
+            await anext(comm.rpc.stream(other, "echo", 3))
+
+    run(2, served(act))
+
+
+# -- cancellation and deadlines ------------------------------------------------------------------
+
+
+def test_cancelling_a_call_cancels_the_function():
+    async def act(comm, service, other):
+        call = asyncio.ensure_future(comm.rpc.call(other, "sleep", 1e6))
+        await asyncio.sleep(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(1)
+
+    report = simulate(2, served(act), NETWORK)
+    assert report.results[1].ended == [1e6]
+    assert report.virtual_s < 10
+
+
+def test_a_deadline_ends_the_call_at_both_ends():
+    async def act(comm, service, other):
+        with pytest.raises(DeadlineError, match="sleep at rank 1 did not answer before the deadline"):
+            with deadline(2):
+                await comm.rpc.call(other, "sleep", 1e6)
+        assert await comm.rpc.call(other, "sleep", 1) == "slept"
+
+    report = simulate(2, served(act), NETWORK)
+    assert report.results[1].ended == [1e6, 1]
+    assert report.virtual_s < 4
+
+
+def test_deadlines_are_handed_on():
+    ends = {}
+
+    async def main(comm):
+        @comm.rpc.register
+        async def chain(rank: int) -> None:
+            if rank == comm.size:
+                await asyncio.sleep(1e6)
+            try:
+                await comm.rpc.call(rank, "chain", rank + 1)
+            except DeadlineError:
+                ends[comm.rank] = asyncio.get_running_loop().time()
+                raise
+
+        if comm.rank == 0:
+            with pytest.raises(DeadlineError), deadline(3):
+                await comm.rpc.call(1, "chain", 2)
+        await asyncio.sleep(10)
+
+    simulate(4, main, NETWORK)
+    assert all(2.9 < end < 3.1 for end in ends.values())
+
+
+def test_a_deadline_that_is_over_sends_nothing():
+    async def act(comm, service, other):
+        with deadline(1):
+            await asyncio.sleep(2)
+            with pytest.raises(DeadlineError):
+                await comm.rpc.call(other, "sleep", 0)
+
+    assert simulate(2, served(act)).results[1].begun == []
+
+
+def test_streams_and_notifications_have_deadlines_too():
+    async def act(comm, service, other):
+        with deadline(1), pytest.raises(DeadlineError):
+            async for _ in comm.rpc.stream(other, "forever"):
+                pass
+        with deadline(1), pytest.raises(DeadlineError):
+            await asyncio.gather(*(comm.rpc.notify(other, "sleep", 1e6) for _ in range(2 * protocol.CALLS_MAX)))
+
+    async def main(comm):
+        @comm.rpc.register
+        async def forever() -> AsyncIterator[int]:
+            yield 1
+            await asyncio.sleep(1e6)
+
+        return await served(act)(comm)
+
+    assert simulate(2, main, NETWORK).virtual_s < 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cancelling_anywhere_never_harms_the_next_call(seed):
+    """25 calls a seed, cancelled at random points of virtual time: 1,000 in all, each followed by one that is right."""
+    draw = random.Random(seed)
+
+    async def main(comm):
+        service = Service(comm)
+        comm.rpc.register(service)
+        other = (comm.rank + 1) % comm.size
+        for number in range(25):
+            x = np.full(draw.choice([1, 1000, 300_000]), number)
+            kind = draw.choice(["echo", "sleep", "count", "bounce"])
+            victim = asyncio.ensure_future(use(comm, other, kind, x))
+            await asyncio.sleep(draw.uniform(0, 8e-3))
+            victim.cancel()
+            await asyncio.wait([victim])
+            if not victim.cancelled():
+                victim.result()
+            assert np.array_equal(await comm.rpc.call(other, "echo", x), x)
+            assert [i async for i in comm.rpc.stream(other, "count", 3)] == [0, 1, 2]
+        await comm.barrier()
+        await asyncio.sleep(1)
+        exchange = comm.rpc._exchange
+        assert not exchange.client._pending
+        assert not exchange._server._tasks
+        assert not exchange._server._counts
+        await comm.barrier()
+
+    simulate(3, main, Network(latency_s=1e-3, jitter_s=1e-3, bandwidth_bytes_per_s=1e9), seed=seed)
+
+
+async def use(comm, other, kind, x):
+    if kind == "echo":
+        assert np.array_equal(await comm.rpc.call(other, "echo", x), x)
+    elif kind == "count":
+        assert [i async for i in comm.rpc.stream(other, "count", 50)] == list(range(50))
+    else:
+        await comm.rpc.call(other, kind, 5)
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def test_a_rank_runs_a_bounded_number_of_calls_for_each_other():
+    async def main(comm):
+        running = most = 0
+
+        @comm.rpc.register
+        async def work() -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(1)
+            running -= 1
+
+        if comm.rank == 0:
+            await asyncio.gather(*(comm.rpc.call(1, "work") for _ in range(3 * protocol.CALLS_MAX)))
+        await comm.barrier()
+        return most
+
+    assert simulate(2, main).results[1] == protocol.CALLS_MAX
+
+
+def test_arguments_on_the_way_to_a_slow_rank_are_bounded():
+    async def main(comm):
+        held = most = 0
+
+        @comm.rpc.register
+        async def keep(x: np.ndarray) -> None:
+            nonlocal held, most
+            held += x.nbytes
+            most = max(most, held)
+            await asyncio.sleep(1)
+            held -= x.nbytes
+
+        if comm.rank == 0:
+            x = np.ones(10 << 20, np.uint8)
+            await asyncio.gather(*(comm.rpc.call(1, "keep", x) for _ in range(20)))
+            await comm.rpc.call(1, "keep", np.ones(slots.BYTES_MAX + 1, np.uint8))
+        await comm.barrier()
+        return most
+
+    assert simulate(2, main).results[1] == slots.BYTES_MAX + 1
+
+
+def test_ranks_that_call_each_other_back_and_forth(run):
+    async def act(comm, service, other):
+        assert await comm.rpc.call(other, "bounce", 20) == 20
+
+    for size in (1, 2, 3):
+        run(size, served(act))
+
+
+def test_endless_recursion_is_an_error():
+    async def act(comm, service, other):
+        with pytest.raises(RemoteError, match="bounce: 32 calls wait for each other already: does one call itself"):
+            await comm.rpc.call(other, "bounce", 1000)
+
+    simulate(2, served(act))
+
+
+def test_nested_calls_do_not_wait_for_what_waits_for_them():
+    async def act(comm, service, other):
+        calls = (comm.rpc.call(other, "bounce", 5) for _ in range(2 * protocol.CALLS_MAX))
+        assert set(await asyncio.gather(*calls)) == {5}
+
+    simulate(2, served(act))
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+BAD = {
+    "unknown": (("ech",), UsageError, r"rank 1: no function 'ech': there is echo"),
+    "private": (("_private",), UsageError, r"rank 1: no function '_private'"),
+    "too few": (
+        ("add",),
+        UsageError,
+        r"rank 1: add\(a: int, b: int = ..., \*more: int, \*\*named: int\) -> int: missing",
+    ),
+    "too many": (("echo", 1, 2), UsageError, r"rank 1: echo\(x: Any\) -> Any: too many positional"),
+    "wrong": (("add", "x"), UsageError, r"rank 1: add: a must be int, got str"),
+    "wrong more": (("add", 1, 2, 3.5), UsageError, r"rank 1: add: more must be int, got float"),
+    "wrong dataclass": (("double", 3), UsageError, r"rank 1: double: batch must be Batch, got int"),
+    "stranger": (("echo", Stranger(1)), UsageError, r"rank 1: a dataclass Stranger came, which no annotation here"),
+    "unsendable": (("echo", [object()]), UsageError, r"echo: argument 1\[0\] is a <class 'object'>"),
+    "unsendable result": (
+        ("unsendable",),
+        RemoteError,
+        r"UsageError at rank 1: the result of unsendable\['x'\]\[3\] is a <class 'object'>, which cannot be sent",
+    ),
+    "raises": (
+        ("fail", "no such key"),
+        RemoteError,
+        r"(?s)LookupError at rank 1: no such key.*raise LookupError\(text\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_calls(run, arguments, kind, message):
+    async def act(comm, service, other):
+        with pytest.raises(kind, match=message):
+            await comm.rpc.call(other, *arguments)
+        assert await comm.rpc.call(other, "add", 1, 2) == 3
+
+    run(2, served(act))
+
+
+def test_bad_ranks_and_registrations():
+    def hidden() -> NotThere:  # type: ignore[name-defined]  # noqa: F821
+        raise AssertionError
+
+    def generator():
+        yield 1
+
+    async def main(comm):
+        for rank in (-1, 2, "0", None):
+            with pytest.raises(UsageError, match="is not one of the ranks 0 to 1"):
+                await comm.rpc.call(rank, "echo")
+        register = comm.rpc.register
+        register(Service(comm))
+        for what, message in [
+            (lambda: None, "a name is an identifier .* got '<lambda>': give `name`"),
+            (Service(comm).echo, "echo is registered already"),
+            (hidden, "annotations of hidden cannot be resolved .*NotThere"),
+            (generator, "generator is a generator: make it `async def`"),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                register(what)
+        register(Service(comm), name="second")
+        assert await comm.rpc.call(comm.rank, "second.add", 1) == 2
+
+    simulate(2, main)
+
+
+def test_what_a_function_raises_is_its_own_affair():
+    async def main(comm):
+        @comm.rpc.register
+        async def deceive() -> None:
+            raise ProtocolError("from somewhere else")
+
+        for name in (3, "x" * 300):
+            with pytest.raises(UsageError, match="a function is called by its name"):
+                await comm.rpc.call(0, name)
+        with pytest.raises(RemoteError, match="ProtocolError at rank 0: from somewhere else"):
+            await comm.rpc.call(0, "deceive")
+
+    simulate(2, main)
+
+
+def test_the_traceback_begins_at_the_function():
+    async def act(comm, service, other):
+        with pytest.raises(RemoteError) as raised:
+            await comm.rpc.call(other, "fail", "x")
+        error = raised.value
+        assert (error.rank, error.type_name, error.message) == (1, "LookupError", "x")
+        assert "in fail" in error.traceback
+        assert "in _outcome" not in error.traceback
+
+    simulate(2, served(act))
+
+
+# -- stubs ---------------------------------------------------------------------------------------
+
+
+class Calculator:
+    """Plain functions, which run in threads."""
+
+    def add(self, a: int, b: int = 0) -> int:
+        return a + b
+
+    async def count(self, n: int) -> AsyncIterator[int]:
+        for i in range(n):
+            yield i
+
+
+class RemoteCalculator(Protocol):
+    """The same, as it is called from elsewhere."""
+
+    async def add(self, a: int, b: int = 0) -> int: ...
+
+    def count(self, n: int) -> AsyncIterator[int]: ...
+
+
+class Fewer(Protocol):
+    async def add(self, a: int) -> int: ...
+
+
+class Renamed(Protocol):
+    async def add(self, a: int, c: int = 0) -> int: ...
+
+
+class Retyped(Protocol):
+    async def add(self, a: int, b: int = 0) -> str: ...
+
+
+class Missing(Protocol):
+    async def subtract(self, a: int) -> int: ...
+
+
+class Streamed(Protocol):
+    def add(self, a: int, b: int = 0) -> AsyncIterator[int]: ...
+
+
+class Demanding(Protocol):
+    async def add(self, a: int, b: int, c: int) -> int: ...
+
+
+def test_a_stub_stands_for_a_service(run):
+    async def main(comm):
+        comm.rpc.register(Calculator())
+        comm.rpc.register(Service(comm), name="service")
+        other: Proxy[RemoteCalculator] = comm.rpc.proxy((comm.rank + 1) % comm.size, RemoteCalculator)
+        assert await other.add(1, 2) == 3
+        assert await other.add(1, b=2) == 3
+        assert [i async for i in other.count(4)] == [0, 1, 2, 3]
+        assert await comm.rpc.proxy(0, Fewer).add(5) == 5
+        with pytest.raises(AttributeError, match="RemoteCalculator has no public method 'ad'"):
+            other.ad(1)  # type: ignore[attr-defined]
+        assert "RemoteCalculator at rank" in repr(other)
+        with pytest.raises(UsageError, match=r"Calculator.add is a plain function, .* make it `async def`"):
+            comm.rpc.proxy(0, Calculator)
+        await comm.barrier()
+
+    run(2, main)
+
+
+async def use_once(proxy):
+    call = proxy.subtract if "Missing" in repr(proxy) else proxy.add
+    await (anext(call(1)) if "Streamed" in repr(proxy) else call(1))
+
+
+@pytest.mark.parametrize("stub", [Renamed, Retyped, Missing, Streamed, Demanding], ids=lambda stub: stub.__name__)
+def test_a_stub_that_does_not_match(stub):
+    async def main(comm):
+        comm.rpc.register(Calculator())
+        proxy = comm.rpc.proxy(1, stub)
+        with pytest.raises(MismatchError, match=f"the stub {stub.__name__} says .* but at rank 1 there is"):
+            await use_once(proxy)
+        await comm.barrier()
+
+    simulate(2, main)
+
+
+def test_results_that_are_not_what_the_service_says():
+    class Liar:
+        async def add(self, a: int) -> int:
+            return "no"  # type: ignore[return-value]
+
+    async def main(comm):
+        comm.rpc.register(Liar())
+        with pytest.raises(UsageError, match="the result of add must be int, got str"):
+            await comm.rpc.proxy(0, Fewer).add(1)
+
+    simulate(1, main)
+
+
+def test_methods_are_found():
+    async def main(comm):
+        comm.rpc.register(Service(comm))
+        found: list[Method] = await comm.rpc.methods(0)
+        shown = {method.name: str(method) for method in found}
+        assert shown["count"] == "count(n: int) -> stream of int"
+        assert shown["add"] == "add(a: int, b: int = ..., *more: int, **named: int) -> int"
+        assert next(method for method in found if method.name == "add").doc == "The sum."
+        assert "_private" not in shown
+
+    simulate(1, main)
+
+
+# -- when the world ends -------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_rank_that_dies_hears_of_it():
+    raised = []
+
+    async def main(comm):
+        comm.rpc.register(Service(comm))
+        try:
+            if comm.rank == 0:
+                await comm.rpc.call(1, "sleep", 1e6)
+            elif comm.rank == 2:
+                async for _ in comm.rpc.stream(0, "count", 10**9):
+                    await asyncio.sleep(1)
+            else:
+                await asyncio.sleep(1e6)
+        except AsyncollError as error:
+            raised.append((comm.rank, type(error), error.rank))
+            with pytest.raises(PeerLostError):
+                await comm.rpc.call(0, "echo", 1)
+            raise
+
+    with contextlib.suppress(AsyncollError):
+        simulate(3, main, Network(latency_s=1e-3, faults=[Crash(rank=1, at_s=5.0)]))
+    assert sorted(raised, key=str) == [(0, PeerLostError, 1), (2, PeerLostError, 1)]
+
+
+def test_who_waits_to_send_hears_of_it_too():
+    async def main(comm):
+        if comm.rank == 0:
+            calls = [asyncio.ensure_future(comm.rpc.call(1, "x", np.ones(30 << 20, np.uint8))) for _ in range(5)]
+            await asyncio.sleep(1)
+            comm.abort("enough")
+            for call in calls:
+                with pytest.raises(AbortedError, match="enough"):
+                    await call
+        else:
+            await asyncio.sleep(10)  # it never comes to rpc
+
+    simulate(2, main)
+
+
+def test_what_runs_when_the_world_ends_is_cancelled(run):
+    services = {}
+
+    async def main(comm):
+        service = services[comm.rank] = Service(comm)
+        comm.rpc.register(service)
+        comm.rpc.register(lambda: len(service.begun), name="begun")
+        if comm.rank == 0:
+            await comm.rpc.notify(1, "sleep", 1e6)
+            while not await comm.rpc.call(1, "begun"):
+                await asyncio.sleep(1e-3)
+        return comm
+
+    comm = run(2, main)[0]
+    assert services[1].ended == [1e6]
+    with pytest.raises(ClosedError):
+        asyncio.run(comm.rpc.call(0, "echo", 1))
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        (segments._WHOLE, 0, b""),
+        (segments._WHOLE, 0, b"\1\0\0\0\0\0\0\0" + b"\xff" * 8),
+        (segments._WHOLE, 0, b"\0\0\0\0\4\0\0\0abcd"),
+        (segments._FIRST, 0, b"\1\0\0\0\0\0\0\0" + b"\xff" * 8),
+        (segments._FIRST, 0, b"\xff" * 8),
+        (segments._PART, 7, b"x"),
+        (segments._DROP, 7, b""),
+        (segments._CREDIT, 1, b""),
+        (99, 1, b""),
+    ],
+    ids=repr,
+)
+def test_segments_that_nobody_sends_end_the_world(segment):
+    async def main(comm):
+        assert comm.rpc
+        kind, number, payload = segment
+        if comm.rank == 0:
+            comm._endpoint.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
+        await comm.rpc.call(comm.rank, "asyncoll.methods")
+        await asyncio.sleep(1)
+        await comm.barrier()
+
+    with pytest.raises((ProtocolError, AbortedError), match="broke the protocol"):
+        simulate(2, main, NETWORK)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        (protocol.CALL, 1, b"\xc1", "add"),
+        (protocol.CALL, 1, b"\x01", "add"),
+        (protocol.CALL, 1, b"\x92\x90\x81\x01\x02", "add"),
+    ],
+    ids=repr,
+)
+def test_calls_that_nobody_makes_end_the_world(message):
+    async def main(comm):
+        comm.rpc.register(Service(comm))
+        kind, call, body, name = message
+        if comm.rank == 0:
+            await comm.rpc._exchange._carrier.send(1, *protocol.encode(kind, call, body, name=name))
+        await asyncio.sleep(1)
+        await comm.barrier()
+
+    with pytest.raises((ProtocolError, AbortedError), match="broke the protocol"):
+        simulate(2, main, NETWORK)

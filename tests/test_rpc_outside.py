@@ -1,0 +1,567 @@
+"""Services outside of any world, over real sockets: who may come in, and what happens when either end is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import os
+import random
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+import zmq
+
+import asyncoll
+from asyncoll import DeadlineError, MismatchError, ProtocolError, RemoteError, ServiceLostError, UsageError, deadline
+from asyncoll.rpc import connect, outside, protocol, segments, serve
+from asyncoll.rpc.service import Registry
+from asyncoll.transport import curve, sockets
+from asyncoll.wire import SEGMENT_BYTES
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 60  # a safety net, never reached
+
+
+@dataclasses.dataclass
+class Answer:
+    text: str
+
+
+class Service:
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ended = asyncio.Event()
+
+    async def echo(self, x: Any) -> Any:
+        return x
+
+    def plain(self, a: int) -> int:
+        return a + 1
+
+    async def answer(self, text: str) -> Answer:
+        return Answer(text)
+
+    async def fail(self) -> None:
+        raise LookupError("no")
+
+    async def hang(self) -> None:
+        self.begun += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+    async def count(self, n: int) -> AsyncIterator[np.ndarray]:
+        try:
+            for i in range(n):
+                self.begun = i
+                yield np.full(1000, i)
+        finally:
+            self.ended.set()
+
+
+class RemoteService:
+    async def answer(self, text: str) -> Answer: ...
+
+    async def plain(self, a: int) -> int: ...
+
+    def count(self, n: int) -> AsyncIterator[np.ndarray]: ...
+
+
+class WrongService:
+    async def plain(self, a: str) -> int: ...
+
+
+@pytest.fixture(params=["ipc", "tcp", "curve"])
+def place(request, tmp_path):
+    """An address, and the key that goes with it."""
+    if request.param == "ipc":
+        return f"ipc://{tmp_path}/s", {}
+    return "tcp://127.0.0.1:0", {"key_file": a_key(tmp_path / "key")} if request.param == "curve" else {}
+
+
+@pytest.fixture
+def ipc(tmp_path):
+    return f"ipc://{tmp_path}/s"
+
+
+def a_key(path: Path, mode: int = 0o600, nbytes: int = 32) -> Path:
+    path.write_bytes(os.urandom(nbytes))
+    path.chmod(mode)
+    return path
+
+
+@contextlib.contextmanager
+def a_socket(context, kind=zmq.DEALER):
+    with context.socket(kind) as socket:
+        socket.linger = 0
+        yield socket
+
+
+def run(main, loop_factory=uvloop.new_event_loop):
+    async def in_time():
+        async with asyncio.timeout(PATIENCE_S):
+            return await main
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(in_time())
+
+
+@contextlib.asynccontextmanager
+async def both(url, **key):
+    service = Service()
+    async with serve(service, url, **key) as address, connect(address, **key) as client:
+        yield service, client, address
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_calls(place, loop_factory):
+    url, key = place
+
+    async def main():
+        async with both(url, **key) as (_, client, _):
+            for n in (0, 1, 10_000, 200_000, 5 << 20):
+                x = np.arange(n, dtype=np.uint8)
+                assert np.array_equal(await client.call("echo", x), x)
+            assert await client.call("plain", 1) == 2
+            await client.notify("plain", 1)
+            assert [item[0] async for item in client.stream("count", 100)] == list(range(100))
+            with pytest.raises(RemoteError, match="LookupError at the service: no"):
+                await client.call("fail")
+            with pytest.raises(UsageError, match="the service: no function 'ech': there is echo"):
+                await client.call("ech")
+            with pytest.raises(UsageError, match="a must be int, got str"):
+                await client.call("plain", "x")
+            with pytest.raises(DeadlineError), deadline(0.01):
+                await client.call("hang")
+            assert {method.name for method in await client.methods()} >= {"echo", "plain", "count"}
+
+    run(main(), loop_factory)
+
+
+def test_proxies(ipc):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            proxy = client.proxy(RemoteService)
+            assert await proxy.answer("x") == Answer("x")
+            assert await proxy.plain(1) == 2
+            assert [int(item[0]) async for item in proxy.count(3)] == [0, 1, 2]
+            with pytest.raises(MismatchError, match="the stub WrongService says"):
+                await client.proxy(WrongService).plain("x")
+
+    run(main())
+
+
+def test_a_function_is_a_service_too(ipc):
+    async def double(x: int) -> int:
+        return 2 * x
+
+    async def main():
+        async with asyncoll.rpc.serve(double, ipc), asyncoll.rpc.connect(ipc) as client:
+            assert await client.call("double", 4) == 8
+
+    run(main())
+
+
+def test_many_clients_at_once(ipc):
+    async def use(number):
+        async with connect(ipc) as client:
+            x = np.full(100_000, number)
+            for _ in range(5):
+                assert np.array_equal(await client.call("echo", x), x)
+
+    async def main():
+        async with serve(Service(), ipc):
+            await asyncio.gather(*map(use, range(20)))
+
+    run(main())
+
+
+# -- either end is gone --------------------------------------------------------------------------
+
+
+def test_what_waits_for_a_service_that_ends_is_told(place):
+    url, key = place
+
+    async def main():
+        service = Service()
+        async with contextlib.AsyncExitStack() as stack:
+            ending = contextlib.AsyncExitStack()
+            address = await ending.enter_async_context(serve(service, url, **key))
+            client = await stack.enter_async_context(connect(address, **key))
+            call = asyncio.ensure_future(client.call("hang"))
+            items = client.stream("count", 10**9)
+            await anext(items)
+            while not service.begun:
+                await asyncio.sleep(0)
+            await ending.aclose()
+            for waiting in (call, read_on(items), client.call("echo", 1)):
+                with pytest.raises(ServiceLostError, match=r"the service at .* is gone: its connection closed"):
+                    await waiting
+            async with serve(Service(), address, **key):  # a new one at the same place is no resurrection
+                with pytest.raises(ServiceLostError):
+                    await client.call("echo", 1)
+                async with connect(address, **key) as again:
+                    assert await again.call("echo", 1) == 1
+
+    run(main())
+
+
+async def read_on(items):
+    async for _ in items:
+        pass
+
+
+@pytest.mark.parametrize("what", ["call", "stream"])
+def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
+    url, key = place
+
+    async def main():
+        service = Service()
+        async with serve(service, url, **key) as address:
+            async with connect(address, **key) as client:
+                if what == "call":
+                    await client.notify("hang")
+                    while not service.begun:
+                        await asyncio.sleep(0)
+                else:
+                    items = client.stream("count", 10**9)
+                    await anext(items)
+            await service.ended.wait()
+            gc.collect()
+
+    run(main())
+
+
+def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
+    async def main():
+        registry = Registry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        async with connect(ipc) as client:
+            calls = [asyncio.ensure_future(client.call("echo", np.ones(40 << 20, np.uint8))) for _ in range(3)]
+            while not server._exchange._server._tasks:
+                await asyncio.sleep(0)
+        await asyncio.wait(calls)
+        while server._exchange._server._tasks or server._carrier._segments._peers:
+            await asyncio.sleep(0.001)
+        await server.close()
+
+    run(main())
+
+
+def test_a_client_that_is_killed(ipc):
+    script = (
+        "import asyncio, sys\nfrom asyncoll.rpc import connect\n"
+        "async def main():\n async with connect(sys.argv[1]) as client: await client.call('hang')\n"
+        "asyncio.run(main())"
+    )
+
+    async def main():
+        service = Service()
+        async with serve(service, ipc), connect(ipc) as client:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, ipc)
+            while not service.begun:
+                await asyncio.sleep(0.01)
+            process.kill()
+            await process.wait()
+            await service.ended.wait()
+            assert await client.call("echo", 1) == 1
+
+    run(main(), asyncio.new_event_loop)
+
+
+def test_nobody_is_there(tmp_path):
+    async def main():
+        for url in (f"ipc://{tmp_path}/none", "tcp://127.0.0.1:1"):
+            with pytest.raises(ServiceLostError, match="no service at"):
+                async with connect(url):
+                    raise AssertionError
+
+    run(main())
+
+
+def test_somebody_who_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
+
+    async def main():
+        with zmq.Context() as context, a_socket(context, zmq.ROUTER) as silent:
+            silent.bind(f"ipc://{tmp_path}/s")
+            with pytest.raises(ServiceLostError, match="nobody answers at"):
+                async with connect(f"ipc://{tmp_path}/s"):
+                    raise AssertionError
+
+    run(main())
+
+
+# -- who may come in -----------------------------------------------------------------------------
+
+
+BAD_ADDRESSES = {
+    "tcp://10.1.2.3:5": "can be reached from other hosts: pass `key_file`",
+    "tcp://[2001:db8::1]:5": "can be reached from other hosts",
+    "tcp://0.0.0.0" + ":5": "means every interface",
+    "tcp://[::]:5": "means every interface",
+    "tcp://*" + ":5": "give the host as an IP address",
+    "tcp://example.org:5": "give the host as an IP address",
+    "tcp://127.0.0.1": "is no address of a service",
+    "ipc://@abstract": "is no address of a service",
+    "ipc://": "is no address of a service",
+    "inproc://x": "is no address of a service",
+    "": "is no address of a service",
+    f"ipc:///tmp/{'x' * 200}": "cannot",
+}
+
+
+@pytest.mark.parametrize(("url", "message"), BAD_ADDRESSES.items())
+def test_addresses_that_are_refused(url, message):
+    async def main():
+        with pytest.raises(UsageError, match=message):
+            async with serve(Service(), url):
+                raise AssertionError
+        with pytest.raises(UsageError, match=message):
+            async with connect(url):
+                raise AssertionError
+
+    run(main())
+
+
+def test_every_interface_is_refused_with_a_key_too(tmp_path):
+    async def main():
+        with pytest.raises(UsageError, match="means every interface"):
+            async with serve(Service(), "tcp://0.0.0.0" + ":0", key_file=a_key(tmp_path / "key")):
+                raise AssertionError
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("mode", "nbytes", "message"),
+    [(0o640, 32, "others may read"), (0o600, 31, "has 31 bytes, not 32"), (None, 0, "cannot read the key")],
+)
+def test_keys_that_are_refused(tmp_path, mode, nbytes, message):
+    if mode is not None:
+        a_key(tmp_path / "key", mode, nbytes)
+
+    async def main():
+        with pytest.raises(UsageError, match=message):
+            async with serve(Service(), "tcp://127.0.0.1:0", key_file=tmp_path / "key"):
+                raise AssertionError
+
+    run(main())
+
+
+def test_who_has_not_the_key_is_refused(tmp_path, caplog):
+    right, wrong = a_key(tmp_path / "right"), a_key(tmp_path / "wrong")
+
+    async def main():
+        async with both("tcp://127.0.0.1:0", key_file=right) as (_, client, url):
+            for key in ({}, {"key_file": wrong}):
+                with pytest.raises(ServiceLostError, match="no service at"):
+                    async with connect(url, **key):
+                        raise AssertionError
+            assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
+    key = a_key(tmp_path / "key")
+
+    async def main():
+        async with both("tcp://127.0.0.1:0", key_file=key) as (_, client, url):
+            with zmq.Context() as context, a_socket(context) as stranger:
+                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                stranger.curve_serverkey = curve._pair(key.read_bytes(), b"server")[0]
+                stranger.connect(url)
+                while "refused a client" not in caplog.text:
+                    await asyncio.sleep(0.01)
+            assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+def test_a_socket_is_its_users_alone(ipc):
+    async def main():
+        async with serve(Service(), ipc):
+            mode = os.stat(ipc.removeprefix("ipc://")).st_mode
+            assert stat.S_ISSOCK(mode)
+            assert stat.S_IMODE(mode) == 0o600
+
+    run(main())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_refused(tmp_path):
+    url = f"ipc://{tmp_path}/s"
+    script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\nprint(len(s.recv(100)))"
+
+    async def main():
+        async with both(url) as (_, client, _):
+            path = url.removeprefix("ipc://")
+            os.chmod(path, 0o666)
+            for folder in (tmp_path, *tmp_path.parents[:3]):
+                os.chmod(folder, stat.S_IMODE(folder.stat().st_mode) | 0o011)
+            done = await asyncio.to_thread(
+                subprocess.run,
+                ["/usr/bin/env", "python3", "-c", script, path],
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.stdout.strip() in ("0", ""), "it was greeted"
+            assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+def test_a_place_that_is_taken_or_left_behind(ipc):
+    path = Path(ipc.removeprefix("ipc://"))
+    left = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
+
+    async def main():
+        async with serve(Service(), ipc):
+            with pytest.raises(UsageError, match="it is there already, and in use"):
+                async with serve(Service(), ipc):
+                    raise AssertionError
+            async with connect(ipc) as client:
+                assert await client.call("echo", 1) == 1
+
+    async def refused():
+        with pytest.raises(UsageError, match="it is there already"):
+            async with serve(Service(), ipc):
+                raise AssertionError
+
+    async def welcome():
+        async with both(ipc) as (_, client, _):
+            assert await client.call("echo", 1) == 1
+
+    run(main())
+    assert not path.exists()
+    path.write_text("a file of somebody's")
+    run(refused())
+    path.unlink()
+    subprocess.run([sys.executable, "-c", left, path], check=True)
+    assert path.is_socket()
+    run(welcome())
+
+
+# -- hostile peers -------------------------------------------------------------------------------
+
+
+def hello(version=sockets.VERSION):
+    return sockets._FORM.pack(sockets._HELLO, version)
+
+
+def whole(head: bytes) -> bytes:
+    return sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
+
+
+async def with_stranger(ipc, act, caplog, expected):
+    """A service and a client go on while somebody else sends what nobody sends."""
+    async with both(ipc) as (_, client, _):
+        with zmq.Context() as context, a_socket(context) as stranger:
+            stranger.connect(ipc)
+            act(stranger)
+            while expected not in caplog.text:
+                assert await client.call("echo", 1) == 1
+        assert await client.call("echo", 1) == 1
+
+
+HOSTILE = {
+    "no hello": [[b"hi"]],
+    "random bytes": [[hello()], [b"\xff" * 100]],
+    "too many frames": [[hello()], [b"x"], [b"x", b"y", b"z"], [sockets._FORM.pack(77, 0)]],
+    "a segment of nothing": [[hello()], [sockets._FORM.pack(segments._PART, 3) + b"x"]],
+    "credit for nothing": [[hello()], [sockets._FORM.pack(segments._CREDIT, 1 << 40)]],
+    "a lot of memory": [[hello()], [sockets._FORM.pack(segments._FIRST, 0) + b"\1\0\0\0\0\0\0\0" + b"\xff" * 8]],
+    "no message": [[hello()], [whole(b"\0" * 100)]],
+    "a bad call": [[hello()], [whole(protocol.encode(protocol.CALL, 1, b"\xc1", name="echo")[0])]],
+    "two of one number": [
+        [hello()],
+        *[[whole(protocol.encode(protocol.CALL, 1, b"\x92\x90\x80", name="hang")[0])]] * 2,
+    ],
+    "too many calls": [
+        [hello()],
+        *[[whole(protocol.encode(protocol.CALL, n, b"\x92\x90\x80", name="hang")[0])] for n in range(300)],
+    ],
+}
+
+
+@pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_clients_are_dropped_with_a_line_in_the_log(ipc, messages, caplog):
+    def act(stranger):
+        for message in messages:
+            stranger.send_multipart(message)
+
+    run(with_stranger(ipc, act, caplog, "dropped"))
+
+
+def test_frames_that_are_too_long_end_the_connection(ipc):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with zmq.Context() as context, a_socket(context) as stranger:
+                monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                stranger.connect(ipc)
+                stranger.send(hello() + bytes(2 * SEGMENT_BYTES))
+                while not monitor.poll(0):
+                    assert await client.call("echo", 1) == 1
+                stranger.disable_monitor()
+                monitor.close(linger=0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_segments(ipc, seed, caplog):
+    draw = random.Random(seed)
+
+    def act(stranger):
+        stranger.send(hello())
+        for _ in range(200):
+            kind = draw.choice([segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(256)])
+            stranger.send(sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
+
+    run(with_stranger(ipc, act, caplog, "dropped"))
+
+
+def test_another_version(ipc, monkeypatch):
+    async def main():
+        async with serve(Service(), ipc):
+            with zmq.Context() as context, a_socket(context) as old:
+                old.connect(ipc)
+                old.send(hello(99))
+                while not old.poll(0):
+                    await asyncio.sleep(0)
+                assert old.recv() == hello()
+            monkeypatch.setattr(outside, "VERSION", 2)
+            with pytest.raises(ProtocolError, match="speaks version 1, expected 2"):
+                async with connect(ipc):
+                    raise AssertionError
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_is_waited_for(ipc):
+    async def main():
+        async with both(ipc) as (service, client, _):
+            items = client.stream("count", 10**9)
+            await anext(items)
+            for _ in range(50):
+                assert await client.call("echo", 1) == 1
+            assert service.begun <= protocol.ITEMS_MAX + 1
+            await items.aclose()
+
+    run(main())
