@@ -73,10 +73,15 @@ class Communicator:
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
         self._rpc: Rpc | None = None
+        self._parts: list[Communicator] = []  # that were split off
 
     @property
     def rpc(self) -> Rpc:
         """Functions of every rank that the others may call."""
+        return self._rpc or self.open_rpc()
+
+    def open_rpc(self) -> Rpc:
+        """Begin to answer those who call this rank, if that has not begun. On the caller's loop."""
         if self._rpc is None:
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
         return self._rpc
@@ -492,7 +497,9 @@ class Communicator:
             ranks = tuple(self._group.ranks[place] for place in places)
             context = digest(self._group.communicator, "split", call.number, color)
             group = Group(ranks, places.index(self.rank), context)
-            return Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
+            part = Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
+            self._parts.append(part)
+            return part
 
         return self._calls.start(call, body)
 
@@ -512,6 +519,13 @@ class Communicator:
     def leave(self) -> Coroutine[Any, Any, None]:
         """A barrier as the last call of a rank; the end of `run` and `connect` makes it."""
         return self._calls.start(self._call("the end of its program", None), lambda form: form.barrier())
+
+    async def close_rpc(self) -> None:
+        """End the calls of other ranks, here and in what was split off; the end of `run` and `connect` does it."""
+        if self._rpc is not None:
+            await self._rpc.close()
+        for part in self._parts:
+            await part.close_rpc()
 
     def abort(self, reason: str) -> None:
         """Give up: every pending and later call on this communicator raises AbortedError, at every rank.

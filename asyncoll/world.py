@@ -95,11 +95,11 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        rpc = self._comm.rpc  # who has not used it answers those who call it all the same
+        self._comm.open_rpc()  # who has not used it answers those who call it all the same
         try:
             await self._runner.start(self._leave(error))
         finally:
-            await rpc.close()
+            await self._comm.close_rpc()
             await self._runner.start(self._let_go())
 
     async def _join(self) -> Communicator:
