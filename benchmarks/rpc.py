@@ -8,6 +8,8 @@ median. Targets, of asyncoll between ranks: half of aiozmq.rpc's time at 64 byte
 pipelined rate of aiozmq.rpc; a third of torch RPC's time for tensors. `service` is `asyncoll.rpc.serve`, over a unix
 socket as aiozmq is. aiozmq and a service answer from a coroutine or a method on their loop, torch RPC from a thread.
 
+aiozmq is in the extra `peers`.
+
 *Slow reader*: rank 0 sends 300 tensors of 4 MB, as notifications, to a function that takes 5 ms for each; what the
 peak memory of either rank grows by is bounded by what may be under way, however many are sent.
 """

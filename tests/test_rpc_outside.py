@@ -186,6 +186,34 @@ def test_many_clients_at_once(ipc):
     run(main())
 
 
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_cancelling_anywhere_never_harms_the_next_call(ipc, loop_factory):
+    draw = random.Random(1)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            for number in range(300):
+                x = np.full(draw.choice([1, 200_000]), number)
+                kind = draw.choice(["echo", "hang", "count"])
+                call = (
+                    read_on(client.stream("count", 100))
+                    if kind == "count"
+                    else client.call(kind, *[x][kind == "hang" :])
+                )
+                victim = asyncio.ensure_future(call)
+                for _ in range(draw.randrange(100)):
+                    await asyncio.sleep(0)
+                victim.cancel()
+                await asyncio.wait([victim])
+                if not victim.cancelled():
+                    victim.result()
+                assert np.array_equal(await client.call("echo", x), x)
+            while client._exchange.client._pending:
+                await asyncio.sleep(0)
+
+    run(main(), loop_factory)
+
+
 # -- either end is gone --------------------------------------------------------------------------
 
 
