@@ -19,6 +19,7 @@ PACKAGE = ROOT / "asyncoll"
 ROOMS: dict[str, set[str]] = {
     # ground and protocol
     "errors": set(),
+    "keys": {"errors"},
     "tensors": {"errors"},
     "wire": {"errors"},
     "traffic": set(),
@@ -46,7 +47,9 @@ ROOMS: dict[str, set[str]] = {
     },
     "transport.handover": {"errors", "transport.arena", "transport.part"},
     "transport.slots": {"errors", "tensors", "wire", "transport"},
-    "transport.zeromq": {"errors", "transport"},
+    "transport.door": {"keys"},
+    "transport.zeromq": {"errors", "keys", "transport", "transport.door"},
+    "transport.split": {"transport", "transport.zeromq"},
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
@@ -199,7 +202,15 @@ ROOMS: dict[str, set[str]] = {
         "registered",
         "sparse",
     },
-    "rendezvous": {"errors", "transport.arena", "transport.handover", "transport.zeromq"},
+    "rendezvous": {
+        "errors",
+        "keys",
+        "transport",
+        "transport.arena",
+        "transport.handover",
+        "transport.split",
+        "transport.zeromq",
+    },
     "world": {
         "errors",
         "wire",
@@ -213,7 +224,7 @@ ROOMS: dict[str, set[str]] = {
         "communicator",
         "rendezvous",
     },
-    "launch": {"errors"},
+    "launch": {"errors", "keys"},
     "": {  # asyncoll/__init__.py
         "algorithms.selection",
         "communicator",
@@ -249,12 +260,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "doctor": {"errors", "launch", ""},
     "bench": {"errors", "tensors", "algorithms.sizes", "communicator", "persistent", "launch", "testing", ""},
-    "cli": {"errors", "launch", "testing", "doctor", "bench"},
+    "cli": {"errors", "keys", "launch", "testing", "doctor", "bench"},
 }
 SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
-ZMQ = {"transport.zeromq", "doctor"}
+ZMQ = {"transport.door", "transport.zeromq", "doctor"}
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

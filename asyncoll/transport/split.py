@@ -22,7 +22,7 @@ _PATIENCE_S = 1.0  # a connection for payloads that is gone alone means that its
 
 
 class SplitTransport:
-    """The `Transport` `messages`, with another one for long `payloads` to the ranks in `apart`, those of other hosts."""
+    """The `Transport` `messages`, with another for long `payloads` to the ranks in `apart`, those of other hosts."""
 
     def __init__(self, messages: ZeroMQTransport, payloads: ZeroMQTransport, apart: Collection[int]) -> None:
         self.rank = messages.rank

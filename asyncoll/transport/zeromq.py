@@ -100,7 +100,7 @@ class ZeroMQTransport:
         self._closed = False
 
     def bind(self, address: str) -> str:
-        """Listen on `ipc://path`, and then perhaps on `tcp://ip:0` for a free port; returns the address to connect to."""
+        """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
         self._door.guard(address)
         try:
             self._router.bind(address)
