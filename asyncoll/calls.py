@@ -20,7 +20,7 @@ from asyncoll.algorithms.shared import SharedCall
 from asyncoll.algorithms.sizes import choose
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
@@ -165,7 +165,7 @@ class Calls:
         """A call that ends in any way that its peers do not know of ends the communicator."""
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-        elif not isinstance(error, AsyncollError):
+        elif not isinstance(error, AsyncollError) or isinstance(error, ProtocolError):
             self.abort(f"{call} failed: {error!r}")
 
     # -- in memory --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "wire": {"errors"},
     "traffic": set(),
     "matching": {"errors", "tensors", "wire"},
-    "shapes": {"tensors"},
+    "shapes": {"errors", "tensors"},
     "schedule": set(),
     "transport.board": set(),
     "transport": {"errors", "tensors", "wire", "transport.board"},
