@@ -239,12 +239,16 @@ ROOMS: dict[str, set[str]] = {
     # roof
     "testing": {
         "errors",
+        "keys",
+        "shapes",
         "tensors",
+        "wire",
         "transport",
         "transport.inproc",
         "transport.inproc_arena",
         "transport.arena",
         "transport.slots",
+        "transport.split",
         "transport.zeromq",
         "transport.virtual_time",
         "transport.simulated",
