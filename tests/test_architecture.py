@@ -270,7 +270,7 @@ SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
 ZMQ = {"transport.door", "transport.zeromq", "doctor"}
-FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj"}
+FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 modules = {name.removesuffix("__init__").removesuffix("."): path for name, path in modules.items()}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import zmq
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncoll import cli, rendezvous, wire
@@ -37,6 +37,7 @@ from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 JOB = b"j" * KEY_BYTES
 PATIENCE_S = 60  # a safety net, never reached
 CONNECTIONS = int(os.environ.get("ASYNCOLL_TEST_CONNECTIONS", "500"))
+untimed = settings(deadline=None)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -52,6 +53,7 @@ def test_what_follows_from_a_key_depends_on_all_of_it():
     assert b"a" * 16 not in repr(Key(b"a" * 16)).encode()
 
 
+@untimed
 @given(st.binary(max_size=100), st.binary(max_size=32), st.integers(0, 200), st.integers(0, 7))
 def test_a_seal_holds_for_its_message_its_place_and_its_key(message, secret, place, bit):
     key, sealed = Key(secret), bytearray(Key(secret).seal(message, "topic", 1))
@@ -187,6 +189,7 @@ def test_forged_words_in_the_store_are_refused(forge):
         boards(2, store)[0].look("host", 1, 1)
 
 
+@untimed
 @given(st.binary(max_size=60))
 def test_random_words_in_the_store_are_refused(words):
     """Without a key too, where a seal proves nothing."""
@@ -237,6 +240,7 @@ def test_shapes_that_no_tensor_has_are_refused():
             decode_shape(row)
 
 
+@untimed
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=SHAPE_WORDS, max_size=SHAPE_WORDS))
 def test_no_shape_makes_more_memory_than_there_is(words):
     with contextlib.suppress(ProtocolError):
@@ -254,12 +258,14 @@ def test_a_corrupt_directory_of_boards_is_refused():
                 second.board(1, 10)
 
 
+@untimed
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4), st.lists(st.binary(max_size=20), max_size=2))
 def test_random_messages_of_two_streams_are_joined_or_left_as_they_are(frames, payloads):
     whole = split._whole(frames, split.deque(payloads))
     assert whole is None or whole is frames or len(whole) >= len(frames)
 
 
+@untimed
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 def test_random_packed_messages_are_taken_apart_or_left(frames):
     with contextlib.suppress(ProtocolError):

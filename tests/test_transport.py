@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from asyncoll.testing import Network, check_transport
+from asyncoll.testing.contract import _World
 from asyncoll.transport import inproc, split, zeromq
 from asyncoll.transport.simulated import SimulatedWorld
 from asyncoll.transport.split import SplitTransport
@@ -58,6 +59,25 @@ def test_zeromq_over_tcp(loop, encrypted):
 def test_payloads_beside_messages(loop, threshold, monkeypatch):
     monkeypatch.setattr(split, "THRESHOLD_BYTES", threshold)
     check_transport(in_two_streams, loop)
+
+
+@pytest.mark.slow
+def test_who_has_lost_its_connection_for_payloads_is_lost(monkeypatch):
+    monkeypatch.setattr(split, "_PATIENCE_S", 0.0)
+
+    async def main():
+        with in_two_streams(2) as transports:
+            world = _World(transports)
+            await world.start()
+            transports[1].send(0, [b"a message", bytes(100_000)])
+            await world.recorders[0].next_messages(1)
+            await transports[1]._payloads.close()
+            await world.recorders[0].until(lambda: bool(world.recorders[0].losses))
+            assert world.recorders[0].losses == [(1, 1)]
+            for transport in transports:
+                await transport.close()
+
+    asyncio.run(main())
 
 
 class Forgetful(inproc.InprocTransport):

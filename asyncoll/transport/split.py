@@ -30,9 +30,10 @@ class SplitTransport:
         self._messages = messages
         self._payloads = payloads
         self._apart = frozenset(apart)
+        self._joint = _Joint(self._apart, self._collect)
 
     async def start(self, receiver: Receiver) -> None:
-        self._joint = _Joint(receiver, self._apart, self._collect)
+        self._joint.receiver = receiver
         await self._payloads.start(_Payloads(self._joint))
         await self._messages.start(self._joint)
 
@@ -55,6 +56,7 @@ class SplitTransport:
 
     async def close(self, *, flush: bool = False) -> None:
         """The messages last: when their connection ends, peers take it that all payloads have come."""
+        self._joint.close()
         await self._payloads.close(flush=flush)
         await self._messages.close(flush=flush)
 
@@ -66,9 +68,10 @@ class SplitTransport:
 class _Joint:
     """A `Receiver` before the real one: it gives messages their payloads back."""
 
-    def __init__(self, receiver: Receiver, apart: frozenset[int], collect: Callable[[], None]) -> None:
+    receiver: Receiver
+
+    def __init__(self, apart: frozenset[int], collect: Callable[[], None]) -> None:
         """`collect` makes both transports hand over what has come."""
-        self._receiver = receiver
         self._apart = apart
         self._collect = collect
         self._messages: defaultdict[int, deque[list[Buffer]]] = defaultdict(deque)  # the first waits for its payload
@@ -77,7 +80,7 @@ class _Joint:
 
     def received(self, source: int, frames: list[Buffer]) -> None:
         if source not in self._apart:
-            self._receiver.received(source, frames)
+            self.receiver.received(source, frames)
         elif source not in self._lost:
             self._messages[source].append(frames)
             self._join(source)
@@ -93,7 +96,11 @@ class _Joint:
         if source in self._apart:
             self._collect()
         self._lost.add(source)
-        self._receiver.lost(source, cause)
+        self.receiver.lost(source, cause)
+
+    def close(self) -> None:
+        """Hand over nothing more."""
+        self._lost.update(self._apart)
 
     def _join(self, source: int) -> None:
         messages, payloads = self._messages[source], self._payloads[source]
@@ -102,7 +109,7 @@ class _Joint:
             if whole is None:
                 return
             messages.popleft()
-            self._receiver.received(source, whole)
+            self.receiver.received(source, whole)
 
 
 class _Payloads:
