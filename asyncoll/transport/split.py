@@ -1,6 +1,6 @@
 """Messages whose payload goes beside them: what steers is encrypted, bulk is not.
 
-CURVE moves a fifth of what plain tcp moves. So a long payload to another host takes a plain connection, which only a
+CURVE moves a quarter of what plain tcp moves. So a long payload to another host takes a plain connection, which only a
 rank can have opened, and all the rest one that is encrypted. Each of the two is first in, first out; the receiver
 joins them again, in the order of the messages.
 """
