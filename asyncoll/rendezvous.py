@@ -35,7 +35,7 @@ from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 
 TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
-ENCRYPT = ("control", "all")  # between hosts: all but payloads of 64 KiB and more, which would be four times slower; or all
+ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
 _TIMEOUT = timedelta(seconds=300)
 logger = logging.getLogger("asyncoll")
 
