@@ -58,6 +58,21 @@ def launch(
 
 
 @main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def key(file: Path) -> None:
+    """Make a key for jobs that run on several hosts.
+
+    Copy FILE to every host, readable for you alone, and set ASYNCOLL_KEY_FILE=FILE for all ranks.
+    """
+    from asyncoll.keys import write_key
+
+    try:
+        write_key(file)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Show what asyncoll finds on this host and would choose for a job."""

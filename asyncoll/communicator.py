@@ -222,10 +222,9 @@ class Communicator:
             heads = [shapes.encode_head(operand) for operand in operands]
             head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
             await form.scatter(heads, head, root)
-            dtype, shape = tensors.DTYPES[head[0]], shapes.decode_shape(head[2:])
-            mine = np.empty(shapes.count(shape), tensors.storage(dtype))
+            dtype, as_torch, mine, shape = shapes.decode_head(head)
             await form.scatter([operand.flat for operand in operands], mine, root)
-            result: T = tensors.build(mine, dtype, shape, as_torch=bool(head[1]))
+            result: T = tensors.build(mine, dtype, shape, as_torch=as_torch)
             return result
 
         return self._calls.start(

@@ -25,6 +25,8 @@ WORLD = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "ASYNCOLL_FOLDER",
+    "ASYNCOLL_KEY_FILE",
+    "ASYNCOLL_ENCRYPT",
 )
 SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation: no host, but the way to it is the way out
 FILES_MIN = 1024

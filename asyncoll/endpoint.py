@@ -69,12 +69,13 @@ class Execution:
 
 
 class _Link:
-    """The window of short arrays to one peer, and the credit that it has earned here."""
+    """The window of short arrays to one peer, what of its own waits here, and the credit that it has earned."""
 
-    __slots__ = ("earned", "outstanding", "waiters")
+    __slots__ = ("early", "earned", "outstanding", "waiters")
 
     def __init__(self) -> None:
         self.outstanding = 0
+        self.early = 0
         self.earned = 0
         self.waiters: list[asyncio.Future[None]] = []
 
@@ -175,6 +176,7 @@ class Endpoint:
         try:
             early = execution.mailbox.post((source, step), receive)
             if early:
+                self._links[source].early -= sum(map(_cost, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self.broken(source, error)
@@ -449,6 +451,11 @@ class Endpoint:
             _check_whole(receive)
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
+            return
+        link = self._links[source]
+        link.early += _cost(payload)
+        if link.early > WINDOW_BYTES:
+            raise ProtocolError(f"{link.early} bytes that nobody here has asked for, where {WINDOW_BYTES} are allowed")
 
     def _ride(self, source: int, execution: Execution, rider: Buffer) -> None:
         """Take in what came along with the data of `source`."""

@@ -25,11 +25,12 @@ from asyncoll.bundle import Bundle
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group
-from asyncoll.tensors import ReduceOp
+from asyncoll.tensors import HOST_BYTES, ReduceOp
 from asyncoll.wire import Announce, digest
 
 Rounds = WaitAvoiding | OneSidedRounds
 _MAX_NAME = 200
+_ROUNDS_MAX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,9 @@ def check(spec: Operation, size: int) -> None:
             raise UsageError(f"{count} elements of {dtype}")
     if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
         raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
-    if spec.sync_every < 0 or spec.history < 0:
+    if spec.nbytes > HOST_BYTES:
+        raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
+    if not 0 <= spec.sync_every < _ROUNDS_MAX or not 0 <= spec.history < _ROUNDS_MAX:
         raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
     _check_ranks("quorum", spec.quorum, size)
     _check_ranks("candidates", spec.candidates, size)

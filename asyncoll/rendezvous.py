@@ -3,11 +3,15 @@
 The environment contract is torchrun's. Under `asyncoll launch` all ranks are on one host and their addresses follow
 from the job's folder. Otherwise they meet in the store at MASTER_ADDR:MASTER_PORT (torch's TCPStore: under torchrun
 that is the agent's, elsewhere rank 0 serves it): ranks that share a host talk over ipc, others over tcp.
+
+Anybody who reaches the store may write in it. So whatever ranks tell each other there is sealed with the job's key,
+for one run: each rank has its part in the session, so nothing that was said in another run is taken for this one's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
 import os
@@ -15,7 +19,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +27,16 @@ from typing import Any, Protocol
 
 import msgpack
 
-from asyncoll.errors import UsageError
+from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.keys import KEY_FILE, Key, check_folder, read_key
+from asyncoll.transport import Transport
 from asyncoll.transport.arena import HostArena
 from asyncoll.transport.handover import ArenaUnavailable, join
+from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.zeromq import FREEZE_S, ZeroMQTransport, ipc_address
 
 TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
+ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
 _TIMEOUT = timedelta(seconds=300)
 _DEADLINE_S = 1800.0
 logger = logging.getLogger("asyncoll")
@@ -45,8 +53,10 @@ class Environment:
     master_port: int
     shares_memory: bool  # with the ranks of its host, if that is possible
     run: str  # tells the runs of an elastic job apart
-    freeze_s: float  # a rank without a sign of life for so long counts as frozen; 0: never
-    deadline_s: float  # how long a call may take; infinity: for ever
+    freeze_s: float = FREEZE_S  # a rank without a sign of life for so long counts as frozen; 0: never
+    deadline_s: float = _DEADLINE_S  # how long a call may take; infinity: for ever
+    key_file: str = ""  # with the job's key; empty for none
+    encrypt: str = ENCRYPT[0]
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
@@ -64,18 +74,21 @@ class Environment:
             folder,
             master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
             master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
-            shares_memory=_shares_memory(environ),
+            shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
             freeze_s=_seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S),
             deadline_s=_seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
+            key_file=environ.get(KEY_FILE, ""),
+            encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
         )
 
 
-def _shares_memory(environ: Mapping[str, str]) -> bool:
-    transport = environ.get("ASYNCOLL_TRANSPORT") or "shm"
-    if transport not in TRANSPORTS:
-        raise UsageError(f"ASYNCOLL_TRANSPORT={transport!r} in the environment: use one of {', '.join(TRANSPORTS)}")
-    return transport == "shm"
+def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """Of `choices`, the first unless the environment says otherwise."""
+    chosen = environ.get(name) or choices[0]
+    if chosen not in choices:
+        raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
+    return chosen
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -106,7 +119,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 class Meeting:
     """A transport that knows its peers, and where each rank runs."""
 
-    transport: ZeroMQTransport
+    transport: Transport
     arena: HostArena | None  # of this host's ranks
     hosts: tuple[str, ...]
     store: Any = None  # kept alive: where rank 0 serves it, it must outlive the meeting
@@ -123,10 +136,13 @@ def meet(environment: Environment) -> Meeting:
 def _meet_in_folder(environment: Environment) -> Meeting:
     folder = Path(environment.folder)
     try:
-        job = (folder / "job").read_bytes()
-    except OSError as error:
+        check_folder(folder)
+        key = read_key(folder / "job")
+    except UsageError as error:
         raise UsageError(f"ASYNCOLL_FOLDER={folder} is not the folder of a running job: {error}") from error
-    transport = ZeroMQTransport(environment.rank, environment.size, job, environment.freeze_s)
+    transport = ZeroMQTransport(
+        environment.rank, environment.size, key.derive("messages"), freeze_s=environment.freeze_s
+    )
     transport.peers = [ipc_address(folder, rank) for rank in range(environment.size)]
     transport.bind(transport.peers[environment.rank])
     arena = _share_memory(environment, folder, tuple(range(environment.size)))
@@ -154,46 +170,91 @@ class _Store(Protocol):
 
 def _meet_in_store(environment: Environment) -> Meeting:
     rank, size = environment.rank, environment.size
+    key = read_key(Path(environment.key_file)) if environment.key_file else None
     store = _open_store(environment)
-    board = _Board(store, f"asyncoll/{environment.run}", size)
-    if rank == 0:
-        board.post("job", 0, secrets.token_bytes(16))
-    machines = board.exchange("machine", rank, [_machine(), socket.gethostname()])
-    transport = ZeroMQTransport(rank, size, board.look("job", 0), environment.freeze_s)
-    neighbours = [peer for peer in range(size) if machines[peer][0] == machines[rank][0]]
+    board = _Board(store, f"asyncoll/{environment.run}", rank, size, key or Key(b""))
+    session = board.begin_session()
+    hosts = board.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
+    if len(modes := {mode for _, _, mode in hosts}) > 1:
+        raise UsageError(f"the ranks have different settings of ASYNCOLL_ENCRYPT: {' and '.join(sorted(modes))}")
+    neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
+    tcp = f"tcp://{_own_address(environment)}:0" if len(neighbours) < size else ""
+    messages = ZeroMQTransport(
+        rank, size, session.derive("messages"), encrypted=key is not None, freeze_s=environment.freeze_s
+    )
+    beside = None  # whose connections have no pulse of their own
+    if _has_two_streams(environment, tcp):
+        beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0)
     with contextlib.ExitStack() as undo:
         if rank == neighbours[0]:
-            made = tempfile.mkdtemp(prefix="asyncoll-")
+            made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
             undo.callback(shutil.rmtree, made, ignore_errors=True)
-            board.post("folder", rank, made)
-        folder = Path(board.look("folder", neighbours[0]))
-        ipc = transport.bind(ipc_address(folder, rank))
-        tcp = transport.bind(f"tcp://{_own_address(environment.master_addr)}:0") if len(neighbours) < size else ""
-        addresses = board.exchange("address", rank, [ipc, tcp])
-        transport.peers = [addresses[peer][peer not in neighbours] for peer in range(size)]
-        arena = _share_memory(environment, folder, tuple(neighbours))
+            board.post("folder", made)
+        folder = Path(*board.look("folder", neighbours[0], 1))
+        check_folder(folder)
+        messages.bind(ipc_address(folder, rank))
+        arena = _share_memory(environment, folder, neighbours)
+        if arena is not None:
+            undo.callback(arena.close)
+        own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
+        addresses = board.exchange("address", *own)  # last: nobody comes to a door before somebody answers there soon
+        messages.peers = [
+            ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)
+        ]
         undo.pop_all()
-    hosts = tuple(name for _, name in machines)
-    return Meeting(transport, arena, hosts, store, folder if rank == neighbours[0] else None)
+    transport: Transport = messages
+    if beside is not None:
+        beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
+        transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
+    names = tuple(name for _, name, _ in hosts)
+    return Meeting(transport, arena, names, store, folder if rank == neighbours[0] else None)
+
+
+def _has_two_streams(environment: Environment, tcp: str) -> bool:
+    return bool(tcp and environment.key_file) and environment.encrypt == "control"
 
 
 class _Board:
-    """Small values that ranks publish for each other in the store."""
+    """Short texts that ranks publish for each other in the store, each sealed for its place there."""
 
-    def __init__(self, store: _Store, prefix: str, size: int) -> None:
+    def __init__(self, store: _Store, prefix: str, rank: int, size: int, key: Key) -> None:
         self._store = store
         self._prefix = prefix
+        self._rank = rank
         self._size = size
+        self._key = key
 
-    def post(self, topic: str, rank: int, value: object) -> None:
-        self._store.set(f"{self._prefix}/{topic}/{rank}", msgpack.packb(value))
+    def begin_session(self) -> Key:
+        """What seals all that follows, and whatever else belongs to this run alone."""
+        nonces = self.exchange("nonce", secrets.token_hex(16))
+        self._key = Key(self._key.derive("session", self._prefix, *(nonce for (nonce,) in nonces)))
+        return self._key
 
-    def look(self, topic: str, rank: int) -> Any:
-        return msgpack.unpackb(self._store.get(f"{self._prefix}/{topic}/{rank}"))
+    def post(self, topic: str, *texts: str) -> None:
+        place = self._place(topic, self._rank)
+        self._store.set(place, self._key.seal(msgpack.packb(texts), place))
 
-    def exchange(self, topic: str, rank: int, value: object) -> list[Any]:
-        self.post(topic, rank, value)
-        return [self.look(topic, peer) for peer in range(self._size)]
+    def look(self, topic: str, rank: int, count: int) -> list[str]:
+        """The `count` texts that `rank` has posted, or will."""
+        place = self._place(topic, rank)
+        try:
+            texts = msgpack.unpackb(self._key.open(self._store.get(place), place))
+        except (ProtocolError, ValueError):
+            texts = None
+        if not isinstance(texts, list) or len(texts) != count or not all(isinstance(text, str) for text in texts):
+            raise UsageError(
+                f"what stands in the store as the {topic} of rank {rank} is not sealed with the key of this job: give "
+                f"all ranks the same file in {KEY_FILE}, or somebody else writes in this store"
+            )
+        return texts
+
+    def exchange(self, topic: str, *texts: str) -> list[list[str]]:
+        """What every rank says, by rank."""
+        self.post(topic, *texts)
+        return [self.look(topic, peer, len(texts)) for peer in range(self._size)]
+
+    def _place(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{rank}"
 
 
 def _open_store(environment: Environment) -> Any:
@@ -231,11 +292,24 @@ def _machine() -> str:
     return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
 
 
-def _own_address(master: str) -> str:
-    """The address of this host that leads to `master`; ASYNCOLL_ADDRESS overrides it."""
-    chosen = os.environ.get("ASYNCOLL_ADDRESS")
-    if chosen:
-        return chosen
+def _own_address(environment: Environment) -> str:
+    """Where this rank listens for those of other hosts. Raises UsageError where nobody may listen without a key."""
+    address = os.environ.get("ASYNCOLL_ADDRESS") or _address_towards(environment.master_addr)
+    with contextlib.suppress(ValueError):  # the name of an interface is none of the two
+        known = ipaddress.ip_address(address)
+        if known.is_unspecified:
+            raise UsageError(f"ASYNCOLL_ADDRESS={address} is every address of this host: choose the one to listen on")
+        if known.is_loopback and not environment.key_file and environment.encrypt != "all":
+            return address
+    if not environment.key_file:
+        raise UsageError(
+            f"ranks that talk over tcp ({address}) need a key, or anybody on the network could join them: make one "
+            f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
+        )
+    return address
+
+
+def _address_towards(master: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((master, 1))  # a datagram socket sends nothing when it connects

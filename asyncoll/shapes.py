@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from asyncoll.tensors import DTYPES, MAX_DIMENSIONS, Array, Operand, storage
+from asyncoll.errors import ProtocolError
+from asyncoll.tensors import DTYPES, HOST_BYTES, MAX_DIMENSIONS, Array, Operand, storage
 
 SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, then each
 
@@ -24,9 +26,16 @@ def rows(count: int, columns: int = SHAPE_WORDS) -> list[Array]:
 
 
 def receptacles(dtype: str, encoded: Sequence[Array]) -> tuple[list[Array], list[tuple[int, ...]]]:
-    """Flat arrays for tensors of the shapes `encoded` there, and the shapes."""
+    """Flat arrays for tensors of the shapes `encoded` there, and the shapes.
+
+    Raises ProtocolError if there are no such tensors, or not so much memory.
+    """
     shapes = [decode_shape(row) for row in encoded]
-    return [np.empty(count(shape), storage(dtype)) for shape in shapes], shapes
+    counts = list(map(math.prod, shapes))
+    nbytes = sum(counts) * storage(dtype).itemsize
+    if nbytes > HOST_BYTES:
+        raise ProtocolError(f"tensors of {nbytes} bytes are announced, and this host has {HOST_BYTES}: {shapes!s:.300}")
+    return [np.empty(count, storage(dtype)) for count in counts], shapes
 
 
 def encode_shape(shape: tuple[int, ...]) -> Array:
@@ -34,7 +43,11 @@ def encode_shape(shape: tuple[int, ...]) -> Array:
 
 
 def decode_shape(row: Array) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in row[1 : 1 + int(row[0])])
+    """Raises ProtocolError for what is no shape."""
+    dimensions, *extents = map(int, row)
+    if not 0 <= dimensions <= MAX_DIMENSIONS or min(extents) < 0:
+        raise ProtocolError(f"no tensor has {dimensions} dimensions, {extents}")
+    return tuple(extents[:dimensions])
 
 
 def encode_head(operand: Operand) -> Array:
@@ -42,5 +55,10 @@ def encode_head(operand: Operand) -> Array:
     return np.concatenate([[DTYPES.index(operand.dtype), operand.is_torch], encode_shape(operand.shape)])
 
 
-def count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+def decode_head(head: Array) -> tuple[str, bool, Array, tuple[int, ...]]:
+    """Dtype, whether it is torch's, memory for the tensor, and its shape. Raises ProtocolError for what is no head."""
+    if not 0 <= head[0] < len(DTYPES):
+        raise ProtocolError(f"there is no dtype number {head[0]}")
+    dtype = DTYPES[head[0]]
+    (flat,), (shape,) = receptacles(dtype, [head[2:]])
+    return dtype, bool(head[1]), flat, shape

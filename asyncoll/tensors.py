@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import enum
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 BFLOAT16 = "bfloat16"
 MAX_DIMENSIONS = 64
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # whoever announces more here is wrong
 _HALVES = ("float16", BFLOAT16)
 _FLOATS = ("float64", "float32", *_HALVES)
 _COMPLEX = ("complex64", "complex128")

@@ -39,6 +39,7 @@ import numpy as np
 from common import RANK, Record, numbers, parser, program
 
 import asyncoll
+from asyncoll.keys import write_key
 from asyncoll.launch.environment import THREADS
 from asyncoll.sparse import ALGORITHMS
 from asyncoll.traffic import WORD_BYTES
@@ -133,6 +134,7 @@ def ask_hosts(names: list[str], question: Row) -> Any:
     """One rank in each namespace; rank 0's answer."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         answer = Path(folder) / "answer"
+        write_key(Path(folder) / "key")
         with contextlib.ExitStack() as running:
             processes = []
             for place, name in enumerate(names):
@@ -151,7 +153,8 @@ def rank_environment(place: int, size: int, folder: Path) -> dict[str, str]:
     meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
     place_of = {"RANK": str(place), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     threads = dict.fromkeys(THREADS, "1")
-    return {**meeting, **place_of, **threads, "TMPDIR": str(own), "ASYNCOLL_TRANSPORT": "zmq"}
+    chosen = {"ASYNCOLL_TRANSPORT": "zmq", "ASYNCOLL_KEY_FILE": str(folder / "key")}
+    return {**meeting, **place_of, **threads, **chosen, "TMPDIR": str(own)}
 
 
 def await_all(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -19,11 +19,12 @@ PACKAGE = ROOT / "asyncoll"
 ROOMS: dict[str, set[str]] = {
     # ground and protocol
     "errors": set(),
+    "keys": {"errors"},
     "tensors": {"errors"},
     "wire": {"errors"},
     "traffic": set(),
     "matching": {"errors", "tensors", "wire"},
-    "shapes": {"tensors"},
+    "shapes": {"errors", "tensors"},
     "schedule": set(),
     "transport.board": set(),
     "transport": {"errors", "tensors", "wire", "transport.board"},
@@ -48,11 +49,13 @@ ROOMS: dict[str, set[str]] = {
     "transport.slots": {"errors", "wire", "transport"},
     "transport.inbox": {"errors", "transport"},
     "transport.loans": {"errors", "tensors", "transport"},
+    "transport.door": {"keys"},
     "transport.monitor": set(),
-    "transport.zeromq": {"errors", "transport", "transport.monitor"},
-    "transport.curve": {"errors"},
+    "transport.zeromq": {"errors", "keys", "transport", "transport.door", "transport.monitor"},
+    "transport.split": {"transport", "transport.zeromq"},
+    "transport.curve": {"keys"},
     "transport.addresses": {"errors"},
-    "transport.sockets": {"errors", "wire", "transport.addresses", "transport.curve"},
+    "transport.sockets": {"errors", "keys", "wire", "transport.addresses", "transport.curve"},
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
@@ -258,7 +261,7 @@ ROOMS: dict[str, set[str]] = {
     "rpc.by_socket": {"errors", "tensors", "wire", "rpc.carrier", "rpc.segments"},
     "rpc.outside": {
         "errors",
-        "transport.curve",
+        "keys",
         "transport.sockets",
         "rpc.by_socket",
         "rpc.codec",
@@ -289,7 +292,15 @@ ROOMS: dict[str, set[str]] = {
         "rpc.ranks",
         "sparse",
     },
-    "rendezvous": {"errors", "transport.arena", "transport.handover", "transport.zeromq"},
+    "rendezvous": {
+        "errors",
+        "keys",
+        "transport",
+        "transport.arena",
+        "transport.handover",
+        "transport.split",
+        "transport.zeromq",
+    },
     "world": {
         "errors",
         "wire",
@@ -304,7 +315,7 @@ ROOMS: dict[str, set[str]] = {
         "communicator",
         "rendezvous",
     },
-    "launch": {"errors"},
+    "launch": {"errors", "keys"},
     "": {  # asyncoll/__init__.py
         "algorithms.selection",
         "communicator",
@@ -321,13 +332,17 @@ ROOMS: dict[str, set[str]] = {
     # roof
     "testing": {
         "errors",
+        "keys",
+        "shapes",
         "tensors",
+        "wire",
         "transport",
         "transport.board",
         "transport.inproc",
         "transport.inproc_arena",
         "transport.arena",
         "transport.slots",
+        "transport.split",
         "transport.zeromq",
         "transport.virtual_time",
         "transport.simulated",
@@ -344,14 +359,14 @@ ROOMS: dict[str, set[str]] = {
     },
     "doctor": {"errors", "launch", ""},
     "bench": {"errors", "tensors", "algorithms.sizes", "communicator", "persistent", "launch", "testing", ""},
-    "cli": {"errors", "launch", "testing", "doctor", "bench"},
+    "cli": {"errors", "keys", "launch", "testing", "doctor", "bench"},
 }
 SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
-ZMQ = {"transport.monitor", "transport.zeromq", "transport.sockets", "transport.curve", "doctor"}
+ZMQ = {"transport.curve", "transport.door", "transport.monitor", "transport.sockets", "transport.zeromq", "doctor"}
 DOORS = ("asyncoll.rpc", "asyncoll.testing")  # the other modules whose names are public
-FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj"}
+FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 modules = {name.removesuffix("__init__").removesuffix("."): path for name, path in modules.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncoll.errors import UsageError
+from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
 from asyncoll.launch.supervisor import BLAME_S, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
@@ -387,7 +388,7 @@ def test_killed_launcher_or_template_leaves_nothing(victim: str, tmp_path: Path)
         template, meeting = int((tmp_path / "template").read_text()), (tmp_path / "meeting").read_text()
         assert os.stat(meeting).st_mode & 0o777 == 0o700
         assert os.stat(f"{meeting}/job").st_mode & 0o777 == 0o600
-        assert os.path.getsize(f"{meeting}/job") == 16
+        assert os.path.getsize(f"{meeting}/job") == KEY_BYTES
         os.kill(process.pid if victim == "launcher" else template, signal.SIGKILL)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert len(pids(tmp_path)) == 4

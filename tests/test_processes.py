@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncoll.keys import write_key
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
@@ -89,11 +91,42 @@ def test_every_collective_between_hosts(env):
             assert (code, out.endswith("all right\n")) == (0, True), err
 
 
+@pytest.mark.parametrize("encrypt", ["control", "all"])
+def test_every_collective_between_hosts_with_a_key(env, encrypt, tmp_path):
+    write_key(tmp_path / "key")
+    secure = {"ASYNCOLL_KEY_FILE": str(tmp_path / "key"), "ASYNCOLL_ENCRYPT": encrypt, "RANKS_PER_HOST": "2"}
+    with world(env | secure, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
+        for process in ranks:
+            code, out, err = finish(process)
+            assert (code, out.endswith("all right\n")) == (0, True), err
+
+
+def test_a_rank_with_another_key_is_refused(env, tmp_path):
+    for name in ("key", "other"):
+        write_key(tmp_path / name)
+    with world(env, 2, "-c", WITH_ANOTHER_KEY, tmp_path) as ranks:
+        for process in ranks:
+            code, _, err = finish(process)
+            assert (code, "is not sealed with the key of this job" in err) == (1, True), err
+
+
 def test_every_collective_from_the_environment_alone(env):
     with world(env, 3, SCRIPTS / "every_collective.py") as ranks:
         for process in ranks:
             code, out, err = finish(process)
             assert (code, out.endswith("all right\n")) == (0, True), err
+
+
+WITH_ANOTHER_KEY = """
+import os, sys
+os.environ["ASYNCOLL_KEY_FILE"] = sys.argv[1] + ("/key" if os.environ["RANK"] == "0" else "/other")
+import asyncoll
+
+async def main(comm):
+    pass
+
+asyncoll.run(main)
+"""
 
 
 STORE_OF_RANK_0 = """

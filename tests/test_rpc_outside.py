@@ -22,6 +22,7 @@ import zmq
 
 import asyncoll
 from asyncoll import DeadlineError, MismatchError, ProtocolError, RemoteError, ServiceLostError, UsageError, deadline
+from asyncoll.keys import Key
 from asyncoll.rpc import connect, outside, protocol, segments, serve
 from asyncoll.rpc.service import Registry
 from asyncoll.transport import curve, sockets
@@ -374,7 +375,7 @@ def test_every_interface_is_refused_with_a_key_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "nbytes", "message"),
-    [(0o640, 32, "others may read"), (0o600, 31, "has 31 bytes, not 32"), (None, 0, "cannot read the key")],
+    [(0o640, 32, "others than its owner"), (0o600, 31, "must have 32 bytes"), (None, 0, "cannot read the key")],
 )
 def test_keys_that_are_refused(tmp_path, mode, nbytes, message):
     if mode is not None:
@@ -409,7 +410,7 @@ def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
         async with both("tcp://127.0.0.1:0", key_file=key) as (_, client, url):
             with zmq.Context() as context, a_socket(context) as stranger:
                 stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                stranger.curve_serverkey = curve._pair(key.read_bytes(), b"server")[0]
+                stranger.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
                 stranger.connect(url)
                 while "refused a client" not in caplog.text:
                     await asyncio.sleep(0.01)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import pytest
 import uvloop
 
 from asyncoll.testing import Network, check_transport
-from asyncoll.transport import inproc, zeromq
+from asyncoll.testing.contract import _World
+from asyncoll.transport import inproc, split, zeromq
 from asyncoll.transport.simulated import SimulatedWorld
+from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -28,18 +31,53 @@ def test_zeromq(loop):
 
 
 @contextlib.contextmanager
-def over_tcp(size):
-    transports = [zeromq.ZeroMQTransport(rank, size, b"test") for rank in range(size)]
+def over_tcp(size, encrypted=False):
+    transports = [zeromq.ZeroMQTransport(rank, size, b"test", encrypted=encrypted) for rank in range(size)]
     addresses = [transport.bind("tcp://127.0.0.1:0") for transport in transports]
     for transport in transports:
         transport.peers = addresses
     yield transports
 
 
+@contextlib.contextmanager
+def in_two_streams(size):
+    with over_tcp(size, encrypted=True) as messages, over_tcp(size) as payloads:
+        others = [set(range(size)) - {rank} for rank in range(size)]
+        yield list(map(SplitTransport, messages, payloads, others))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
-def test_zeromq_over_tcp(loop):
-    check_transport(over_tcp, loop)
+def test_zeromq_over_tcp(loop, encrypted):
+    check_transport(partial(over_tcp, encrypted=encrypted), loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [1, 10_000, split.THRESHOLD_BYTES])
+@pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
+def test_payloads_beside_messages(loop, threshold, monkeypatch):
+    monkeypatch.setattr(split, "THRESHOLD_BYTES", threshold)
+    check_transport(in_two_streams, loop)
+
+
+@pytest.mark.slow
+def test_who_has_lost_its_connection_for_payloads_is_lost(monkeypatch):
+    monkeypatch.setattr(split, "_PATIENCE_S", 0.0)
+
+    async def main():
+        with in_two_streams(2) as transports:
+            world = _World(transports)
+            await world.start()
+            transports[1].send(0, [b"a message", bytes(100_000)])
+            await world.recorders[0].next_messages(1)
+            await transports[1]._payloads.close()
+            await world.recorders[0].until(lambda: bool(world.recorders[0].losses))
+            assert world.recorders[0].losses == [(1, 1)]
+            for transport in transports:
+                await transport.close()
+
+    asyncio.run(main())
 
 
 class Forgetful(inproc.InprocTransport):

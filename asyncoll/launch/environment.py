@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncoll.errors import UsageError
+from asyncoll.keys import write_key
 
 FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -56,12 +56,12 @@ def socket_folder() -> Path:
 
 @contextmanager
 def job_folder() -> Iterator[Path]:
-    """A fresh folder, open to this user only, with the job's secret in the file `job`; gone at the end."""
+    """A fresh folder, open to this user only, with the job's key in the file `job`; gone at the end."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        job = os.open(folder / "job", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(job, "wb") as file:
-            file.write(secrets.token_bytes(16))
+        write_key(
+            folder / "job"
+        )  # ranks find it there whoever started them; a descriptor would go to all their children
         yield folder
 
 

@@ -8,16 +8,17 @@ import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncoll.errors import ProtocolError, ServiceLostError
+from asyncoll.keys import Key, read_key
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier
 from asyncoll.rpc.codec import NO_TYPES
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import Method, Registry
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.transport.curve import read_key
 from asyncoll.transport.sockets import VERSION, ClientSocket, ServerSocket
 
 S = TypeVar("S")
@@ -37,7 +38,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
     """
     registry = Registry()
     registry.add(service)
-    server = _Server(registry, url, None if key_file is None else read_key(key_file))
+    server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
     try:
         yield server.url
     finally:
@@ -45,7 +46,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
 
 
 class _Server:
-    def __init__(self, registry: Registry, url: str, key: bytes | None) -> None:
+    def __init__(self, registry: Registry, url: str, key: Key | None) -> None:
         self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
         self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
@@ -74,7 +75,7 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
 
     Raises ServiceLostError if nobody answers there.
     """
-    connection = Connection(url, None if key_file is None else read_key(key_file))
+    connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
     try:
         await connection.meet()
         yield connection
@@ -90,7 +91,7 @@ class Connection:
     everything that waits for it raises ServiceLostError, and so does every later call: connect again.
     """
 
-    def __init__(self, url: str, key: bytes | None) -> None:
+    def __init__(self, url: str, key: Key | None) -> None:
         self._url = url
         self._key = key
         self._version: asyncio.Future[int] = asyncio.get_running_loop().create_future()

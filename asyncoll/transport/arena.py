@@ -158,6 +158,9 @@ class HostArena:
         if created:
             self._enter_board(entries, used, context, words)
         _, address, nbytes = map(int, entries[used if created else known[0]])
+        place, offset = divmod(address, self._capacity)
+        if place >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
+            raise ProtocolError(f"the directory of boards is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
         mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience)
         return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.errors import UsageError
+from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare
 from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
 from asyncoll.wire import SEGMENT_BYTES, Buffer
@@ -140,7 +141,7 @@ class _Socket:
 class ServerSocket(_Socket):
     """Listens. Clients are numbered in the order in which they come."""
 
-    def __init__(self, owner: Owner, url: str, key: bytes | None) -> None:
+    def __init__(self, owner: Owner, url: str, key: Key | None) -> None:
         """Raises UsageError if `url` cannot be listened on, or would let anybody in."""
         super().__init__(zmq.ROUTER, zmq.EVENT_DISCONNECTED)
         self._owner = owner
@@ -158,7 +159,7 @@ class ServerSocket(_Socket):
             raise
         self._start()
 
-    def _bind(self, url: str, key: bytes | None) -> None:
+    def _bind(self, url: str, key: Key | None) -> None:
         with prepare(url, has_key=key is not None) as uid:
             if uid is not None:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
@@ -245,7 +246,7 @@ class ServerSocket(_Socket):
 class ClientSocket(_Socket):
     """Connects to a service, which is peer 0. Once it is lost it stays so."""
 
-    def __init__(self, owner: Owner, url: str, key: bytes | None, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
         """`connected` is told the version of the other end.
 
         Raises UsageError if `url` is none, or would let anybody listen.

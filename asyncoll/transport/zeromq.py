@@ -8,15 +8,14 @@ A peer's death is seen by the monitor of the DEALER to it; that it is frozen, or
 second DEALER. Ranks of one host feel the pulse of the next two of them only, and tell what they notice; those of other
 hosts feel everybody's, since a network may part any two.
 
-A peer shows that it belongs to the job by its routing id: the job's key and its rank. Strangers are dropped.
-Only this file knows of `zmq`.
+A peer shows that it belongs to the job at the `Door`, and by its routing id, which follows from the job's key and its
+rank. Strangers are dropped. Only this file, `door` and `monitor` know of `zmq`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import struct
 import tempfile
 from collections import deque
@@ -28,7 +27,9 @@ from typing import Any
 import zmq
 
 from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.keys import Key
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+from asyncoll.transport.door import Door, Strangers
 from asyncoll.transport.monitor import Monitor, Pulse
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
@@ -38,13 +39,13 @@ _LAST = int(zmq.NOBLOCK)  # plain numbers: every flag that pyzmq makes of two co
 _MORE = _LAST | int(zmq.SNDMORE)
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
 _BATCH = 64  # messages handed over before the loop may do something else
+_SEAL_BYTES = 64  # that CURVE may add to a frame
 _FLUSH_MS = 1000
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
 _START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 _MAX_PATH = 107  # of a unix socket, in bytes
 FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
 _NEIGHBOURS = 2  # of one host whose pulse a rank feels: if the one who would notice is busy, the other does
-logger = logging.getLogger("asyncoll")
 
 
 def ipc_address(folder: Path, rank: int) -> str:
@@ -84,26 +85,38 @@ class _Peer:
 
 
 class ZeroMQTransport:
-    """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`."""
+    """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`.
 
-    def __init__(self, rank: int, size: int, job: bytes, freeze_s: float = FREEZE_S) -> None:
-        """`freeze_s` is how long a peer may show no sign of life; 0 if for ever."""
+    An empty address is that of a rank to which nothing will be sent.
+    """
+
+    def __init__(
+        self, rank: int, size: int, job: bytes, *, encrypted: bool = False, freeze_s: float = FREEZE_S
+    ) -> None:
+        """`job` is a secret of this run of the job. `encrypted` is what goes over tcp; it is authentic in any case.
+
+        `freeze_s` is how long a peer may show no sign of life; 0 if for ever.
+        """
+        key = Key(job)
         self.rank = rank
         self.size = size
         self._freeze_s = freeze_s
         self.peers: Sequence[str] = ()
-        self._routing_ids = [b"asyncoll" + job + peer.to_bytes(4, "big") for peer in range(size)]
+        self._strangers = Strangers(rank)
+        self._routing_ids = [b"asyncoll" + key.derive("routing id", peer) for peer in range(size)]
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _SEAL_BYTES * encrypted)
+        self._door = Door(rank, size, key, self._strangers, encrypted=encrypted)
+        self._door.attach(self._router)
         self._peers: dict[int, _Peer] = {}
         self._receiver: Receiver | None = None
         self._closed = False
 
     def bind(self, address: str) -> str:
-        """Listen on `ipc://path`, or on `tcp://ip:0` for a free port; returns the address to connect to."""
+        """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
+        self._door.guard(address)
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
@@ -114,8 +127,9 @@ class ZeroMQTransport:
         self._receiver = receiver
         self._loop = loop = asyncio.get_running_loop()
         loop.add_reader(self._router.fileno(), self._read)
+        self._door.open(loop)
         for rank, address in enumerate(self.peers):
-            if rank != self.rank:
+            if rank != self.rank and address:
                 self._connect(rank, address)
         self._read()
         waiting = [peer.connected for peer in self._peers.values()]
@@ -157,9 +171,15 @@ class ZeroMQTransport:
             self._loop.remove_reader(self._router.fileno())
         for peer in self._peers.values():
             self._drop(peer, linger_ms=_FLUSH_MS if flush else 0)
+        self._door.close(opened=self._receiver is not None)
         self._router.close(linger=0)
         # Waits for what lingers, at most a second: the peers' I/O threads take it whatever their loops are doing.
         self._context.term()
+
+    def collect(self) -> None:
+        """Hand over all that has come."""
+        while self._read_batch():
+            pass
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -186,7 +206,7 @@ class ZeroMQTransport:
     def _deliver(self, identity: bytes, frames: list[Any]) -> None:
         source = self._sources.get(identity)
         if source is None:
-            logger.warning("rank %d dropped a message from a stranger (%d frames)", self.rank, len(frames))
+            self._strangers.tell(f"dropped a message from a stranger ({len(frames)} frames)")
             return
         assert self._receiver is not None
         self._receiver.received(source, _unpack(frames))
@@ -205,7 +225,7 @@ class ZeroMQTransport:
         return socket
 
     def _connect(self, rank: int, address: str) -> None:
-        dealer = self._dealer()
+        dealer = self._dealer(rank, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
         peer = self._peers[rank] = _Peer(
             rank, dealer, partial(self._connected, rank), partial(self._disconnected, rank)
@@ -213,9 +233,11 @@ class ZeroMQTransport:
         dealer.connect(address)
         peer.monitor.look()
 
-    def _dealer(self) -> zmq.Socket[bytes]:
+    def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
+        """One that may connect to `rank`, which listens at `address`."""
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._door.introduce(dealer, rank, address)
         return dealer
 
     def _connected(self, rank: int) -> None:
@@ -224,7 +246,8 @@ class ZeroMQTransport:
             return
         peer.connected.set_result(None)
         if self._freeze_s and rank in self._felt():
-            peer.pulse = Pulse(self._dealer(), self.peers[rank], self._freeze_s, partial(self._pulseless, peer))
+            address = self.peers[rank]
+            peer.pulse = Pulse(self._dealer(rank, address), address, self._freeze_s, partial(self._pulseless, peer))
 
     def _felt(self) -> set[int]:
         """The ranks whose pulse this one feels."""
@@ -249,8 +272,7 @@ class ZeroMQTransport:
     def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.gone:
             return
-        while self._read_batch():
-            pass
+        self.collect()
         self._drop(peer, linger_ms=0)
         assert self._receiver is not None
         self._receiver.lost(peer.rank, cause, last_seen_s)

@@ -1,0 +1,84 @@
+"""Random and damaged bytes for all that decodes what peers say: `python -m asyncoll.testing.fuzz [SEED [COUNT]]`.
+
+Whatever comes, a decoder returns or raises ProtocolError. What it raises else is a bug; the seed and the number of the
+input are printed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncoll import wire
+from asyncoll.errors import ProtocolError
+from asyncoll.keys import Key
+from asyncoll.shapes import SHAPE_WORDS, decode_head
+from asyncoll.transport import split, zeromq
+
+_LENGTH_MAX = 200  # bytes
+
+
+def fuzz(seed: int, count: int) -> None:
+    """Try `count` inputs on every decoder. Raises AssertionError, naming the input, if one fails."""
+    for number in range(count):
+        draw = np.random.default_rng([seed, number])
+        for decode in (_message, _control, _split, _seal, _head):
+            try:
+                with contextlib.suppress(ProtocolError):
+                    decode(draw)
+            except Exception as error:
+                raise AssertionError(f"{decode.__name__} failed at seed {seed}, input {number}") from error
+
+
+def _message(draw: np.random.Generator) -> None:
+    frames = [wire.encode(int(draw.integers(0, 7)), *map(int, draw.integers(0, 1 << 31, 4))), _random(draw)]
+    sent = [bytes(frame) for frame in zeromq._pack(frames)]
+    wire.decode([bytes(frame) for frame in zeromq._unpack([_damaged(draw, sent[0]), *sent[1:]])])
+
+
+def _control(draw: np.random.Generator) -> None:
+    message = wire.Dispute(int(draw.integers(1 << 40)), 2, 3, "x" * int(draw.integers(50)))
+    wire.decode_control(_damaged(draw, wire.encode_control(message)[1]))
+
+
+def _split(draw: np.random.Generator) -> None:
+    payloads = deque([_random(draw)] * int(draw.integers(2)))
+    whole = split._whole([_damaged(draw, b"\1" + _random(draw)), _random(draw)], payloads)
+    wire.decode(whole or [])
+
+
+def _seal(draw: np.random.Generator) -> None:
+    key, message = Key(b"fuzz"), _random(draw)
+    sealed = key.seal(message, "topic", 1)
+    damaged = _damaged(draw, sealed)
+    key.open(damaged, "topic", 1)
+    assert damaged == sealed, "a forged seal was taken for a true one"
+
+
+def _head(draw: np.random.Generator) -> None:
+    wild: Callable[..., np.ndarray[tuple[int], np.dtype[np.int64]]] = draw.integers
+    head = wild(0, 8, 2 + SHAPE_WORDS)
+    head[draw.integers(head.size)] = draw.integers(-(1 << 62), 1 << 62)
+    decode_head(head)
+
+
+def _random(draw: np.random.Generator) -> bytes:
+    return draw.bytes(int(draw.integers(_LENGTH_MAX)))
+
+
+def _damaged(draw: np.random.Generator, data: bytes) -> bytes:
+    """`data` with a bit changed, cut off, or followed by something; or something else."""
+    how, place = int(draw.integers(4)), int(draw.integers(len(data) + 1))
+    if how == 0 and place < len(data):
+        changed = data[place] ^ 1 << int(draw.integers(8))
+        return data[:place] + bytes([changed]) + data[place + 1 :]
+    return (data[:place], data + _random(draw), data[:place] + _random(draw), _random(draw))[how]
+
+
+if __name__ == "__main__":
+    numbers = [int(text) for text in sys.argv[1:]]
+    fuzz(*numbers, *(0, 100_000)[len(numbers) :])

@@ -1,0 +1,612 @@
+"""Hostile peers: each is refused, the log says so, and the world goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncoll import cli, rendezvous, wire
+from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.keys import KEY_BYTES, Key, check_folder, read_key, write_key
+from asyncoll.rendezvous import Environment, meet
+from asyncoll.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
+from asyncoll.testing import fuzz, run_ranks, worlds
+from asyncoll.transport import MAX_FRAME_BYTES, arena, door, split, zeromq
+from asyncoll.transport.door import Door, Strangers
+from asyncoll.transport.split import SplitTransport
+from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
+
+JOB = b"j" * KEY_BYTES
+PATIENCE_S = 60  # a safety net, never reached
+CONNECTIONS = int(os.environ.get("ASYNCOLL_TEST_CONNECTIONS", "500"))
+untimed = settings(deadline=None)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def test_what_follows_from_a_key_depends_on_all_of_it():
+    derived = {
+        Key(secret).derive(*what) for secret in (b"a", b"b") for what in (("x", 1), ("x", 2), ("x1",), ("", "x1"))
+    }
+    assert len(derived) == 8
+    assert Key(b"a").derive("x", 1) == Key(b"a").derive("x", b"1")
+    assert b"a" * 16 not in repr(Key(b"a" * 16)).encode()
+
+
+@untimed
+@given(st.binary(max_size=100), st.binary(max_size=32), st.integers(0, 200), st.integers(0, 7))
+def test_a_seal_holds_for_its_message_its_place_and_its_key(message, secret, place, bit):
+    key, sealed = Key(secret), bytearray(Key(secret).seal(message, "topic", 1))
+    assert key.open(bytes(sealed), "topic", 1) == message
+    for other, what in ((key, ("topic", 2)), (key, ("topic1",)), (Key(secret + b"x"), ("topic", 1))):
+        with pytest.raises(ProtocolError, match="not sealed"):
+            other.open(bytes(sealed), *what)
+    sealed[place % len(sealed)] ^= 1 << bit
+    with pytest.raises(ProtocolError, match="not sealed"):
+        key.open(bytes(sealed), "topic", 1)
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    write_key(path)
+    return path
+
+
+def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path):
+    path = tmp_path / "key"
+    assert CliRunner().invoke(cli.main, ["key", str(path)]).exit_code == 0
+    assert (path.stat().st_mode & 0o777, path.stat().st_size) == (0o600, KEY_BYTES)
+    first = read_key(path).derive("x")
+    again = CliRunner().invoke(cli.main, ["key", str(path)])
+    assert (again.exit_code, "File exists" in again.output) == (2, True)
+    assert read_key(path).derive("x") == first
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda path: path.chmod(0o640), r"others than its owner have rights .* \(mode 0640\)"),
+        (lambda path: path.write_bytes(b"short"), "must have 32 bytes"),
+        (lambda path: path.write_bytes(bytes(33)), "must have 32 bytes"),
+        (lambda path: path.unlink(), "No such file"),
+        pytest.param(lambda path: os.chown(path, 65534, -1), "belongs to user 65534", marks=needs_root),
+    ],
+    ids=["open", "short", "long", "missing", "foreign"],
+)
+def test_a_key_that_is_not_good_is_refused(key_file, spoil, complaint):
+    spoil(key_file)
+    with pytest.raises(UsageError, match=complaint):
+        read_key(key_file)
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda folder: folder.chmod(0o750), "others than its owner have rights"),
+        (lambda folder: folder.symlink_to(folder.rename(folder.with_name("real"))), "perhaps a link"),
+        (lambda folder: folder.rmdir(), "No such file"),
+        pytest.param(lambda folder: os.chown(folder, 65534, -1), "belongs to user 65534", marks=needs_root),
+    ],
+    ids=["open", "link", "missing", "foreign"],
+)
+def test_a_folder_that_others_could_have_made_is_refused(tmp_path, spoil, complaint):
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    check_folder(folder)
+    spoil(folder)
+    environment = Environment.read({"RANK": "0", "WORLD_SIZE": "2", "ASYNCOLL_FOLDER": str(folder)})
+    with pytest.raises(UsageError, match=complaint):
+        meet(environment)
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def boards(size, store=None, keys=(JOB, JOB, JOB), run="run"):
+    store = {} if store is None else store
+    # A dict has a store's `get`, and this is its `set`.
+    stored = type("Store", (), {"get": lambda _, place: store[place], "set": lambda _, *item: store.update([item])})()
+    return [rendezvous._Board(stored, f"asyncoll/{run}", rank, size, Key(keys[rank])) for rank in range(size)]
+
+
+def in_session(ranks):
+    """What `begin_session` does, at all ranks in turn."""
+    for number, board in enumerate(ranks):
+        board.post("nonce", f"{number}")
+    return [
+        board._key.derive("session", *(board.look("nonce", peer, 1)[0] for peer in range(len(ranks))))
+        for board in ranks
+    ]
+
+
+def test_ranks_with_one_key_understand_each_other():
+    store = {}
+    ranks = boards(3, store)
+    assert len(set(in_session(ranks))) == 1
+    ranks[1].post("host", "a", "ü" * 100)
+    assert ranks[2].look("host", 1, 2) == ["a", "ü" * 100]
+
+
+def test_every_rank_has_its_part_in_the_session(monkeypatch):
+    """So whoever puts an old run's words back into the store is not understood: one nonce is always new."""
+    sessions = []
+    for mine in ("new", "newer"):
+        store = {}
+        old, fresh = boards(2, store)
+        old.post("nonce", "an old one, replayed")
+        monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _, mine=mine: mine)
+        sessions.append(fresh.begin_session().derive("x"))
+    assert sessions[0] != sessions[1]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda store, _: store.update({"asyncoll/run/host/1": store["asyncoll/run/host/0"]}),
+        lambda store, _: store.update({"asyncoll/run/host/1": store["asyncoll/run/folder/1"]}),
+        lambda store, _: store.update({"asyncoll/run/host/1": b""}),
+        lambda store, _: store.update({"asyncoll/run/host/1": store["asyncoll/run/host/1"][:-1]}),
+        lambda store, _: store.update({"asyncoll/run/host/1": msgpack.packb(["b"])}),
+        lambda store, _: boards(2, store, (b"other", b"other"))[1].post("host", "b"),
+        lambda store, _: boards(2, store, (b"", b""))[1].post("host", "b"),
+        lambda store, other: store.update({"asyncoll/run/host/1": other["asyncoll/other/host/1"]}),
+        lambda store, _: boards(2, store)[1].post("host", "b", "c"),
+    ],
+    ids=["rank", "topic", "empty", "cut", "unsealed", "wrong key", "no key", "another run", "another form"],
+)
+def test_forged_words_in_the_store_are_refused(forge):
+    store, other = {}, {}
+    for board in (*boards(2, store), *boards(2, other, run="other")):
+        board.post("host", "a")
+        board.post("folder", "a")
+    assert boards(2, store)[0].look("host", 1, 1) == ["a"]
+    forge(store, other)
+    with pytest.raises(UsageError, match="the host of rank 1 is not sealed with the key of this job"):
+        boards(2, store)[0].look("host", 1, 1)
+
+
+@untimed
+@given(st.binary(max_size=60))
+def test_random_words_in_the_store_are_refused(words):
+    """Without a key too, where a seal proves nothing."""
+    for keys in ((JOB, JOB), (b"", b"")):
+        store = {"asyncoll/run/host/1": words}
+        with pytest.raises(UsageError, match="not sealed"):
+            boards(2, store, keys)[0].look("host", 1, 1)
+    store = {}
+    boards(2, store, (b"", b""))[1]._store.set("asyncoll/run/host/1", Key(b"").seal(words, "asyncoll/run/host/1"))
+    with pytest.raises(UsageError, match="not sealed"):
+        boards(2, store, (b"", b""))[0].look("host", 1, 7)
+
+
+HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "complaint"),
+    [
+        ("127.0.0.1", {}, None),
+        ("192.0.2.1", {"ASYNCOLL_KEY_FILE": "somewhere"}, None),
+        ("192.0.2.1", {}, r"need a key.*`asyncoll key FILE`.*ASYNCOLL_KEY_FILE=FILE"),
+        ("eth0", {}, "need a key"),
+        ("127.0.0.1", {"ASYNCOLL_ENCRYPT": "all"}, "need a key"),
+        ("0.0.0.0", {"ASYNCOLL_KEY_FILE": "somewhere"}, "every address of this host"),
+    ],
+)
+def test_who_may_listen_where(address, more, complaint, monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_ADDRESS", address)
+    environment = Environment.read(HOSTS | more)
+    with contextlib.nullcontext() if complaint is None else pytest.raises(UsageError, match=complaint):
+        assert rendezvous._own_address(environment) == address
+
+
+def test_what_is_encrypted_is_one_of_two():
+    with pytest.raises(UsageError, match="ASYNCOLL_ENCRYPT='some' in the environment: use one of control, all"):
+        Environment.read(HOSTS | {"ASYNCOLL_ENCRYPT": "some"})
+
+
+# -- sizes that peers tell -------------------------------------------------------------------------
+
+
+def test_shapes_that_no_tensor_has_are_refused():
+    for dimensions, extent in ((-1, 1), (65, 1), (1, -1), (2**62, 0)):
+        row = np.zeros(SHAPE_WORDS, np.int64)
+        row[:2] = dimensions, extent
+        with pytest.raises(ProtocolError, match="no tensor has"):
+            decode_shape(row)
+
+
+@untimed
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=SHAPE_WORDS, max_size=SHAPE_WORDS))
+def test_no_shape_makes_more_memory_than_there_is(words):
+    with contextlib.suppress(ProtocolError):
+        for made in (receptacles("uint8", [np.array(words)])[0], [decode_head(np.array([0, 0, *words]))[2]]):
+            assert made[0].nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_corrupt_directory_of_boards_is_refused():
+    with arena.local_world(2) as (first, second):
+        first.board(1, 10)
+        for address, nbytes in ((1 << 62, 8), (1 << 17, 1), (1 << 17, 1 << 62)):
+            with first._directory() as entries:
+                entries[0, 1:] = address, nbytes
+            with pytest.raises(ProtocolError, match="corrupt"):
+                second.board(1, 10)
+
+
+@untimed
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=4), st.lists(st.binary(max_size=20), max_size=2))
+def test_random_messages_of_two_streams_are_joined_or_left_as_they_are(frames, payloads):
+    whole = split._whole(frames, split.deque(payloads))
+    assert whole is None or whole is frames or len(whole) >= len(frames)
+
+
+@untimed
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
+def test_random_packed_messages_are_taken_apart_or_left(frames):
+    with contextlib.suppress(ProtocolError):
+        wire.decode([bytes(frame) for frame in zeromq._unpack([frames[0], *map(zmq.Frame, frames[1:])])])
+
+
+def test_random_and_damaged_bytes_are_read_or_refused():
+    fuzz.fuzz(seed=1, count=500)
+
+
+# -- strangers at the sockets ----------------------------------------------------------------------
+
+
+def test_strangers_cannot_fill_the_log(caplog):
+    strangers = Strangers(3)
+    for _ in range(10_000):
+        strangers.tell("did something")
+    assert len(caplog.records) == 14
+    assert caplog.messages[-1] == "rank 3 did something; that was stranger number 8192"
+
+
+@contextlib.contextmanager
+def over_tcp(size, encrypted):
+    transports = [ZeroMQTransport(rank, size, JOB, encrypted=encrypted) for rank in range(size)]
+    addresses = [transport.bind("tcp://127.0.0.1:0") for transport in transports]
+    for transport in transports:
+        transport.peers = addresses
+    yield transports, [None] * size
+
+
+@contextlib.contextmanager
+def in_two_streams(size):
+    with over_tcp(size, True) as (messages, nothing), over_tcp(size, False) as (payloads, _):
+        others = [set(range(size)) - {rank} for rank in range(size)]
+        yield list(map(SplitTransport, messages, payloads, others)), nothing
+
+
+@contextlib.contextmanager
+def in_a_folder_for_all(size):
+    """Where only the uid can tell whose process comes."""
+    with zeromq.local_world(size) as transports:
+        folder = Path(transports[0].peers[0].removeprefix("ipc://")).parent
+        folder.chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o777)
+        yield transports, [None] * size
+
+
+WORLDS = {"plain": partial(over_tcp, encrypted=False), "encrypted": partial(over_tcp, encrypted=True)}
+
+
+@pytest.fixture
+def attacked(monkeypatch, caplog):
+    """Run a world of three, in which rank 0 has `attack(transport of rank 1)` made; afterwards it works."""
+    monkeypatch.setattr(door, "_HANDSHAKE_MS", 100)
+    caplog.set_level(logging.WARNING, "asyncoll")
+    more = {**WORLDS, "two streams": in_two_streams, "folder": in_a_folder_for_all}
+    for name, world in more.items():
+        monkeypatch.setitem(worlds._WORLDS, name, world)
+
+    def attacked(world, attack):
+        everybody = {}
+
+        async def main(comm):
+            everybody[comm.rank] = comm._endpoint.transport
+            await comm.barrier()
+            if comm.rank == 0:
+                async with asyncio.timeout(PATIENCE_S):
+                    await attack(everybody[1])
+            for count in (3, 200_000):
+                assert (await comm.allreduce(np.ones(count)) == comm.size).all()
+
+        run_ranks(3, main, transport=world)
+
+    return attacked
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def turned_away(caplog):
+    return lambda: "turned a stranger away" in caplog.text
+
+
+def own_address(transport):
+    return transport.peers[transport.rank]
+
+
+def introduced(dealer, transport, key, encrypted):
+    """As rank 0 of a job with this key."""
+    knocking = Door(0, transport.size, key, Strangers(0), encrypted=encrypted)
+    knocking.introduce(dealer, transport.rank, own_address(transport))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theirs", ["nothing", "plain", "encrypted", "a key pair of their own"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_who_has_not_the_key_is_turned_away(attacked, caplog, world, theirs):
+    async def attack(transport):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            if theirs in WORLDS:
+                introduced(dealer, transport, Key(b"wrong"), theirs == "encrypted")
+            elif theirs != "nothing":
+                introduced(dealer, transport, Key(JOB), encrypted=True)  # so they know the rank's public key
+                dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+            dealer.routing_id = transport._routing_ids[0]
+            dealer.connect(own_address(transport))
+            with contextlib.suppress(zmq.Again):  # it has been refused already
+                dealer.send_multipart(wire.encode_control(wire.Abort(0, 0, "for fun")), zmq.NOBLOCK)
+            await until(turned_away(caplog))
+
+    attacked(world, attack)
+    expected = ("plain", "plain"), ("encrypted", "a key pair of their own")
+    assert ("it has not this job's key" in caplog.text) == ((world, theirs) in expected)
+
+
+async def recorded(transport, encrypted):
+    """All bytes of one who has the key, from the handshake to a message."""
+    host, port = own_address(transport).removeprefix("tcp://").split(":")
+    record, arrived = bytearray(), asyncio.Event()
+
+    async def pass_on(reader, writer, keep):
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 16):
+                writer.write(piece)
+                if keep:
+                    record.extend(piece)
+                    if len(record) > 5000:
+                        arrived.set()
+        writer.close()
+
+    async def between(reader, writer):
+        there, back = await asyncio.open_connection(host, port)
+        await asyncio.gather(pass_on(reader, back, True), pass_on(there, writer, False))
+
+    async with await asyncio.start_server(between, "127.0.0.1", 0) as proxy:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            introduced(dealer, transport, Key(JOB), encrypted)
+            dealer.connect(f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+            dealer.send_multipart([b"", bytes(5000)])
+            await arrived.wait()
+        await asyncio.sleep(0)
+    return bytes(record)
+
+
+async def say(address, *pieces, then_end=False):
+    """Connect and send the bytes, and perhaps the end; returns once the other side has closed the connection."""
+    if address.startswith("ipc://"):
+        reader, writer = await asyncio.open_unix_connection(address.removeprefix("ipc://"))
+    else:
+        reader, writer = await asyncio.open_connection(*address.removeprefix("tcp://").split(":"))
+    with contextlib.suppress(OSError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await reader.read(1)
+        if then_end:
+            writer.write_eof()
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_recorded_connection_opens_nothing_in_another_run(attacked, caplog, world, monkeypatch):
+    records = []
+
+    async def record(transport):
+        records.append(await recorded(transport, world == "encrypted"))
+
+    attacked(world, record)
+    caplog.clear()
+    monkeypatch.setattr(sys.modules[__name__], "JOB", b"another session")
+
+    async def replay(transport):
+        await say(own_address(transport), records[0][:64], records[0][64:])
+        await until(turned_away(caplog))
+
+    attacked(world, replay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [*WORLDS, "zmq"])
+def test_random_bytes_end_their_connection(attacked, caplog, world):
+    draw = np.random.default_rng(7)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+
+    async def attack(transport):
+        for mechanism in (b"", b"NULL", b"PLAIN", b"CURVE", b"\xff" * 20):
+            for length in (0, 1, 10, 100, 10_000):
+                start = (greeting + mechanism.ljust(20, b"\0") + bytes(32)) if mechanism else b""
+                await say(own_address(transport), start + draw.bytes(length), then_end=True)
+        await until(turned_away(caplog))
+
+    attacked(world, attack)
+
+
+@contextlib.contextmanager
+def connection(transport, identity):
+    """A connection of ZeroMQ over ipc, after its handshake, in bytes."""
+    properties = ((b"Socket-Type", b"DEALER"), (b"Identity", identity))
+    told = b"".join(bytes([len(name)]) + name + len(text).to_bytes(4, "big") + text for name, text in properties)
+    body = b"\x05READY" + told
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(own_address(transport).removeprefix("ipc://"))
+        stranger.sendall(
+            (b"\xff" + bytes(8) + b"\x7f\x03\x00NULL").ljust(64, b"\0") + b"\x04" + bytes([len(body)]) + body
+        )
+        heard = b""
+        while b"ROUTER" not in heard:  # in a thread of ZeroMQ's own
+            heard += stranger.recv(1000)
+        yield stranger
+
+
+@pytest.mark.slow
+def test_a_message_that_is_cut_off_is_none(attacked, caplog):
+    async def attack(transport):
+        for message in (b"\x01\x03abc", b"\x00\x05abc", b"\x02" + bytes(7)):  # more to come; shorter than told
+            with connection(transport, b"stranger") as stranger:
+                stranger.sendall(message)
+        with connection(transport, b"another") as stranger:  # what it says is told after all that
+            stranger.sendall(b"\x00\x03abc")
+            await until(lambda: "dropped a message from a stranger (1 frames)" in caplog.text)
+
+    attacked("zmq", attack)
+    assert caplog.text.count("dropped") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [MAX_FRAME_BYTES + 1, 1 << 40, (1 << 63) - 1])
+def test_a_frame_that_is_too_long_ends_its_connection(attacked, nbytes):
+    """That it says so is enough: nothing is allocated for it."""
+
+    async def attack(transport):
+        with connection(transport, b"stranger") as stranger:
+            stranger.sendall(b"\x02" + nbytes.to_bytes(8, "big"))
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+
+    attacked("zmq", attack)
+
+
+CROWD = """
+import socket, sys
+crowd = []
+for _ in range(int(sys.argv[2])):
+    try:
+        crowd.append(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+    except OSError:
+        break
+print(len(crowd), flush=True)
+sys.stdin.read()
+"""
+
+
+async def crowd(transport, count):
+    """So many who connect, say nothing, and stay until the end of this context's block."""
+    port = own_address(transport).rpartition(":")[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", CROWD, port, str(count), **pipes)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few_files", [False, True], ids=["many files", "few files"])
+@pytest.mark.parametrize("world", [*WORLDS])
+def test_a_crowd_of_strangers_stops_nobody(attacked, caplog, world, few_files):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def attack(transport):
+        comers = await crowd(transport, CONNECTIONS)
+        try:
+            await until(turned_away(caplog))
+        finally:
+            comers.stdin.close()
+            await comers.wait()
+
+    if few_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    try:
+        attacked(world, attack)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    told = [record for record in caplog.records if record.name == "asyncoll"]
+    assert len(told) < 3 * len(f"{CONNECTIONS:b}") + 10
+
+
+ANOTHER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as stranger:
+    stranger.connect(sys.argv[1])
+    print(stranger.recv(1), flush=True)
+"""
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
+def test_processes_of_another_user_are_turned_away(attacked, caplog):
+    async def attack(transport):
+        path = own_address(transport).removeprefix("ipc://")
+        command = ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", ANOTHER, path]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = await process.communicate()
+        assert out == b"b''\n" or b"ConnectionResetError" in err, err
+        await until(lambda: "it is of another user" in caplog.text)
+
+    attacked("folder", attack)
+
+
+@pytest.mark.slow
+def test_two_streams_work(attacked):
+    async def attack(transport):
+        assert re.match(r"tcp://127\.0\.0\.1:\d+", own_address(transport._payloads))
+
+    attacked("two streams", attack)
+
+
+@pytest.mark.slow
+def test_ipc_is_guarded_by_the_kernel_and_tcp_by_the_key(tmp_path):
+    """On one ROUTER, as between hosts."""
+    transport = ZeroMQTransport(0, 1, JOB, encrypted=True)
+    transport.bind(ipc_address(tmp_path, 0))
+    address = transport.bind("tcp://127.0.0.1:0")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as near, context.socket(zmq.DEALER) as far:
+        near.linger = far.linger = 0
+        near.routing_id = far.routing_id = transport._routing_ids[0]
+        near.connect(ipc_address(tmp_path, 0))
+        far.connect(address)
+        near.send(b"near")
+        far.send(b"far")
+        assert transport._router.poll(PATIENCE_S * 1000)
+        assert transport._router.recv_multipart()[1] == b"near"
+        assert not transport._router.poll(0)
+    asyncio.run(transport.close())
