@@ -16,11 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 from asyncoll.algorithms.by_message import MessageCall
 from asyncoll.algorithms.forms import Form
 from asyncoll.algorithms.meeting import DisagreementError, Hall
+from asyncoll.algorithms.operation import Operation
 from asyncoll.algorithms.shared import SharedCall
 from asyncoll.algorithms.sizes import choose
+from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError
+from asyncoll.failures import error_of
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
@@ -54,10 +57,28 @@ class Signature(NamedTuple):
     def fingerprint(self) -> int:
         return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
 
+    @property
+    def key(self) -> str:
+        return f"{self.operation} #{self.number} {self.detail}"
+
     def __str__(self) -> str:
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
         return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
+
+
+class Round(NamedTuple):
+    """One call of a wait-avoiding operation."""
+
+    operation: Operation
+    site: Site
+
+    @property
+    def key(self) -> str:
+        return f"{self.operation.name!r}"
+
+    def __str__(self) -> str:
+        return f"a round of {self.operation} at {self.site}"
 
 
 @lru_cache(maxsize=1024)
@@ -76,13 +97,15 @@ class Calls:
         self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self.ledger = Ledger()
-        self._check = partial(endpoint.check, group.communicator)
+        self._check = partial(endpoint.failures.check, group.communicator)
+        self._attendance = Attendance(endpoint, group, runner.post)
         self._hall: Hall | None = None
         self.arena = endpoint.shared_by(group.ranks)
         if self.arena is not None:
             sizes = choose(group.size, os.environ)
             self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), sizes)
             endpoint.on_dispute(group.communicator, self._describe)
+            endpoint.membership.on_trace(self._trace)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """The next call. The caller's checks are done: whatever raises UsageError comes before this."""
@@ -101,18 +124,38 @@ class Calls:
         `discarded` is called, on any thread, if that is cancelled: the call may have been over already.
         """
         self.check_open()
+        visit = self._attendance.enter(call, call.number)
         if self._hall is None:
-            return self._by_message(call, self._group.communicator, lambda lane: body(MessageCall(lane)), discarded)
+            lead = self._group.communicator
+            return self._by_message(call, visit, lead, lambda lane: body(MessageCall(lane)), discarded)
         self._recent.append(call)
         self._hall.begin(call.number)
-        return self.start_in_memory(self._in_memory(self._hall, call, body), call.__str__, nbytes, discarded)
+        work = self._in_memory(self._hall, call, visit, body)
+        return self._start_in_memory(work, call.__str__, nbytes, discarded)
 
-    def start_in_memory(
-        self,
-        body: Coroutine[Wait, None, T],
-        what: Callable[[], str],
-        nbytes: int,
-        discarded: Callable[[], None] = lambda: None,
+    def start_round(
+        self, call: Round, body: Coroutine[Any, Any, T], discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        """Start a call of a wait-avoiding operation; `discarded` as above."""
+        visit = self._attendance.enter(call)
+
+        async def work() -> T:
+            try:
+                return await body
+            except PeerLostError as error:
+                raise self._noticed(error) from None
+            except Exception as error:
+                self._tell_of(call, error)
+                raise
+            finally:
+                self._attendance.leave(visit)
+
+        if self._hall is None:
+            return self._runner.start(work(), discarded)
+        return self._start_in_memory(work(), call.__str__, call.operation.nbytes, discarded)
+
+    def _start_in_memory(
+        self, body: Coroutine[Wait, None, T], what: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
         """Start what awaits nothing but conditions of memory. If it is long, it is the runtime's from the start."""
         assert self._hall is not None
@@ -126,7 +169,8 @@ class Calls:
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
         self.check_open()
-        return self._by_message(call, digest(self._group.communicator, "pair", source, dest, tag), body)
+        visit = self._attendance.enter(call)
+        return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         pair = (source, dest, tag)
@@ -143,6 +187,7 @@ class Calls:
     def _by_message(
         self,
         call: Signature,
+        visit: Visit,
         context: int,
         body: Callable[[Lane], Awaitable[T]],
         discarded: Callable[[], None] = lambda: None,
@@ -157,6 +202,7 @@ class Calls:
                 self._abort_for(call, error)
                 raise
             finally:
+                self._attendance.leave(visit)
                 self.ledger.enter(call.operation, lane.traffic)
 
         return self._runner.start(work(), discarded)
@@ -165,12 +211,23 @@ class Calls:
         """A call that ends in any way that its peers do not know of ends the communicator."""
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-        elif not isinstance(error, AsyncollError):
+        else:
+            self._tell_of(call, error)
+
+    def _tell_of(self, call: Signature | Round, error: BaseException) -> None:
+        """Whatever is no failure that all know of, others would wait for in vain."""
+        if not isinstance(error, AsyncollError):
             self.abort(f"{call} failed: {error!r}")
+
+    def _noticed(self, error: PeerLostError) -> AsyncollError:
+        """A rank is gone, which may have been noticed in memory: then all are told. Returns the whole error."""
+        rank, cause, last_seen_s = error.rank, error.cause, error.last_seen_s
+        self._runner.post(lambda: self._endpoint.lost(rank, cause, last_seen_s))
+        return error_of(self._endpoint.membership.news_of(rank, cause, last_seen_s))
 
     # -- in memory --------------------------------------------------------------------------------
 
-    async def _in_memory(self, hall: Hall, call: Signature, body: Callable[[Form], Awaitable[T]]) -> T:
+    async def _in_memory(self, hall: Hall, call: Signature, visit: Visit, body: Callable[[Form], Awaitable[T]]) -> T:
         form = SharedCall(hall, call.number, call.fingerprint())
         try:
             self._check()
@@ -179,19 +236,25 @@ class Calls:
             self._dispute(call, disagreement.place)
             await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
             raise
+        except PeerLostError as error:
+            lost = self._noticed(error)
+            await self._retreat(form)
+            raise lost from None
         except (Exception, asyncio.CancelledError) as error:
             self._abort_for(call, error)
             await self._retreat(form)
             raise
         finally:
+            self._attendance.leave(visit)
             self.ledger.enter(call.operation, form.traffic)
             hall.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:
-        """However often the caller is cancelled meanwhile."""
+        """However often the caller is cancelled meanwhile. Not if somebody is lost over the board where to say so."""
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.lost_ranks)
+                with contextlib.suppress(PeerLostError):
+                    await form.retreat(lambda place: self._group.ranks[place] in self._endpoint.membership.lost)
                 return
 
     def _dispute(self, call: Signature, place: int) -> None:
@@ -202,6 +265,13 @@ class Calls:
         """Who took part in call `number`, and what it was, if it is not too long ago."""
         recent = {call.number: call for call in list(self._recent)}
         return (self._group.ranks, str(recent[number])) if number in recent else None
+
+    def _trace(self, rank: int) -> str:
+        """The last call that `rank` has begun, in the words of this rank's own."""
+        assert self._hall is not None
+        number = self._hall.begun(self._group.ranks.index(rank)) if rank in self._group.ranks else 0
+        known = self._describe(number)
+        return known[1] if known else ""
 
     def check(self) -> None:
         """Raises what has ended this communicator, if anything has."""

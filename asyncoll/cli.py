@@ -101,6 +101,35 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     sys.exit(not lawful)
 
 
+@main.command()
+@click.option(
+    "--cells", default="*", show_default=True, help="FAULT/OPERATION/MOMENT, with * and ?; several with commas."
+)
+@click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw so many of them.  [default: all]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same cells.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Go on with the next seeds.")
+@click.option("-n", "size", type=click.IntRange(min=2), default=4, show_default=True, help="Number of ranks.")
+@click.option("--transport", type=click.Choice(["shm", "zmq"]), default="shm", show_default=True)
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells at a time.")
+def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int) -> None:
+    """Let a rank fail in every way, in every operation, and check that all others know, and in time.
+
+    Each cell is a world of real processes: {kill, exit, raise, disconnect, stop, gil, slow} strikes one of them
+    {before, inside, after} an operation. Within 100 ms of a death and 1 s of a freeze everybody else must raise an
+    error that names that rank; of a rank that is slow or holds its GIL nobody may notice anything. Nothing may hang, or
+    be left behind. Exits with 1 if that is not so, and prints the command that repeats each such cell. With more jobs
+    than the processors have room for, times are not to be trusted.
+    """
+    from asyncoll.testing.faults import cells as matrix
+    from asyncoll.testing.faults.matrix import sweep
+
+    try:
+        chosen = matrix.select(cells, sample, repeat, seed, transport, size)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(not sweep(chosen, jobs))
+
+
 main.add_command(bench)
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.selection import Feedback
 from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Signature, Site
+from asyncoll.calls import Calls, Round, Signature, Site
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.group import Group, Lane
@@ -61,7 +61,10 @@ class Statistics:
 class Communicator:
     """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
 
-    def __init__(self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...], rpcs: list[Rpc]
+    ) -> None:
+        """`rpcs` are to be closed at the end: this one's, and those of all that are split off."""
         self.rank = group.rank
         self.size = group.size
         self.hosts = hosts
@@ -73,7 +76,7 @@ class Communicator:
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
         self._rpc: Rpc | None = None
-        self._parts: list[Communicator] = []  # that were split off
+        self.rpcs = rpcs
 
     @property
     def rpc(self) -> Rpc:
@@ -81,9 +84,10 @@ class Communicator:
         return self._rpc or self.open_rpc()
 
     def open_rpc(self) -> Rpc:
-        """Begin to answer those who call this rank, if that has not begun. On the caller's loop."""
+        """Answer from now on those who call functions of this rank."""
         if self._rpc is None:
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
+            self.rpcs.append(self._rpc)
         return self._rpc
 
     @property
@@ -497,9 +501,8 @@ class Communicator:
             ranks = tuple(self._group.ranks[place] for place in places)
             context = digest(self._group.communicator, "split", call.number, color)
             group = Group(ranks, places.index(self.rank), context)
-            part = Communicator(self._endpoint, group, self._runner, tuple(self.hosts[place] for place in places))
-            self._parts.append(part)
-            return part
+            hosts = tuple(self.hosts[place] for place in places)
+            return Communicator(self._endpoint, group, self._runner, hosts, self.rpcs)
 
         return self._calls.start(call, body)
 
@@ -519,13 +522,6 @@ class Communicator:
     def leave(self) -> Coroutine[Any, Any, None]:
         """A barrier as the last call of a rank; the end of `run` and `connect` makes it."""
         return self._calls.start(self._call("the end of its program", None), lambda form: form.barrier())
-
-    async def close_rpc(self) -> None:
-        """End the calls of other ranks, here and in what was split off; the end of `run` and `connect` does it."""
-        if self._rpc is not None:
-            await self._rpc.close()
-        for part in self._parts:
-            await part.close_rpc()
 
     def abort(self, reason: str) -> None:
         """Give up: every pending and later call on this communicator raises AbortedError, at every rank.
@@ -562,10 +558,9 @@ class Communicator:
         self._calls.check_open()
         self.registry.give_back()
         receipt = Receipt()
-        work = self._operations.contribute(spec, contribution, str(_site()), receipt)
-        if self._calls.arena is None:
-            return self._runner.start(work, receipt.take_back)
-        return self._calls.start_in_memory(work, lambda: f"a round of {spec}", spec.nbytes, receipt.take_back)
+        call = Round(spec, _site())
+        work = self._operations.contribute(spec, contribution, str(call.site), receipt)
+        return self._calls.start_round(call, work, receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:

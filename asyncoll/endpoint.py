@@ -11,25 +11,20 @@ and every later call on it with the same error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from asyncoll import wire
-from asyncoll.errors import (
-    AbortedError,
-    AsyncollError,
-    ClosedError,
-    MismatchError,
-    PeerLostError,
-    ProtocolError,
-)
+from asyncoll.errors import AsyncollError, ProtocolError
+from asyncoll.failures import WORLD, Closed, Failure, Failures, break_off
 from asyncoll.matching import Key, Mailbox, Receive
+from asyncoll.membership import Membership
 from asyncoll.tensors import Array
 from asyncoll.traffic import Traffic
 from asyncoll.transport import Arena, Buffer, Transport
@@ -39,10 +34,10 @@ WINDOW_BYTES = 64 * SEGMENT_BYTES  # unconsumed short arrays on the way from one
 _MESSAGE_COST = 64  # what a message costs of the window beside its payload
 _EARLY_MAX = 1 << 16  # signals and announcements kept for what does not exist here yet
 _RECENT_MAX = 256  # finished executions whose description is kept to explain a mismatch
-WORLD = 0
 
-ErrorFactory: TypeAlias = Callable[[], AsyncollError]
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
+Told: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # failures that others hear of
+Asked = TypeVar("Asked", wire.Announce, wire.Where, wire.Here)  # control messages for whoever asks for them
 logger = logging.getLogger("asyncoll")
 
 
@@ -87,10 +82,14 @@ class _Link:
 class Endpoint:
     """The runtime of one rank. Everything happens on the loop that it was started on."""
 
-    def __init__(self, transport: Transport, arena: Arena | None = None) -> None:
-        """`arena` is what this rank shares with those of its host, if there is one."""
+    def __init__(self, transport: Transport, arena: Arena | None = None, patience_s: float = math.inf) -> None:
+        """`arena` is what this rank shares with those of its host, if there is one.
+
+        `patience_s` is how long a call may take where no deadline says less.
+        """
         self.transport = transport
         self.arena = arena
+        self.patience_s = patience_s
         self.rank = transport.rank
         self.size = transport.size
         self.traffic = Traffic()
@@ -98,20 +97,21 @@ class Endpoint:
         self._finished: dict[tuple[int, int], Identity] = {}
         self._abandoned: set[tuple[int, int]] = set()
         self._links: defaultdict[int, _Link] = defaultdict(_Link)
-        self._failures: dict[int, ErrorFactory] = {}
-        self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
+        self.failures = Failures()
         self._handlers: dict[int, SignalHandler] = {}
-        self._listeners: dict[int, Callable[[int, wire.Announce], None]] = {}
+        self._listeners: dict[tuple[type, int], Callable[[int, Any], None]] = {}
         self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}
-        self._early_announcements: dict[int, list[tuple[int, wire.Announce]]] = {}
+        self._early_controls: dict[tuple[type, int], list[tuple[int, Any]]] = {}
         self._early_count = 0
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
-        self._mourners: list[tuple[int, Callable[[ErrorFactory], None]]] = []
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
-        self.lost_ranks: set[int] = set()
+        self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution it last spoke of
+        self._parted = False
+        self.membership = Membership()
         self.departed = False
         self.closed = False
+        self.membership.on_trace(self._trace)
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ class Endpoint:
         """Stop at once: pending waits raise ClosedError, services are cancelled. Idempotent."""
         if self.closed:
             return
-        self.fail(lambda: ClosedError("this communicator is closed"))
+        self.fail(Closed())
         self.closed = True
         for service in list(self._services):
             service.cancel()
@@ -141,7 +141,7 @@ class Endpoint:
 
     def open(self, identity: Identity, rider: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
-        self.check(identity.communicator)
+        self.failures.check(identity.communicator)
         key = (identity.context, identity.number)
         execution = self._execution(key)
         assert execution.identity is None, f"{identity.describe()} is already open"
@@ -178,7 +178,7 @@ class Endpoint:
                 _check_whole(receive)
         except ProtocolError as error:
             self.broken(source, error)
-            self.check(identity.communicator)
+            self.failures.check(identity.communicator)
             raise
         if receive.into.nbytes > SEGMENT_BYTES:
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
@@ -190,7 +190,7 @@ class Endpoint:
     async def wait(self, execution: Execution, receive: Receive) -> None:
         """Wait until `receive`, which is not complete yet, is."""
         assert execution.identity is not None
-        self.check(execution.identity.communicator)
+        self.failures.check(execution.identity.communicator)
         future = self._loop.create_future()
         receive.on_complete = lambda: _set(future)
         execution.waits[future] = None
@@ -225,14 +225,14 @@ class Endpoint:
         identity = execution.identity
         assert identity is not None
         what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
-        with self.watch(identity.communicator, what) as future:
+        with self.failures.watch(identity.communicator, what) as future:
             self._links[dest].waiters.append(future)
             await future
 
     async def _grant(self, execution: Execution, dest: int, step: int) -> None:
         key = (dest, step)
         assert execution.identity is not None
-        self.check(execution.identity.communicator)
+        self.failures.check(execution.identity.communicator)
         if key not in execution.granted:
             future = self._loop.create_future()
             execution.waits[future] = key
@@ -247,6 +247,19 @@ class Endpoint:
         if execution is None:
             execution = self._executions[key] = Execution()
         return execution
+
+    def waiting(self) -> list[str]:
+        """What this rank waits for, one line each."""
+        lines = []
+        for execution in self._executions.values():
+            if execution.identity is None or not execution.waits:
+                continue
+            what = execution.identity.describe()
+            lines += [f"{what}: step {step} from rank {source}" for source, step in execution.mailbox.waiting_for()]
+            to = [key for key in execution.waits.values() if key is not None]
+            lines += [f"{what}: rank {dest} has not posted its receive for step {step}" for dest, step in to]
+        lines += self.arena.waiting() if self.arena is not None else []
+        return lines + self.failures.watched()
 
     # -- persistent operations and services -------------------------------------------------------
 
@@ -265,10 +278,18 @@ class Endpoint:
         """Send a control message."""
         self._send(dest, wire.encode_control(message))
 
-    def on_announce(self, communicator: int, listener: Callable[[int, wire.Announce], None]) -> None:
-        """Announcements for `communicator` go to `listener`, those that have come already first."""
-        self._listeners[communicator] = listener
-        for source, message in self._early_announcements.pop(communicator, []):
+    def introduce(self, host: str, pid: int) -> None:
+        """Tell all ranks which process this is."""
+        me = wire.Hello(host, pid)
+        self.membership.introduced(self.rank, me)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.tell(peer, me)
+
+    def on_control(self, kind: type[Asked], communicator: int, listener: Callable[[int, Asked], None]) -> None:
+        """Messages of that kind for `communicator` go to `listener`, those that have come already first."""
+        self._listeners[kind, communicator] = listener
+        for source, message in self._early_controls.pop((kind, communicator), []):
             self._early_count -= 1
             listener(source, message)
 
@@ -282,6 +303,10 @@ class Endpoint:
         for callback in self._departures:
             callback()
 
+    def part(self) -> None:
+        """Every rank has made its last call, so it matters to nobody any more who goes."""
+        self._parted = True
+
     def spawn(self, service: Coroutine[Any, Any, None], communicator: int) -> None:
         """Run `service` beside everything else. Its own failure is the world's; that of `communicator` is not."""
         task = self._loop.create_task(service)
@@ -292,86 +317,59 @@ class Endpoint:
         self._services.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, AsyncollError) and self.has_failed(communicator):
+        if isinstance(error, AsyncollError) and self.failures.has_failed(communicator):
             return
         if not isinstance(error, AsyncollError):
             logger.error("a service of rank %d failed", self.rank, exc_info=error)
-        if WORLD not in self._failures:
-            self.abort(WORLD, tuple(range(self.size)), f"{type(error).__name__}: {error}")
+        self.abort(WORLD, range(self.size), f"{type(error).__name__}: {error}")
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def check(self, communicator: int) -> None:
-        """Raise the failure of `communicator`, or of the world, if there is one."""
-        if self._failures:
-            make = self._failures.get(WORLD) or self._failures.get(communicator)
-            if make is not None:
-                raise make()
-
-    def fail(self, make: ErrorFactory, communicator: int = WORLD) -> None:
-        """End every wait of `communicator`, and every later call on it, with `make()`. The first failure stays."""
-        if self.closed or WORLD in self._failures or communicator in self._failures:
+    def fail(self, failure: Failure, communicator: int = WORLD) -> None:
+        """End every wait of `communicator`, and every later call on it. The first failure stays."""
+        if self.closed or not self.failures.enter(failure, communicator):
             return
-        self._failures[communicator] = make
         for execution in self._executions.values():
             if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
                 for future in execution.waits:
-                    _break(future, make)
-        for future, (owner, _) in self._watched.items():
-            if communicator in (WORLD, owner):
-                _break(future, make)
-        for owner, callback in self._mourners:
-            if communicator in (WORLD, owner):
-                callback(make)
+                    break_off(future, failure)
         self._alarm()
-
-    def on_failure(self, communicator: int, callback: Callable[[ErrorFactory], None]) -> None:
-        """`callback` is told of what ends `communicator`, or the world; at once if something has."""
-        self._mourners.append((communicator, callback))
-        make = self._failures.get(WORLD) or self._failures.get(communicator)
-        if make is not None:
-            callback(make)
 
     def _alarm(self) -> None:
         if self.arena is not None:
             self.arena.alarm()
 
-    def abort(self, communicator: int, members: tuple[int, ...], reason: str) -> None:
-        """Give up and tell the members. Local, immediate, idempotent."""
-        if self.closed or WORLD in self._failures or communicator in self._failures:
-            return
+    def give_up(self, failure: Told, communicator: int, members: Iterable[int]) -> None:
+        """Fail, and tell the members, unless that has happened. Local, immediate, idempotent."""
+        if not self.closed and not self.failures.has_failed(communicator):
+            self._spread(failure, members)
+            self.fail(failure, communicator)
+
+    def abort(self, communicator: int, members: Iterable[int], reason: str) -> None:
+        """Give up for a reason of this rank's own."""
+        self.give_up(wire.Abort(communicator, self.rank, reason), communicator, members)
+
+    def _bury(self, rank: int) -> None:
+        """Nobody waits any more for `rank` to leave their memory."""
+        self.membership.lost.add(rank)
+        if self.arena is not None:
+            self.arena.bury()
+
+    def pass_on(self) -> None:
+        """Tell everybody what has failed, as this rank has heard it.
+
+        It leaves because of that, and others who have not heard of it yet would take this rank for the first to go.
+        """
+        for failure in self.failures.all():
+            if not isinstance(failure, Closed):
+                self._spread(failure, range(self.size))
+
+    def _spread(self, failure: Told, members: Iterable[int]) -> None:
         for member in members:
             if member != self.rank:
-                self.tell(member, wire.Abort(communicator, self.rank, reason))
-        self.fail(lambda: AbortedError(self.rank, reason), communicator)
+                self.tell(member, failure)
 
-    @contextlib.contextmanager
-    def watch(self, communicator: int, what: str) -> Iterator[asyncio.Future[Any]]:
-        """A future that a failure of `communicator` ends; `what` says what it waits for, in case it waits for ever."""
-        self.check(communicator)
-        future = self._loop.create_future()
-        self._watched[future] = (communicator, what)
-        try:
-            yield future
-        finally:
-            del self._watched[future]
-
-    def has_failed(self, communicator: int) -> bool:
-        """Whether `communicator`, or the world, has failed."""
-        return WORLD in self._failures or communicator in self._failures
-
-    def waiting(self) -> list[str]:
-        """What this rank waits for, one line each."""
-        lines = []
-        for execution in self._executions.values():
-            if execution.identity is None or not execution.waits:
-                continue
-            what = execution.identity.describe()
-            lines += [f"{what}: step {step} from rank {source}" for source, step in execution.mailbox.waiting_for()]
-            to = [key for key in execution.waits.values() if key is not None]
-            lines += [f"{what}: rank {dest} has not posted its receive for step {step}" for dest, step in to]
-        lines += self.arena.waiting() if self.arena is not None else []
-        return lines + [what for _, what in self._watched.values()]
+    # -- what ranks disagree about ----------------------------------------------------------------
 
     def _dispute(self, source: int, identity: Identity) -> None:
         self.dispute(source, identity.communicator, identity.context, identity.number, identity.describe())
@@ -397,10 +395,7 @@ class Endpoint:
 
     def mismatch(self, communicator: int, members: tuple[int, ...], text: str) -> None:
         """Ranks called different things: tell every member, and fail the communicator here."""
-        for member in members:
-            if member != self.rank:
-                self.tell(member, wire.Mismatch(communicator, text))
-        self.fail(lambda: MismatchError(text), communicator)
+        self.give_up(wire.Mismatch(communicator, text), communicator, members)
 
     # -- what the transport tells -----------------------------------------------------------------
 
@@ -427,16 +422,20 @@ class Endpoint:
         """`source` broke the protocol: nothing it says can be trusted, so the world ends, and everybody hears why."""
         text = f"rank {source} broke the protocol: {error}"
         logger.error(text)
-        if WORLD not in self._failures:
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self.tell(peer, wire.Abort(WORLD, self.rank, text))
-        self.fail(lambda: ProtocolError(text, source))
+        self.give_up(wire.Broken(source, text), WORLD, range(self.size))
 
-    def lost(self, source: int, cause: str) -> None:
-        self.lost_ranks.add(source)
-        self.fail(lambda: PeerLostError(source, cause))
-        self._alarm()
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
+        """This rank has noticed it; not everybody may have."""
+        others = () if self._parted else (peer for peer in range(self.size) if peer != source)
+        self.give_up(self.membership.news_of(source, cause, last_seen_s), WORLD, others)
+        self._bury(source)
+
+    def _trace(self, source: int) -> str:
+        """The last execution that `source` has spoken of."""
+        key = self._last_heard.get(source, (0, 0))
+        execution = self._executions.get(key)
+        identity = (execution.identity if execution else None) or self._finished.get(key)
+        return identity.describe() if identity else ""
 
     def _data(self, source: int, header: wire.Header, payload: Buffer, rider: Buffer | None = None) -> None:
         execution = self._agreed(source, header)
@@ -477,6 +476,7 @@ class Endpoint:
         if key in self._abandoned:
             return None
         execution = self._execution(key)
+        self._last_heard[source] = key
         if execution.identity is None:
             execution.spoken[source] = header.fingerprint
         elif execution.identity.fingerprint != header.fingerprint:
@@ -503,19 +503,22 @@ class Endpoint:
             self._early_signals.setdefault(header.context, []).append(signal)
 
     def _told(self, source: int, message: wire.Control) -> None:
-        if isinstance(message, wire.Abort):
-            rank, reason = message.rank, message.reason
-            self.fail(lambda: AbortedError(rank, reason), message.communicator)
-        elif isinstance(message, wire.Mismatch):
-            text = message.text
-            self.fail(lambda: MismatchError(text), message.communicator)
+        if isinstance(message, wire.Abort | wire.Mismatch | wire.Overdue):
+            self.fail(message, message.communicator)
+        elif isinstance(message, wire.Broken):
+            self.fail(message)
+        elif isinstance(message, wire.Lost):
+            self.fail(message)
+            self._bury(message.rank)
+        elif isinstance(message, wire.Hello):
+            self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
             self._answer(source, message)
-        elif (listener := self._listeners.get(message.communicator)) is not None:
+        elif (listener := self._listeners.get((type(message), message.communicator))) is not None:
             listener(source, message)
         else:
             self._count_early()
-            self._early_announcements.setdefault(message.communicator, []).append((source, message))
+            self._early_controls.setdefault((type(message), message.communicator), []).append((source, message))
 
     def _count_early(self) -> None:
         self._early_count += 1
@@ -559,9 +562,3 @@ def _cost(payload: Buffer) -> int:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _break(future: asyncio.Future[Any], make: ErrorFactory) -> None:
-    if not future.done():
-        future.set_exception(make())
-        future.exception()  # mark it as seen: its waiter may be gone

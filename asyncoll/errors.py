@@ -31,18 +31,38 @@ class ProtocolError(AsyncollError):
 
 
 class PeerLostError(AsyncollError):
-    """A rank of the world is gone.
+    """A rank of the world is gone, or frozen: its process is stopped, or the network to it is cut.
 
-    `rank` is the lost one, `cause` says how it was noticed, `host` and `pid` are empty and 0 where they are unknown.
+    Raised by every pending and later call of every survivor. `rank` is the lost one in the world, `cause` says how it
+    was noticed, and `last_seen_s` how many seconds before the error it was last known to live. `host` and `pid` are its
+    process, empty and 0 where that is unknown, and `doing` is the last call of it that the survivor heard of, if any.
     """
 
-    def __init__(self, rank: int, cause: str, host: str = "", pid: int = 0) -> None:
+    def __init__(
+        self, rank: int, cause: str, host: str = "", pid: int = 0, last_seen_s: float = 0.0, doing: str = ""
+    ) -> None:
         where = f" (host {host}, pid {pid})" if host else ""
-        super().__init__(f"rank {rank}{where} is gone: {cause}")
+        what = f"; it was last heard of in {doing}" if doing else ""
+        super().__init__(f"rank {rank}{where} is gone: {cause}{what}")
         self.rank = rank
         self.cause = cause
         self.host = host
         self.pid = pid
+        self.last_seen_s = last_seen_s
+        self.doing = doing
+
+
+class DeadlineError(AsyncollError):
+    """A call was not over in time. The message says who has come to it, who has not, and where these are.
+
+    Of a collective: raised at every rank, and its communicator has ended. `arrived` and `missing` are ranks of the
+    world; a rank that does not answer is missing.
+    """
+
+    def __init__(self, message: str, arrived: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.arrived = arrived
+        self.missing = missing
 
 
 class NonFiniteError(AsyncollError):
@@ -87,10 +107,6 @@ class RemoteError(AsyncollError):
 
 class ServiceLostError(AsyncollError):
     """A service outside of a world cannot be reached, or is gone. What was called there may or may not have run."""
-
-
-class DeadlineError(AsyncollError):
-    """What was waited for did not come before the deadline."""
 
 
 class ClosedError(AsyncollError):

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from asyncoll import tensors
@@ -24,7 +23,7 @@ from asyncoll.algorithms.tally import OperationStatistics
 from asyncoll.algorithms.wait_avoiding import Delivery, Result, WaitAvoiding
 from asyncoll.bundle import Bundle
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, MismatchError, ProtocolError, UsageError
+from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group
 from asyncoll.tensors import ReduceOp
 from asyncoll.wire import Announce, digest
@@ -77,18 +76,13 @@ class Operations:
             self._roster = Roster(self.arena, group.size, group.rank, group.communicator)
             endpoint.on_depart(self._roster.depart)
         else:
-            endpoint.on_announce(group.communicator, self._announced)
+            endpoint.on_control(Announce, group.communicator, self._announced)
 
     async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
         """One call: `bundle` is the contribution, and gets the result."""
-        self._endpoint.check(self._group.communicator)
+        self._endpoint.failures.check(self._group.communicator)
         operation = await self._get_in_memory(spec, site) if self._roster else self._get(spec, self._group.rank, site)
-        try:
-            delivery = await operation.call(bundle)
-        except Exception as error:
-            if not isinstance(error, AsyncollError):  # the others may wait for what this rank has begun
-                self._post(partial(self._endpoint.abort, self._group.communicator, self._group.ranks, repr(error)))
-            raise
+        delivery = await operation.call(bundle)
         receipt.sign(operation, delivery)
         try:
             return self._hand_over(spec, delivery, bundle)
@@ -131,7 +125,7 @@ class Operations:
         text = f"{spec} at {site}"
         self._endpoint.on_dispute(context, lambda _: (group.ranks, text))
         try:
-            has_lost = lambda: bool(self._endpoint.lost_ranks)  # noqa: E731
+            has_lost = lambda: bool(self._endpoint.membership.lost)  # noqa: E731
             operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_lost)
         except DisagreementError as disagreement:
             peer = group.ranks[disagreement.place]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -25,10 +26,11 @@ import msgpack
 from asyncoll.errors import UsageError
 from asyncoll.transport.arena import HostArena
 from asyncoll.transport.handover import ArenaUnavailable, join
-from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.transport.zeromq import FREEZE_S, ZeroMQTransport, ipc_address
 
 TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
 _TIMEOUT = timedelta(seconds=300)
+_DEADLINE_S = 1800.0
 logger = logging.getLogger("asyncoll")
 
 
@@ -43,6 +45,8 @@ class Environment:
     master_port: int
     shares_memory: bool  # with the ranks of its host, if that is possible
     run: str  # tells the runs of an elastic job apart
+    freeze_s: float  # a rank without a sign of life for so long counts as frozen; 0: never
+    deadline_s: float  # how long a call may take; infinity: for ever
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
@@ -62,6 +66,8 @@ class Environment:
             master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
             shares_memory=_shares_memory(environ),
             run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
+            freeze_s=_seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S),
+            deadline_s=_seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
         )
 
 
@@ -83,6 +89,17 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     if not text.lstrip("-").isdigit():
         raise UsageError(f"{name}={text!r} in the environment is not a number")
     return int(text)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"{name}={text!r} in the environment: give a number of seconds, or 0 for no limit")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,7 @@ def _meet_in_folder(environment: Environment) -> Meeting:
         job = (folder / "job").read_bytes()
     except OSError as error:
         raise UsageError(f"ASYNCOLL_FOLDER={folder} is not the folder of a running job: {error}") from error
-    transport = ZeroMQTransport(environment.rank, environment.size, job)
+    transport = ZeroMQTransport(environment.rank, environment.size, job, environment.freeze_s)
     transport.peers = [ipc_address(folder, rank) for rank in range(environment.size)]
     transport.bind(transport.peers[environment.rank])
     arena = _share_memory(environment, folder, tuple(range(environment.size)))
@@ -121,7 +138,7 @@ def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...]
     if not environment.shares_memory or len(ranks) == 1:
         return None
     try:
-        return join(folder, environment.rank, ranks)
+        return join(folder, environment.rank, ranks, environment.freeze_s or math.inf)
     except ArenaUnavailable as error:
         if environment.rank == ranks[0]:
             logger.warning("the ranks of this host share no memory and go on by messages: %s", error)
@@ -142,7 +159,7 @@ def _meet_in_store(environment: Environment) -> Meeting:
     if rank == 0:
         board.post("job", 0, secrets.token_bytes(16))
     machines = board.exchange("machine", rank, [_machine(), socket.gethostname()])
-    transport = ZeroMQTransport(rank, size, board.look("job", 0))
+    transport = ZeroMQTransport(rank, size, board.look("job", 0), environment.freeze_s)
     neighbours = [peer for peer in range(size) if machines[peer][0] == machines[rank][0]]
     with contextlib.ExitStack() as undo:
         if rank == neighbours[0]:

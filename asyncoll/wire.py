@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 import msgpack
 
@@ -130,8 +130,63 @@ class Abort:
     reason: str
 
 
-Control: TypeAlias = Announce | Dispute | Mismatch | Abort
-_CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in (Announce, Dispute, Mismatch, Abort)}
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """`source` broke the protocol: nothing it says can be trusted, so the world ends."""
+
+    source: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who I am, to be named in errors."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """I have noticed that `rank` is gone."""
+
+    rank: int
+    cause: str
+    host: str
+    pid: int
+    last_seen_ms: int
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What are you doing? A call of mine on this communicator is overdue."""
+
+    communicator: int
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The answer to Where."""
+
+    communicator: int
+    calls: int  # numbered ones begun so far
+    inside: str  # the names of those that are not over, one a line
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A call of mine was not over in time, which ends the communicator. Ranks are listed with commas between them."""
+
+    communicator: int
+    text: str
+    arrived: str
+    missing: str
+
+
+Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue
+_CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 _FIELD_TYPES: Final = {"int": int, "str": str, "bool": bool}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,8 +16,9 @@ import uvloop
 
 from asyncoll.algorithms import dense
 from asyncoll.communicator import Communicator
-from asyncoll.endpoint import WORLD, Endpoint
+from asyncoll.endpoint import Endpoint
 from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.failures import WORLD
 from asyncoll.group import Group, Lane
 from asyncoll.progress import ProgressThread, Runner, SharedLoop
 from asyncoll.rendezvous import Environment, Meeting, meet
@@ -62,7 +64,7 @@ async def connect() -> AsyncIterator[Communicator]:
     meeting = await asyncio.to_thread(meet, environment)
     thread = ProgressThread()
     try:
-        async with World(_endpoint(meeting), thread, meeting.hosts) as comm:
+        async with World(_endpoint(meeting, environment), thread, meeting.hosts) as comm:
             if meeting.folder is not None:
                 shutil.rmtree(meeting.folder, ignore_errors=True)
             with comm.registry.as_current():
@@ -73,11 +75,11 @@ async def connect() -> AsyncIterator[Communicator]:
             shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
-def _endpoint(meeting: Meeting) -> Endpoint:
+def _endpoint(meeting: Meeting, environment: Environment) -> Endpoint:
     transport: Transport = meeting.transport
     if meeting.arena is not None:
         transport = SlottedTransport(transport, meeting.arena)
-    return Endpoint(transport, meeting.arena)
+    return Endpoint(transport, meeting.arena, environment.deadline_s)
 
 
 class World:
@@ -86,6 +88,7 @@ class World:
     def __init__(self, endpoint: Endpoint, runner: Runner, hosts: tuple[str, ...] | None = None) -> None:
         self._endpoint = endpoint
         self._runner = runner
+        self._has_processes = hosts is not None
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
 
@@ -99,7 +102,8 @@ class World:
         try:
             await self._runner.start(self._leave(error))
         finally:
-            await self._comm.close_rpc()
+            for rpc in self._comm.rpcs:
+                await rpc.close()
             await self._runner.start(self._let_go())
 
     async def _join(self) -> Communicator:
@@ -107,16 +111,20 @@ class World:
             await self._endpoint.start()
             if self._endpoint.arena is not None:
                 self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
+            if self._has_processes:
+                self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
             await self._barrier("joining")  # after it everybody is connected to everybody
         except BaseException:
             await self._endpoint.close()
             raise
-        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts)
+        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts, rpcs=[])
         return self._comm
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
-            if not self._failed():
+            if self._failed():
+                self._endpoint.pass_on()
+            else:
                 await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
@@ -128,7 +136,7 @@ class World:
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
-        return self._endpoint.has_failed(self._group.communicator)
+        return self._endpoint.failures.has_failed(self._group.communicator)
 
     async def _part(self, error: BaseException | None) -> None:
         """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.
@@ -141,6 +149,7 @@ class World:
             return
         self._endpoint.depart()
         await self._comm.leave()
+        self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")
 

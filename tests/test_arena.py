@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from asyncoll.transport import handover, inproc_arena, pages
 from asyncoll.transport.arena import HostArena, local_world
 from asyncoll.transport.board import Wait
 from asyncoll.transport.handover import ArenaUnavailable
-from asyncoll.transport.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
 from asyncoll.transport.part import make_part
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
@@ -133,6 +134,34 @@ def test_nobody_ever_gets_the_lock_of_an_owner_that_has_died():
         ) as caught:
             lock.acquire()
         assert caught.value.rank == 6
+
+
+HOLD_AND_STOP = """
+import mmap, os, signal, sys
+from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
+memory = mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE)
+RobustMutex(memoryview(memory)[:MUTEX_BYTES], 1, (5, 6)).acquire()
+os.kill(os.getpid(), signal.SIGSTOP)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_stopped_owner_is_told_of_it():
+    descriptor = os.memfd_create("lock")
+    os.truncate(descriptor, mmap.PAGESIZE)
+    view = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE))[:MUTEX_BYTES]
+    RobustMutex.initialize(view)
+    lock = RobustMutex(view, 0, (5, 6), Patience(0.1))
+    with subprocess.Popen([sys.executable, "-c", HOLD_AND_STOP, str(descriptor)], pass_fds=[descriptor]) as owner:
+        os.close(descriptor)
+        os.waitid(os.P_PID, owner.pid, os.WSTOPPED)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="rank 6 is gone: its process was stopped while") as caught:
+                lock.acquire()
+            assert caught.value.rank == 6
+            assert caught.value.last_seen_s > 0
+        owner.kill()
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Keeper:
         self.messages.append((source, frames))
         self.changed.set()
 
-    def lost(self, source, cause):
+    def lost(self, source, cause, last_seen_s=0.0):
         self.losses.append((source, cause))
         self.changed.set()
 

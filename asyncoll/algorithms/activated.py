@@ -65,7 +65,11 @@ class ActivatedRounds(WaitAvoiding):
 
     async def _reclaim(self, number: int) -> None:
         self._keep_staged()
-        while number == self._number and self._has_begun() and not self._endpoint.has_failed(self._group.communicator):
+        while (
+            number == self._number
+            and self._has_begun()
+            and not self._endpoint.failures.has_failed(self._group.communicator)
+        ):
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
                 await done  # it may run in the caller's memory
         if self._latest.lent:

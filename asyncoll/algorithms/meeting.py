@@ -54,7 +54,8 @@ class Hall:
         self.sizes = sizes
         self._stride = _HEAD + _PART * size
         self._addresses = 2 * sizes.calls * self._stride  # words: of each rank's short arrays
-        self.board = arena.board(context, self._addresses + size)
+        self._begun = self._addresses + size  # words: the newest call of each rank, of which nothing but an error tells
+        self.board = arena.board(context, self._begun + size)
         self._slots: dict[int, tuple[int, Array]] = {}  # with their addresses, by turn
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
@@ -63,6 +64,11 @@ class Hall:
     def begin(self, number: int) -> None:
         """Call `number` begins here."""
         self._unfinished.add(number)
+        self.board.words[self._begun + self.rank] = number
+
+    def begun(self, place: int) -> int:
+        """The number of the newest call of the rank at `place`, if it has been seen by now."""
+        return self.board.words[self._begun + place]
 
     def end(self, number: int) -> None:
         """Call `number` is over here."""

@@ -121,7 +121,7 @@ class WaitAvoiding(ABC):
             self._turn.release()
 
     async def _call(self, contribution: Contribution) -> Delivery:
-        self._endpoint.check(self._group.communicator)
+        self._endpoint.failures.check(self._group.communicator)
         self._handed = None
         self._tally.came(self._endpoint.now_s())
         aim = self._seen + 1
@@ -191,7 +191,7 @@ class WaitAvoiding(ABC):
     @contextlib.contextmanager
     def _wait_for(self, number: int) -> Iterator[asyncio.Future[Result]]:
         """A future that gets the result of round `number`."""
-        with self._endpoint.watch(self._group.communicator, f"{self.describe()}: round {number}") as future:
+        with self._endpoint.failures.watch(self._group.communicator, f"{self.describe()}: round {number}") as future:
             self._waiting[number] = future
             try:
                 yield future

@@ -27,7 +27,7 @@ def die_with_parent(parent: int) -> None:
 def kill_descendants() -> None:
     """Kill every descendant of this process and wait until all are gone. It must have adopted the orphans."""
     while True:
-        for pid in _children():
+        for pid in children():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -42,7 +42,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_child(entry)]
 
 

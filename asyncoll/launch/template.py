@@ -148,6 +148,7 @@ class Template:
             if number in ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signum)
+                    os.killpg(pid, signal.SIGCONT)  # one that is stopped hears of nothing else
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):

@@ -24,12 +24,19 @@ from asyncoll.wire import Buffer, digest
 class MessageCarrier:
     """A `Carrier` between the ranks of a group, by their ranks in the world."""
 
-    def __init__(self, endpoint: Endpoint, group: Group, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` calls on the runtime's loop, soon."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        group: Group,
+        post: Callable[[Callable[[], None]], None],
+        broken: Callable[[int, ProtocolError], None],
+    ) -> None:
+        """`post` calls on the runtime's loop, soon. `broken` is told of a rank that broke the protocol."""
         self._endpoint = endpoint
         self._ranks = frozenset(group.ranks)
         self._context = digest(group.communicator, "rpc")
         self._run_there = post
+        self._broken = broken
         self._arrived: deque[tuple[int, int, int, Buffer]] = deque()
         self._is_handing_over = False
         self._is_closed = False
@@ -83,11 +90,7 @@ class MessageCarrier:
                     raise ProtocolError("a call on a communicator that it is not part of")
                 self._segments.received(source, kind, number, payload)
             except ProtocolError as error:
-                self.broken(source, error)
-
-    def broken(self, rank: int, error: ProtocolError) -> None:
-        """That rank broke the protocol: the world ends."""
-        self._run_there(partial(self._endpoint.broken, rank, error))
+                self._broken(source, error)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -9,14 +9,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.failures import Failure, error_of
 from asyncoll.group import Group
 from asyncoll.progress import Runner
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_message import MessageCarrier
+from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.exchange import Exchange
+from asyncoll.rpc.in_memory import InMemory
 from asyncoll.rpc.service import Method, Registry
 from asyncoll.rpc.stub import Peer, Proxy
+from asyncoll.wire import digest
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -46,9 +50,10 @@ class Rpc:
         self._ranks = group.ranks
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
-        carrier = MessageCarrier(endpoint, group, runner.post)
-        self._exchange = Exchange(carrier, self._registry, group.ranks.index, carrier.broken, "this communicator")
-        runner.post(partial(endpoint.on_failure, group.communicator, self._failed))
+        broken = lambda rank, error: runner.post(partial(endpoint.broken, rank, error))  # noqa: E731
+        carrier = _carrier(endpoint, group, runner, broken)
+        self._exchange = Exchange(carrier, self._registry, group.ranks.index, broken, "this communicator")
+        runner.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:
         """Let the other ranks call `what`; returns it, so that it serves as a decorator.
@@ -125,10 +130,20 @@ class Rpc:
             raise UsageError(f"rank {rank!r} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[rank]
 
-    def _failed(self, make: Callable[[], AsyncollError]) -> None:
+    def _failed(self, failure: Failure) -> None:
         """On the runtime's loop."""
+        make = partial(error_of, failure)
         if asyncio.get_running_loop() is self._loop:
             self._exchange.fail(make)
         else:
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._exchange.fail, make)
+
+
+def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+    """Through memory, if all ranks of the group share it."""
+    arena = endpoint.shared_by(group.ranks)
+    if arena is None:
+        return MessageCarrier(endpoint, group, runner.post, broken)
+    check = partial(endpoint.failures.check, group.communicator)
+    return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken)

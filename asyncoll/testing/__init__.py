@@ -1,7 +1,8 @@
 """The test kit: worlds inside one process, real or simulated; the contract that every transport keeps; the laws of
-wait-avoiding collectives."""
+wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
+from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Raise, Slow, Stop, fault
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.simulated import Crash, Cut, Network, Pause
@@ -9,14 +10,23 @@ from asyncoll.transport.simulated import Crash, Cut, Network, Pause
 __all__ = [
     "Crash",
     "Cut",
+    "Disconnect",
+    "Exit",
+    "Fault",
+    "HoldGil",
+    "Kill",
     "LawBroken",
     "Lawful",
     "Network",
     "Pause",
+    "Raise",
     "SimReport",
+    "Slow",
+    "Stop",
     "check_arena",
     "check_laws",
     "check_transport",
+    "fault",
     "run_ranks",
     "simulate",
 ]

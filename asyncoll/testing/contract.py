@@ -68,8 +68,9 @@ class _Recorder:
         self.messages.append((source, [bytes(frame) for frame in frames]))
         self._changed.set()
 
-    def lost(self, source: int, cause: str) -> None:
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
         assert cause, "a loss has a cause"
+        assert last_seen_s >= 0
         self.losses.append((source, len(self.messages)))
         self._changed.set()
 
@@ -351,6 +352,19 @@ async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
     assert arenas[0].waiting() == []
 
 
+async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
+    """a wait that is to be turning leaves the loop to others, and ends like any other"""
+    boards = [arena.board(1, 1) for arena in arenas]
+    wait = Wait(boards[0], lambda: boards[0].words[0] == 3)
+    task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", turning=True))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        assert not task.done()
+        _change(boards[1], 0)
+    await task
+    assert arenas[0].waiting() == []
+
+
 async def _wakes_sleepers(arenas: Sequence[Arena]) -> None:
     """whoever waits says so, and wakes when another rank has changed the words"""
     boards = [arena.board(1, 2) for arena in arenas]
@@ -453,6 +467,7 @@ _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None,
     (3, _shares_boards),
     (2, _refuses_another_size),
     (1, _sees_what_is_ready),
+    (2, _turns_the_loop),
     (2, _wakes_sleepers),
     (5, _wakes_many),
     *((size, _meets) for size in range(1, 6)),

@@ -14,7 +14,7 @@ from asyncoll.tensors import Array
 from asyncoll.transport.board import Board, Wait
 from asyncoll.wire import MAX_FRAME_BYTES, Buffer
 
-__all__ = ["MAX_FRAME_BYTES", "Arena", "Board", "Buffer", "Receiver", "Transport", "Wait", "check_frames"]
+__all__ = ["MAX_FRAME_BYTES", "Arena", "Board", "Buffer", "Receiver", "Transport", "Wait", "check_frames", "peers_view"]
 
 
 class Receiver(Protocol):
@@ -23,8 +23,11 @@ class Receiver(Protocol):
     def received(self, source: int, frames: list[Buffer]) -> None:
         """One message. The frames are the receiver's to keep and read-only."""
 
-    def lost(self, source: int, cause: str) -> None:
-        """`source` is gone; every message of it that will ever come has come. Called at most once per source."""
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
+        """`source` is gone, and was known to live `last_seen_s` seconds ago. Called at most once per source.
+
+        Every message of it that will ever come has come.
+        """
 
 
 class Transport(Protocol):
@@ -100,8 +103,13 @@ class Arena(Protocol):
     def now_s(self) -> float:
         """A clock that all ranks of the host share."""
 
-    async def wait(self, wait: Wait, check: Callable[[], None], what: Callable[[], str]) -> None:
+    async def wait(
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+    ) -> None:
         """Return once `wait.ready()` was true under the lock of its board. Any number may wait, on any loop.
+
+        If it will soon be true, whoever waits may find it out by looking. The other tasks of the loop stand still
+        meanwhile, for some microseconds, or not at all if it is to be `turning` between two looks.
 
         `check` raises if there is nothing to wait for any more; it is asked whenever `alarm` has been called. `what`
         says what is waited for, in case it is waited for for ever. Cancelling it has no effect but that.
@@ -110,11 +118,25 @@ class Arena(Protocol):
     def alarm(self) -> None:
         """All who wait here, at this rank, ask their `check`. From any thread."""
 
+    def bury(self) -> None:
+        """A rank of the host is gone: nobody here waits any more for a lock whose owner is stopped. And alarm."""
+
     def waiting(self) -> list[str]:
         """What those who sleep here, at this rank, wait for."""
 
     def close(self) -> None:
         """Let go of everything. Nobody waits here any more."""
+
+
+def peers_view(arena: Arena, address: int, nbytes: int) -> Array | None:
+    """What a peer says is there; None if it cannot be."""
+    if address < 0 or nbytes < 0:
+        return None
+    try:
+        view = arena.view(address, nbytes)
+    except IndexError:
+        return None
+    return view if view.nbytes == nbytes else None
 
 
 def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -21,7 +22,7 @@ from asyncoll.tensors import Array
 from asyncoll.transport.bells import Bell
 from asyncoll.transport.board import BELLS, Board, Wait, board_bytes
 from asyncoll.transport.heap import Heap
-from asyncoll.transport.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
 from asyncoll.transport.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.part import HEAD_BYTES, Part, capacity_of, close_part, make_part, map_part
 
@@ -34,6 +35,8 @@ _BOARDS_MAX = 4096
 # looks still pay: of 4 ranks on 2 cores a barrier took 140 us instead of 240, for half of the processor time.
 _LOOKS = 80
 _LOOKS_WITHOUT_CORES = 10
+_TURNS_S = 200e-6  # for so long those look who turn the loop meanwhile
+_TURNS_S_WITHOUT_CORES = 25e-6
 # But whoever computes keeps a processor that it is given for a whole slice, of milliseconds, where a sleeper would get
 # it as soon as it is woken. After such a slice nobody looks for a while. With 3 computing processes beside the 4 ranks
 # the barrier took 3.9 ms without this rule, and 0.25 with it, as if all slept.
@@ -64,13 +67,18 @@ class HostArena:
     Set `runtime_loop` if there is one: whoever waits on any other loop is a caller.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part]) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board."""
+    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part], patience_s: float = math.inf) -> None:
+        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board.
+
+        Who is stopped, and holds a lock for `patience_s`, is lost.
+        """
         self.place = place
         self.ranks = ranks
+        self._patience = Patience(patience_s)
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
         self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
+        self._turns_s = _TURNS_S if self.cores == len(ranks) else _TURNS_S_WITHOUT_CORES
         self._sleeps_until_s = 0.0
         self._capacity = os.fstat(parts[place].memory).st_size
         self._boards: dict[int, Board] = {}
@@ -133,7 +141,7 @@ class HostArena:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
         """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks)
+        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self._patience)
         mutex.acquire()
         try:
             yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
@@ -151,7 +159,7 @@ class HostArena:
             self._enter_board(entries, used, context, words)
         _, address, nbytes = map(int, entries[used if created else known[0]])
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience)
         return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _enter_board(self, entries: Array, used: int, context: int, words: int) -> None:
@@ -176,8 +184,10 @@ class HostArena:
         for bell in bells:
             os.eventfd_write(self._eventfds[bell], 1)
 
-    async def wait(self, wait: Wait, check: Callable[[], None], what: Callable[[], str]) -> None:
-        if self._sees(wait.ready):
+    async def wait(
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+    ) -> None:
+        if await self._sees_between_turns(wait.ready) if turning else self._sees(wait.ready):
             with wait.board:
                 if wait.ready():
                     return
@@ -192,6 +202,7 @@ class HostArena:
                     board.sleep(bell.number)
                 check()
                 await rung
+                check()  # before the lock, which a stopped process may have
         finally:
             bell.leave(sleeper)
 
@@ -205,13 +216,37 @@ class HostArena:
                 return True
             os.sched_yield()
             before_s, now_s = now_s, self.now_s()
-            if now_s - before_s > _SLICE_S:
-                self._sleeps_until_s = now_s + _TRUCE_S
+            if self._was_away(before_s, now_s):
                 return False
         return False
 
+    async def _sees_between_turns(self, ready: Callable[[], bool]) -> bool:
+        """Whether it became ready soon. A loop that has much to do hardly notices."""
+        now_s = self.now_s()
+        until_s = now_s if now_s < self._sleeps_until_s else now_s + self._turns_s
+        while not ready():
+            if now_s >= until_s:
+                return False
+            os.sched_yield()
+            if self._was_away(now_s, self.now_s()):
+                return False
+            await asyncio.sleep(0)
+            now_s = self.now_s()
+        return True
+
+    def _was_away(self, before_s: float, now_s: float) -> bool:
+        """Whether somebody else had the processor for a whole slice in between."""
+        if now_s - before_s <= _SLICE_S:
+            return False
+        self._sleeps_until_s = now_s + _TRUCE_S
+        return True
+
     def alarm(self) -> None:
         self.ring(bell.number for bell in self._bells)
+
+    def bury(self) -> None:
+        self._patience.seconds = 0.0
+        self.alarm()
 
     def waiting(self) -> list[str]:
         return [sleeper.what() for bell in self._bells for sleeper in tuple(bell.sleepers)]

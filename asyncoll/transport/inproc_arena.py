@@ -103,7 +103,9 @@ class InprocArena:
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def wait(self, wait: Wait, check: Callable[[], None], what: Callable[[], str]) -> None:
+    async def wait(
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+    ) -> None:
         await asyncio.sleep(self._pause_s())
         while True:
             check()
@@ -125,6 +127,9 @@ class InprocArena:
 
     def alarm(self) -> None:
         self._memory.ring([self.place * BELLS])
+
+    def bury(self) -> None:
+        self.alarm()
 
     def waiting(self) -> list[str]:
         return [what() for what in self._waiting.values()]

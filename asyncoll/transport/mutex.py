@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
+import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from asyncoll.errors import PeerLostError
 
@@ -25,7 +28,20 @@ _holding_gil = ctypes.PyDLL(None)
 _try_lock = _holding_gil.pthread_mutex_trylock
 _unlock = _holding_gil.pthread_mutex_unlock
 _unlock.restype = None
-_lock = ctypes.CDLL(None).pthread_mutex_lock
+_timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
+_THREAD = (1 << 30) - 1  # the bits of its first word that say who has it
+_SLICE_S = 0.05  # of waiting: timedlock goes by the clock on the wall, which may be set meanwhile
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Patience:
+    """How long to wait for a lock whose owner is stopped."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
 
 
 class RobustMutex:
@@ -35,14 +51,20 @@ class RobustMutex:
     come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.)
     """
 
-    __slots__ = ("_holder", "_mutex", "_place", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_mutex", "_patience", "_place", "_ranks", "release")
 
-    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int]) -> None:
-        """As `place`, which is mine, sees it; `ranks` of the world, by place."""
+    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int], patience: Patience | None = None) -> None:
+        """As `place`, which is mine, sees it; `ranks` of the world, by place.
+
+        Whose owner is stopped, and has not given it back within the `patience`, is lost. Nobody means to hold it for
+        more than microseconds, but a thread that has it may wait longer than that for the processor, or for the GIL.
+        """
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
+        self._futex = memory[:4].cast("I")
         self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
         self._place = place
         self._ranks = ranks
+        self._patience = patience or Patience()
         self.release = partial(_unlock, self._mutex)  # with no frame of Python around it
 
     @staticmethod
@@ -69,7 +91,7 @@ class RobustMutex:
     def _insist(self, failure: int) -> None:
         """Get the lock, whatever it takes."""
         if failure == errno.EBUSY:
-            failure = _lock(self._mutex)
+            failure = self._wait()
         if failure == errno.EOWNERDEAD:
             if self._holder[0] >= 0:
                 self._holder[0] = ~self._holder[0]
@@ -77,7 +99,36 @@ class RobustMutex:
         if failure:
             raise OSError(failure, "cannot lock shared memory")
 
+    def _wait(self) -> int:
+        """Until it is free, or its owner has died. Raises PeerLostError once the owner has lost our patience."""
+        waited_since_s = _now()
+        while (failure := self._wait_a_slice()) == errno.ETIMEDOUT:
+            waited_s, holder = _now() - waited_since_s, self._holder[0]
+            if waited_s >= self._patience.seconds and 0 <= holder < len(self._ranks) and self._is_stopped():
+                self._patience.seconds = 0.0  # there is none left for the next time
+                cause = "its process was stopped while it was changing shared memory"
+                raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
+        return failure
+
+    def _is_stopped(self) -> bool:
+        """Whether the thread that has it is. The kernel takes its number from the mutex, too, should it die."""
+        thread = self._futex[0] & _THREAD
+        try:
+            stat = Path(f"/proc/{thread}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    def _wait_a_slice(self) -> int:
+        until = time.clock_gettime(time.CLOCK_REALTIME) + _SLICE_S
+        fraction, whole = math.modf(until)
+        return int(_timed_lock(self._mutex, ctypes.byref(_TimeSpec(int(whole), int(1e9 * fraction)))))
+
     def _refuse(self) -> None:
         holder = ~self._holder[0]
         self.release()
         raise PeerLostError(self._ranks[holder], "it died while it was changing shared memory")
+
+
+def _now() -> float:
+    return time.monotonic()  # noqa: TID251 (no loop turns while this thread waits)

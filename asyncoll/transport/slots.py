@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncoll.errors import PeerLostError, UsageError
-from asyncoll.tensors import Array
-from asyncoll.transport import MAX_FRAME_BYTES, Arena, Board, Buffer, Receiver, Transport, check_frames
+from asyncoll.transport import MAX_FRAME_BYTES, Arena, Board, Buffer, Receiver, Transport, check_frames, peers_view
 from asyncoll.wire import digest
 
 THRESHOLD_BYTES = 1 << 18  # payloads from here on go through a slot: below, what slots cost is more than they save
@@ -151,15 +150,15 @@ class _Incoming:
         try:
             whole = [self._whole(source, frames)]
         except PeerLostError as error:  # it died over the board: this message can never be read
-            self.lost(error.rank, error.cause)
+            self.lost(error.rank, error.cause, error.last_seen_s)
             return
         self._receiver.received(source, whole.pop())  # and keep no reference
         self.give_back()
 
-    def lost(self, source: int, cause: str) -> None:
+    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
         if source not in self._lost:
             self._lost.add(source)
-            self._receiver.lost(source, cause)
+            self._receiver.lost(source, cause, last_seen_s)
 
     def give_back(self) -> None:
         """Let the senders have the slots that are not needed here any more."""
@@ -189,19 +188,9 @@ class _Incoming:
             if owner != self._mine:
                 return None
             board.words[slot] = -self._mine
-        view = self._view(address, nbytes)
+        view = peers_view(self._arena, address, nbytes) if nbytes <= MAX_FRAME_BYTES else None
         if view is None:
             return None
         # Not the array itself: views of an array do not keep it alive, only its memory, but views of a buffer do.
         weakref.finalize(view, self._dropped.append, (source, slot))
         return view.data.toreadonly()
-
-    def _view(self, address: int, nbytes: int) -> Array | None:
-        """What a peer says is there; None if it cannot be."""
-        if address < 0 or not 0 <= nbytes <= MAX_FRAME_BYTES:
-            return None
-        try:
-            view = self._arena.view(address, nbytes)
-        except IndexError:
-            return None
-        return view if view.nbytes == nbytes else None

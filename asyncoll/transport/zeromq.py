@@ -2,7 +2,11 @@
 
 Every rank binds one ROUTER, which only receives, and connects one DEALER to each peer's, which only sends. One reader
 drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
-wakes up must read until nothing is left. A peer's death is seen by the monitor of the DEALER to it.
+wakes up must read until nothing is left.
+
+A peer's death is seen by the monitor of the DEALER to it; that it is frozen, or the network to it cut, by its pulse, a
+second DEALER. Ranks of one host feel the pulse of the next two of them only, and tell what they notice; those of other
+hosts feel everybody's, since a network may part any two.
 
 A peer shows that it belongs to the job by its routing id: the job's key and its rank. Strangers are dropped.
 Only this file knows of `zmq`.
@@ -16,15 +20,16 @@ import logging
 import struct
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+from asyncoll.transport.monitor import Monitor, Pulse
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
 _FIRST_MAX = 255  # bytes
@@ -37,7 +42,8 @@ _FLUSH_MS = 1000
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
 _START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 _MAX_PATH = 107  # of a unix socket, in bytes
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
+_NEIGHBOURS = 2  # of one host whose pulse a rank feels: if the one who would notice is busy, the other does
 logger = logging.getLogger("asyncoll")
 
 
@@ -62,12 +68,15 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
 
 
 class _Peer:
-    """The connection to one peer: a DEALER, its monitor, and what ZeroMQ would not take yet."""
+    """The connection to one peer: a DEALER, its monitor, its pulse, and what ZeroMQ would not take yet."""
 
-    def __init__(self, rank: int, dealer: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, rank: int, dealer: zmq.Socket[bytes], stands: Callable[[], None], gone: Callable[[], None]
+    ) -> None:
         self.rank = rank
         self.dealer = dealer
-        self.monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
+        self.monitor = Monitor(dealer, stands, gone)
+        self.pulse: Pulse | None = None
         self.queue: deque[list[bytes]] = deque()
         self.drained: list[asyncio.Future[None]] = []
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,9 +86,11 @@ class _Peer:
 class ZeroMQTransport:
     """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`."""
 
-    def __init__(self, rank: int, size: int, job: bytes) -> None:
+    def __init__(self, rank: int, size: int, job: bytes, freeze_s: float = FREEZE_S) -> None:
+        """`freeze_s` is how long a peer may show no sign of life; 0 if for ever."""
         self.rank = rank
         self.size = size
+        self._freeze_s = freeze_s
         self.peers: Sequence[str] = ()
         self._routing_ids = [b"asyncoll" + job + peer.to_bytes(4, "big") for peer in range(size)]
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
@@ -194,34 +205,55 @@ class ZeroMQTransport:
         return socket
 
     def _connect(self, rank: int, address: str) -> None:
-        dealer = self._socket(zmq.DEALER)
+        dealer = self._dealer()
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
-        dealer.setsockopt(zmq.RECONNECT_IVL, 10)
-        peer = self._peers[rank] = _Peer(rank, dealer)
-        self._loop.add_reader(peer.monitor.fileno(), self._heed, peer)
+        peer = self._peers[rank] = _Peer(
+            rank, dealer, partial(self._connected, rank), partial(self._disconnected, rank)
+        )
         dealer.connect(address)
-        self._heed(peer)
+        peer.monitor.look()
 
-    def _heed(self, peer: _Peer) -> None:
-        """Read the monitor of the connection to `peer`."""
-        while not peer.gone:
-            try:
-                event = parse_monitor_message(peer.monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not peer.connected.done():
-                peer.connected.set_result(None)
-            elif event == zmq.EVENT_DISCONNECTED and peer.connected.done():
-                self._loop.call_later(_LAST_WORDS_S, self._lose, peer)
+    def _dealer(self) -> zmq.Socket[bytes]:
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 10)
+        return dealer
 
-    def _lose(self, peer: _Peer) -> None:
+    def _connected(self, rank: int) -> None:
+        peer = self._peers[rank]
+        if peer.connected.done():
+            return
+        peer.connected.set_result(None)
+        if self._freeze_s and rank in self._felt():
+            peer.pulse = Pulse(self._dealer(), self.peers[rank], self._freeze_s, partial(self._pulseless, peer))
+
+    def _felt(self) -> set[int]:
+        """The ranks whose pulse this one feels."""
+        here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
+        place = here.index(self.rank)
+        after = here[place + 1 :] + here[:place]
+        return set(after[:_NEIGHBOURS]) | set(range(self.size)).difference(here)
+
+    def _disconnected(self, rank: int) -> None:
+        peer = self._peers[rank]
+        if peer.connected.done() and not peer.gone:
+            # It must not connect again: who has been cut off takes all others for lost, and would tell them.
+            with contextlib.suppress(zmq.ZMQError):  # this may be the second time
+                peer.dealer.disconnect(self.peers[rank])
+            self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its connection closed", 0.0)
+
+    def _pulseless(self, peer: _Peer) -> None:
+        """If its process has died, the other connection tells so, now or soon."""
+        cause = f"it has shown no sign of life for {self._freeze_s:g} s: its process is stopped, or the network is cut"
+        self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, cause, self._freeze_s)
+
+    def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.gone:
             return
         while self._read_batch():
             pass
         self._drop(peer, linger_ms=0)
         assert self._receiver is not None
-        self._receiver.lost(peer.rank, "its connection closed")
+        self._receiver.lost(peer.rank, cause, last_seen_s)
 
     def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
         if peer.gone:
@@ -231,9 +263,9 @@ class ZeroMQTransport:
         if peer.queue:
             loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
-        loop.remove_reader(peer.monitor.fileno())
-        peer.dealer.disable_monitor()
-        peer.monitor.close(linger=0)
+        peer.monitor.close()
+        if peer.pulse is not None:
+            peer.pulse.close()
         peer.dealer.close(linger=linger_ms)
         peer.connected.cancel()
         self._release(peer)

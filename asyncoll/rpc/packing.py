@@ -1,0 +1,70 @@
+"""Several arrays in one piece of memory: a table of their lengths, and then the arrays, each aligned for any dtype."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from asyncoll.errors import ProtocolError
+from asyncoll.tensors import Array
+from asyncoll.wire import Buffer
+
+_ALIGNMENT = 64
+_GAP = bytes(_ALIGNMENT)
+_LENGTH = 8  # bytes of a length
+_PIECE = 1 << 20  # bytes, after which somebody else may have a turn
+
+
+class Packing:
+    """How flat arrays of bytes are packed into `nbytes` of memory."""
+
+    __slots__ = ("_arrays", "_lengths", "_starts", "nbytes")
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+        self._lengths = [array.nbytes for array in arrays]
+        self._starts, end = [], _LENGTH * len(arrays)
+        for length in self._lengths:
+            start = end + _ALIGNMENT - 1 & -_ALIGNMENT
+            self._starts.append(start)
+            end = start + length
+        self.nbytes = end
+
+    def joined(self) -> bytes:
+        parts: list[Buffer] = [self._table()]
+        end = len(parts[0])
+        for array, start, length in zip(self._arrays, self._starts, self._lengths, strict=True):
+            parts += _GAP[: start - end], array
+            end = start + length
+        return b"".join(parts)
+
+    def _table(self) -> bytes:
+        return struct.pack(f"<{len(self._lengths)}q", *self._lengths)
+
+    def fill(self, memory: Array) -> Iterator[None]:
+        """Write it into `memory`, which is so long; whoever does may turn to something else at each step."""
+        table = self._table()
+        memory.data[: len(table)] = table
+        for array, first in zip(self._arrays, self._starts, strict=True):
+            for start in range(0, array.nbytes, _PIECE):
+                piece = array[start : start + _PIECE]
+                memory[first + start : first + start + piece.nbytes] = piece
+                if piece.nbytes == _PIECE:
+                    yield
+
+
+def unpack(memory: Buffer, count: int) -> list[Array]:
+    """`count` arrays over `memory`, where they lie as somebody says who may be wrong: ProtocolError."""
+    nbytes, end = len(memory), _LENGTH * count
+    if end > nbytes:
+        raise ProtocolError(f"{count} arrays in {nbytes} bytes")
+    arrays = []
+    for length in struct.unpack_from(f"<{count}q", memory):
+        start = end + _ALIGNMENT - 1 & -_ALIGNMENT
+        end = start + length
+        if not start <= end <= nbytes:
+            raise ProtocolError(f"{count} arrays, of which one has {length} bytes, in {nbytes}")
+        arrays.append(np.frombuffer(memory, np.uint8, length, start))
+    return arrays

@@ -1,0 +1,75 @@
+"""The matrix of faults: many cells, in several processes, and the table of how soon everybody knew."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from asyncoll.testing.faults.cells import KINDS, Cell
+from asyncoll.testing.faults.operations import OPERATIONS
+from asyncoll.testing.faults.verdict import Verdict, judge
+from asyncoll.testing.faults.worlds import happen
+
+
+def check_cell(cell: Cell) -> Verdict:
+    """Let the cell happen among real processes, which are forked from this one, and judge it."""
+    return judge(cell, happen(cell))
+
+
+def sweep(cells: Sequence[Cell], jobs: int) -> bool:
+    """Check all cells; print what is broken as it is found, and the table. Returns whether nothing is."""
+    console = Console(stderr=True)
+    verdicts: list[Verdict] = []
+    with _processes(jobs) as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("cells", total=len(cells))
+        for done in as_completed([pool.submit(check_cell, cell) for cell in cells]):
+            verdicts.append(done.result())
+            bar.advance(task)
+            if verdicts[-1].broken or verdicts[-1].late:
+                print(_complaint(verdicts[-1]), flush=True)
+    Console().print(_table(verdicts))
+    broken, late = (sum(map(bool, each)) for each in zip(*((v.broken, v.late) for v in verdicts), strict=True))
+    print(f"{len(cells)} cells, {broken} broken, {late} late")
+    return not broken and not late
+
+
+def _processes(jobs: int) -> ProcessPoolExecutor:
+    """Each forks the ranks of its cells, and so must have one thread."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+
+
+def _complaint(verdict: Verdict) -> str:
+    return "\n  ".join([f"asyncoll faults {verdict.cell}", *verdict.broken, *verdict.late])
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    """How long after the fault everybody else raised its error: median and maximum, in ms; or that nobody noticed."""
+    found: defaultdict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        found[verdict.cell.operation, verdict.cell.kind].append(verdict)
+    kinds = [kind for kind in KINDS if any((operation, kind) in found for operation in OPERATIONS)]
+    table = Table("median/max ms", *kinds, title="from a fault to the errors of all others")
+    for operation in OPERATIONS:
+        if any((operation, kind) in found for kind in kinds):
+            table.add_row(operation, *(_entry(found[operation, kind]) for kind in kinds))
+    return table
+
+
+def _entry(verdicts: Sequence[Verdict]) -> str:
+    if not verdicts:
+        return ""
+    heard_ms = [1e3 * heard_s for heard_s in itertools.chain(*(verdict.heard_s for verdict in verdicts))]
+    text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "unnoticed"
+    broken = sum(bool(verdict.broken) for verdict in verdicts)
+    return f"{text}, {broken} of {len(verdicts)} broken" if broken else text

@@ -1,0 +1,74 @@
+"""What ZeroMQ tells of a connection: that it stands, that it is gone, and that nobody breathes at its other end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_BEATS = 4  # in the time without a beat after which a process counts as frozen
+
+
+class Monitor:
+    """Calls back when the connection of a socket stands, and each time that it is gone."""
+
+    def __init__(self, socket: zmq.Socket[bytes], stands: Callable[[], None], gone: Callable[[], None]) -> None:
+        self._socket = socket
+        self._stands = stands
+        self._gone = gone
+        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._events.fileno(), self.look)
+
+    def look(self) -> None:
+        """Its descriptor tells only of what is new, so all that has come is read."""
+        while not self._events.closed:
+            try:
+                event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stands()
+            else:
+                self._gone()
+
+    def close(self) -> None:
+        if not self._events.closed:
+            self._loop.remove_reader(self._events.fileno())
+            self._socket.disable_monitor()
+            self._events.close(linger=0)
+
+
+class Pulse:
+    """A connection to a peer on which nothing passes but heartbeats.
+
+    The threads of ZeroMQ send and answer them, whoever has the GIL at either end. They are not sent where messages are:
+    if the reader of those computes, the connection fills up, and is silent although its process lives.
+    """
+
+    def __init__(self, dealer: zmq.Socket[bytes], address: str, freeze_s: float, stopped: Callable[[], None]) -> None:
+        """`dealer` is not connected yet. `stopped` is called when there was no beat for `freeze_s`, or at once if the
+        connection breaks."""
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS))
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * freeze_s))
+        self._dealer = dealer
+        self._stopped = stopped
+        self._has_begun = False
+        self._monitor = Monitor(dealer, self._begin, self._end)
+        dealer.connect(address)
+        self._monitor.look()
+
+    def _begin(self) -> None:
+        self._has_begun = True
+
+    def _end(self) -> None:
+        if self._has_begun:
+            self._has_begun = False
+            self._stopped()
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._dealer.close(linger=0)

@@ -1,0 +1,11 @@
+"""Some cells of the matrix of faults, by name: what is broken in each of them."""
+
+import json
+import sys
+
+from asyncoll.testing.faults.cells import select
+from asyncoll.testing.faults.matrix import check_cell
+
+transport, size, *names = sys.argv[1:]
+cells = [select(name, 0, 1, 0, transport, int(size))[0] for name in names]
+print(json.dumps({cell.name: check_cell(cell).broken for cell in cells}))

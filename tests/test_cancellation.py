@@ -1,0 +1,180 @@
+"""Calls that are cancelled at random points, a thousand of each: the next is right, and nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+
+from asyncoll import AbortedError, Communicator
+from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.testing.faults.operations import OPERATIONS
+
+ROOT = Path(__file__).parent.parent
+WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
+WAIT_AVOIDING = ("solo", "majority", "quorum", "group", "synchronous_solo", "eager_step")
+SYNCHRONOUS = [name for name in OPERATIONS if name not in (*WAIT_AVOIDING, "rpc")]
+THOUSAND = 1000
+TIMES = 20  # in one world
+HISTORY = 10 * TIMES
+
+memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
+
+
+async def cancelled(call, delay_s: float) -> bool:
+    """Whether `call` was cancelled after so long, and was not over by then."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(delay_s)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    except AbortedError:  # because another rank was quicker
+        pass
+    return False
+
+
+def delay_s(random) -> float:
+    """From the first steps of a call to well after its end."""
+    return float(10 ** random.uniform(-7, -3))
+
+
+def nothing_is_pending(comm: Communicator) -> None:
+    assert comm._endpoint.waiting() == []
+    assert not comm._endpoint._watched
+
+
+async def interrupt(comm: Communicator, seed: int, times: int, cancel) -> int:
+    """Of so many collectives, cancel each at one of the ranks; returns in how many it was this one, in time.
+
+    A cancelled collective ends its communicator, and none but that.
+    """
+    count, common = 0, np.random.default_rng(seed)
+    for _ in range(times):
+        part = await comm.split(0, key=comm.rank)
+        operation = OPERATIONS[str(common.choice(SYNCHRONOUS))]
+        elements = int(common.choice([6, 600, 300_000]))
+        if common.integers(comm.size) == comm.rank:
+            count += await cancel(operation(part, elements))
+        else:
+            with contextlib.suppress(AbortedError):
+                await operation(part, elements)
+        assert (await comm.allreduce(np.ones(3)) == comm.size).all()
+        nothing_is_pending(comm)
+    return count
+
+
+@memory
+def test_after_a_cancelled_collective_the_next_is_right(memory):
+    async def main(comm: Communicator, seed: int) -> int:
+        random = np.random.default_rng([seed, comm.rank])
+        return await interrupt(comm, seed, TIMES, lambda call: cancelled(call, delay_s(random)))
+
+    total, seed = 0, 0
+    while total < THOUSAND:
+        seed += 1
+        world = simulate(3, lambda comm, seed=seed: main(comm, seed), WEATHER, seed, shared_memory=memory)
+        total += sum(world.results)
+
+
+async def contribute(comm: Communicator, random, cancel) -> tuple[int, int, int]:
+    """What this rank gives and gets in all its calls, and how many of them it cancels.
+
+    A solo round waits for nobody, so ranks may cancel as they like. (Where rounds wait, the laws of wait-avoiding
+    collectives cancel too: see test_laws.)
+    """
+    given = got = count = 0
+
+    async def call(value: int) -> None:
+        nonlocal got
+        reduction = await comm.solo_allreduce(x := np.full(5, value), history=HISTORY)
+        assert all(np.ptp(each) == 0 for each in (x, *reduction.missed))
+        got += sum(int(each[0]) for each in (x, *reduction.missed))
+        assert reduction.skipped == 0
+
+    for _ in range(TIMES):
+        given += (value := int(random.integers(1, 1000)))
+        if random.random() < 0.5:
+            count += await cancel(call(value))
+        else:
+            await call(value)
+    for _ in range(
+        3
+    ):  # the first may be late for a round, the second takes all that is staged, the third is told of it
+        await comm.barrier()
+        await call(0)
+    await comm.barrier()
+    nothing_is_pending(comm)
+    return given, got, count
+
+
+def check_contributions(results) -> int:
+    """Everybody was given what everybody gave, once."""
+    given, got, counts = zip(*results, strict=True)
+    assert set(got) == {sum(given)}
+    return sum(counts)
+
+
+@memory
+def test_after_a_cancelled_wait_the_round_goes_on_and_the_next_call_is_right(memory):
+    async def main(comm: Communicator, seed: int) -> tuple[int, int, int]:
+        random = np.random.default_rng([seed, comm.rank])
+        return await contribute(comm, random, lambda call: cancelled(call, delay_s(random)))
+
+    total, seed = 0, 0
+    while total < THOUSAND:
+        seed += 1
+        world = simulate(3, lambda comm, seed=seed: main(comm, seed), WEATHER, seed, shared_memory=memory)
+        total += check_contributions(world.results)
+
+
+async def cancelled_in_turn(call, turns: int) -> bool:
+    """The same after so many turns of the loop."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, AbortedError):
+        await task
+    return task.cancelled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
+def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
+    monkeypatch.setattr("uvloop.new_event_loop", new_loop)
+
+    async def main(comm: Communicator, seed: int) -> tuple[int, int, int]:
+        random = np.random.default_rng([seed, comm.rank])
+        turns = lambda call: cancelled_in_turn(call, int(random.integers(1, 20)))  # noqa: E731
+        return await contribute(comm, random, turns)
+
+    total, seed = 0, 0
+    while total < THOUSAND:
+        seed += 1
+        total += check_contributions(run_ranks(3, lambda comm, seed=seed: main(comm, seed), transport))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_collectives_are_cancelled_across_threads_and_processes(transport, loop, tmp_path):
+    """There the runtime has a loop of its own."""
+    program = [str(Path(__file__).parent / "scripts" / "cancellations.py"), loop, "200"]
+    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout", "100"]
+    environment = os.environ | {
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.count("all right") == 3, done.stdout + done.stderr
+    assert done.returncode == 0

@@ -1,0 +1,356 @@
+"""Faults at named points: at every passage of every operation in virtual time, and among real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, cli
+from asyncoll.testing import Disconnect, Exit, HoldGil, Kill, Network, Raise, Slow, Stop, fault, run_ranks, simulate
+from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
+from asyncoll.testing.faults.operations import OPERATIONS
+from asyncoll.testing.faults.passages import Passages
+from asyncoll.testing.faults.verdict import judge
+from asyncoll.testing.faults.worlds import Story
+
+SCRIPTS = Path(__file__).parent / "scripts"
+WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
+ELEMENTS = 6
+SIZE = 3
+VICTIM = 1
+SURVIVORS = {0: VICTIM, 2: VICTIM}  # whom each of them must name
+
+memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+
+
+class TroubleError(Exception):
+    pass
+
+
+def world(size, main, memory, seed=0):
+    return simulate(size, main, WEATHER, seed, shared_memory=memory).results
+
+
+def passages_of(operation, memory):
+    """Of the victim, in a call of it like the one before."""
+
+    async def main(comm: Communicator) -> int:
+        await OPERATIONS[operation](comm, ELEMENTS)
+        with Passages(comm) as passages:
+            await OPERATIONS[operation](comm, ELEMENTS)
+        await comm.barrier()
+        return passages.count
+
+    return world(SIZE, main, memory)[VICTIM]
+
+
+def outcomes(operation, memory, what, at="inside", passage=1):
+    """What each rank raised, in a world where `what` strikes one of them, and all go on until they hear of it.
+
+    Nobody leaves before all others know: that would be another loss.
+    """
+    raised, knowing = {}, asyncio.Barrier(SIZE - 1)
+
+    async def main(comm: Communicator) -> None:
+        try:
+            await OPERATIONS[operation](comm, ELEMENTS)
+            with fault(comm, what, rank=VICTIM, at=at, passage=passage):
+                await OPERATIONS[operation](comm, ELEMENTS)
+            while True:
+                await OPERATIONS[operation](comm, ELEMENTS)
+                await asyncio.sleep(1e-5)
+        except BaseException as error:
+            raised[comm.rank] = error
+            if comm.rank != VICTIM:
+                await knowing.wait()
+            raise
+
+    with contextlib.suppress(PeerLostError, AbortedError, TroubleError):
+        world(SIZE, main, memory)
+    return raised
+
+
+@memory
+@every_operation
+def test_wherever_a_rank_dies_all_others_hear_of_it(operation, memory):
+    for passage in range(1, passages_of(operation, memory) + 1):
+        raised = outcomes(operation, memory, Kill(), passage=passage)
+        assert isinstance(raised.pop(VICTIM), asyncio.CancelledError)
+        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, passage
+        assert all(isinstance(error, PeerLostError) for error in raised.values())
+
+
+@memory
+@every_operation
+def test_wherever_a_rank_raises_all_others_hear_of_it(operation, memory):
+    trouble = TroubleError("here")
+    for passage in range(1, passages_of(operation, memory) + 1):
+        raised = outcomes(operation, memory, Raise(trouble), passage=passage)
+        assert raised.pop(VICTIM) is trouble
+        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, passage
+
+
+@memory
+@pytest.mark.parametrize("at", ["before", "inside", "after"])
+def test_a_fault_strikes_when_it_is_said_to(at, memory):
+    done = []
+
+    async def main(comm: Communicator) -> None:
+        with fault(comm, Raise(TroubleError(at)), rank=VICTIM, at=at):
+            await comm.barrier()
+            done.append(comm.rank)
+
+    with pytest.raises(TroubleError, match=at):
+        world(2, main, memory)
+    assert (VICTIM in done) == (at == "after")
+
+
+@memory
+def test_a_block_with_fewer_passages_is_struck_at_its_end(memory):
+    struck = []
+
+    async def main(comm: Communicator) -> None:
+        with pytest.raises(TroubleError) if comm.rank == VICTIM else contextlib.nullcontext():
+            with fault(comm, Raise(TroubleError()), rank=VICTIM, passage=10**6):
+                await comm.barrier()
+                struck.append(comm.rank)
+        await comm.barrier()  # nothing was cancelled
+
+    world(3, main, memory)
+    assert sorted(struck) == [0, 1, 2]
+
+
+def test_a_block_that_fails_or_is_cancelled_before_is_not_struck():
+    async def main(comm: Communicator) -> None:
+        with pytest.raises(KeyError):
+            with fault(comm, Raise(TroubleError()), rank=0, at="after"):
+                raise KeyError
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sleep(comm), 1.0)
+
+    async def sleep(comm: Communicator) -> None:
+        with fault(comm, Raise(TroubleError()), rank=0):
+            await asyncio.sleep(2.0)
+
+    simulate(1, main)
+
+
+def test_an_interrupted_task_may_go_on():
+    async def main(comm: Communicator) -> int:
+        with pytest.raises(TroubleError) if comm.rank == VICTIM else contextlib.nullcontext():
+            with fault(comm, Raise(TroubleError()), rank=VICTIM):
+                await comm.solo_allreduce(np.ones(3))
+        await asyncio.sleep(1.0)
+        assert not asyncio.current_task().cancelling()
+        return (await comm.solo_allreduce(np.ones(3), sync_every=0)).active
+
+    assert max(simulate(3, main, WEATHER).results) > 0
+
+
+@memory
+def test_watching_leaves_nothing_behind(memory):
+    async def main(comm: Communicator) -> None:
+        endpoint = comm._endpoint
+        await comm.barrier()
+        before = [dict(vars(thing)) for thing in (endpoint.transport, endpoint, endpoint.arena) if thing is not None]
+        mutexes = [board._mutex for board in endpoint.arena._boards.values()] if memory else []
+        with Passages(comm) as outer:
+            await comm.barrier()
+            with Passages(comm) as inner:
+                await comm.barrier()
+        assert 0 < inner.count < outer.count
+        after = [vars(thing) for thing in (endpoint.transport, endpoint, endpoint.arena) if thing is not None]
+        assert [set(each) for each in after] == [set(each) for each in before]
+        assert not memory or mutexes == [board._mutex for board in endpoint.arena._boards.values()]
+        await comm.barrier()
+
+    world(2, main, memory)
+
+
+@pytest.mark.parametrize("what", [Kill(), Exit(), Stop(), Slow(), Disconnect()], ids=lambda what: type(what).__name__)
+def test_what_strikes_a_process_is_refused_where_all_ranks_are_in_one(what):
+    async def main(comm: Communicator) -> None:
+        with fault(comm, what, rank=0):
+            await comm.barrier()
+
+    with pytest.raises(UsageError, match=f"{type(what).__name__}.* use processes"):
+        run_ranks(2, main)
+
+
+@pytest.mark.parametrize("point", [{"at": "never"}, {"passage": 0}])
+def test_a_point_that_does_not_exist(point):
+    async def main(comm: Communicator) -> None:
+        with fault(comm, HoldGil(1.0), rank=0, **point):
+            pass
+
+    with pytest.raises(UsageError, match="before, inside, after"):
+        run_ranks(1, main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_nobody_minds_a_held_gil(transport):
+    async def main(comm: Communicator) -> float:
+        with fault(comm, HoldGil(0.02), rank=VICTIM):
+            x = await comm.allreduce(np.ones(3))
+        return x[0]
+
+    assert run_ranks(3, main, transport) == [3.0] * 3
+
+
+# -- the matrix ----------------------------------------------------------------------------------
+
+
+def test_cells_are_chosen_by_name_and_drawn_by_seed():
+    everything = select("*", 0, 1, 0, "shm", 4)
+    assert len(everything) == len(KINDS) * len(OPERATIONS) * 3
+    assert {cell.name for cell in select("kill/*/inside,stop/solo/after", 0, 1, 0, "shm", 4)} == {
+        *(f"kill/{operation}/inside" for operation in OPERATIONS),
+        "stop/solo/after",
+    }
+    drawn = select("*", 10, 3, 5, "zmq", 3)
+    assert drawn == select("*", 10, 3, 5, "zmq", 3)
+    assert [cell.seed for cell in drawn] == [5] * 10 + [6] * 10 + [7] * 10
+    assert {cell.name for cell in drawn[:10]} != {cell.name for cell in drawn[10:20]}
+    assert drawn[25] in select(drawn[25].name, 0, 1, 7, "zmq", 3), "one cell of many can be repeated alone"
+    assert len({Plan.draw(cell).victim for cell in everything}) == 4
+
+
+def test_a_name_that_is_none():
+    result = CliRunner().invoke(cli.main, ["faults", "--cells", "kil/*"])
+    assert result.exit_code == 2
+    assert "names no cell" in result.output
+
+
+def told(rank, what, at_s=0.0, **more):
+    return {"rank": rank, "what": what, "at_s": at_s, **more}
+
+
+def good_story(cell):
+    """Everybody says what it should, 10 ms after the fault."""
+    victim, kind = Plan.draw(cell).victim, KINDS[cell.kind]
+    events = [told(victim, "struck", 1.0)]
+    for rank in range(cell.size):
+        if not kind.told:
+            events.append(told(rank, "done", 2.0))
+        elif rank != victim:
+            events.append(told(rank, "error", 1.01, type=kind.told, named=victim, text="gone"))
+    codes, output = dict.fromkeys(range(cell.size), 0), dict.fromkeys(range(cell.size), "")
+    return Story(told=events, codes=codes, output=output)
+
+
+def spoiled(story, rank, **more):
+    index = next(i for i, each in enumerate(story.told) if each["rank"] == rank and each["what"] in ("error", "done"))
+    changed = [each | more if i == index else each for i, each in enumerate(story.told)]
+    return dataclasses.replace(story, told=changed)
+
+
+LETHAL = Cell("kill", "allreduce", "inside", "shm", 3, 0)
+HARMLESS = Cell("gil", "allreduce", "inside", "shm", 3, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_good_story_is_judged_so(kind):
+    cell = Cell(kind, "allreduce", "inside", "shm", 3, 0)
+    verdict = judge(cell, good_story(cell))
+    assert (verdict.broken, verdict.late) == ((), ())
+    assert len(verdict.heard_s) == (2 if KINDS[kind].told else 0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "what", "complaint"),
+    [
+        (LETHAL, {"named": 7}, "was not told of rank"),
+        (LETHAL, {"type": "AbortedError"}, "was not told of rank"),
+        (LETHAL, {"what": "done"}, "was told nothing"),
+        (HARMLESS, {"what": "error", "type": "PeerLostError", "named": 1, "text": "gone"}, "was disturbed"),
+        (HARMLESS, {"what": "left"}, "ended with code 0"),
+    ],
+)
+def test_whoever_hears_what_is_wrong_breaks_a_cell(cell, what, complaint):
+    rank = next(rank for rank in range(3) if rank != Plan.draw(cell).victim)
+    (broken,) = judge(cell, spoiled(good_story(cell), rank, **what)).broken
+    assert complaint in broken
+
+
+def test_whoever_hears_it_late_is_late():
+    rank = next(rank for rank in range(3) if rank != Plan.draw(LETHAL).victim)
+    verdict = judge(LETHAL, spoiled(good_story(LETHAL), rank, at_s=1.2))
+    assert verdict.broken == ()
+    assert verdict.late == ("heard after 200 ms",)
+
+
+@pytest.mark.parametrize("cell", [LETHAL, HARMLESS])
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        ({"told": []}, "nothing struck"),
+        ({"left": ["process 7"]}, "left behind: process 7"),
+        ({"codes": {0: 1, 1: 1, 2: 1}}, "ended with code 1"),
+        (
+            {
+                "hung": {
+                    0: 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/arena.py", line 7 in wait'
+                }
+            },
+            "rank 0 hung: wait transport/arena.py:7",
+        ),
+    ],
+)
+def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):
+    broken = judge(cell, dataclasses.replace(good_story(cell), **what)).broken
+    assert any(complaint in each for each in broken)
+
+
+CELLS = ("kill/allreduce/inside", "exit/solo/after", "raise/alltoallv/inside", "disconnect/send_recv/inside")
+CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside", "exit/broadcast/inside")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_few_cells_among_processes(transport, tmp_path):
+    """How soon everybody knew is for the command, on a machine that has nothing else to do."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "cells.py", transport, "3", *CELLS],
+        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {cell: [] for cell in CELLS}
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    command = [sys.executable, "-m", "asyncoll.cli", "faults", "--cells", "raise/barrier/after", "-n", "2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert "1 cells, 0 broken" in done.stdout
+    assert "barrier" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["Stop(0.05)", "Slow(10.0, 0.1)"])
+def test_whoever_stops_goes_on(what):
+    program = (
+        "import asyncoll; from asyncoll.testing import *\n"
+        "async def main(comm):\n"
+        f"    with fault(comm, {what}, rank=0, at='before'): print('on')\n"
+        "asyncoll.run(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "on\n"

@@ -1,0 +1,241 @@
+"""Who is gone, frozen or late is named at every rank; who only computes is not."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncoll
+from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
+from asyncoll.rendezvous import Environment
+from asyncoll.testing import Crash, Network, Pause, run_ranks, simulate
+from tests.conftest import failures
+
+SIZES = [2, 3, 4, 5, 8, 13]
+SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
+ROOT = Path(__file__).parent.parent
+
+
+# -- gone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_one_rank_notices_all_are_told(size):
+    """A frozen process is felt by its neighbours alone."""
+
+    async def act(comm: Communicator) -> None:
+        await comm.barrier()
+        if comm.rank == size - 1:
+            await asyncio.sleep(100)
+        if comm.rank == 0:
+            comm._endpoint.lost(size - 1, "it has no pulse", 0.5)
+        await comm.barrier()
+
+    raised = failures(size, act, simulate)
+    assert sorted(raised) == list(range(size))[: len(raised)]
+    for rank in range(size - 1):
+        assert type(raised[rank]) is PeerLostError
+        assert (raised[rank].rank, raised[rank].cause, raised[rank].last_seen_s) == (size - 1, "it has no pulse", 0.5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
+    async def act(comm: Communicator) -> None:
+        await comm.allreduce(np.ones(3))
+        await comm.allgather(np.ones(2))
+        await asyncio.sleep(2 if comm.rank else 0)
+        await comm.barrier()
+
+    faults = Network(faults=[Crash(size - 1, 1.0)])
+    raised = failures(size, act, lambda n, main: simulated(n, main, faults), survivors=size - 1)
+    assert sorted(raised) == list(range(size - 1))
+    doing = {error.doing.partition(" at ")[0] for error in raised.values()}
+    assert doing & {"allreduce #1 of 3 float64, SUM", "allgather #2 of 2 float64"}
+    assert doing <= {"allreduce #1 of 3 float64, SUM", "allgather #2 of 2 float64", "joining the world", ""}
+
+
+def test_a_loss_after_everybody_has_made_the_last_call_is_not_told():
+    async def main(comm: Communicator) -> int:
+        await comm.barrier()
+        return comm.rank
+
+    assert run_ranks(5, main) == list(range(5))
+
+
+# -- late -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_deadline_names_who_has_come_and_who_has_not(size, late, simulated):
+    async def act(comm: Communicator) -> None:
+        await comm.barrier()
+        if comm.rank == late:
+            await asyncio.sleep(10)
+        with asyncoll.deadline(3):
+            await comm.allreduce(np.ones(4))
+
+    raised = failures(size, act, simulated)
+    others = tuple(rank for rank in range(size) if rank != late)
+    assert sorted(raised) == list(range(size))
+    for error in raised.values():
+        assert type(error) is DeadlineError
+        assert (error.arrived, error.missing) == (others, (late,))
+        assert "allreduce #2 of 4 float64, SUM at test_liveness.py" in str(error)
+        assert f"missing: rank {late}, in its own code for 3.0 s, after barrier #1 at test_liveness.py" in str(error)
+
+
+def test_who_waits_elsewhere_is_missing_and_the_error_says_where(simulated):
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 2:
+            await comm.recv(np.ones(1), 1)
+        with asyncoll.deadline(1):
+            await comm.barrier()
+
+    raised = failures(3, act, simulated)
+    assert sorted(raised) == [0, 1, 2]
+    assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 1), (2,))}
+    assert "rank 2, in send/recv #1 of 1 float64, from rank 1 to rank 2, tag 0 at test_liveness.py" in str(raised[0])
+
+
+def test_who_does_not_answer_is_missing():
+    async def act(comm: Communicator) -> None:
+        await comm.barrier()
+        await asyncio.sleep(2)
+        with asyncoll.deadline(1):
+            await comm.barrier()
+
+    frozen = Network(faults=[Pause(1, 1.5, 1000)])
+    raised = failures(3, act, lambda n, main: simulate(n, main, frozen))
+    assert (raised[0].arrived, raised[0].missing) == ((0, 2), (1,))
+    assert "missing: rank 1, which does not answer" in str(raised[0])
+
+
+@pytest.mark.parametrize("opening", ["majority", "quorum"])
+def test_a_deadline_holds_for_rounds_too(opening, simulated):
+    async def act(comm: Communicator) -> None:
+        rules: dict[str, Any] = {"quorum": 3} if opening == "quorum" else {"candidates": 3}
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+        with asyncoll.deadline(2):
+            await getattr(comm, f"{opening}_allreduce")(np.ones(2), sync_every=1, name="g", **rules)
+
+    raised = failures(3, act, simulated)
+    assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 2), (1,))}
+
+
+def test_a_call_in_time_is_not_affected_and_neither_is_the_next(simulated):
+    async def main(comm: Communicator) -> float:
+        for seconds in (3, 100):
+            with asyncoll.deadline(seconds):
+                await asyncio.sleep(2 * comm.rank)
+                await comm.barrier()
+        await asyncio.sleep(200 * comm.rank)
+        return float((await comm.allreduce(np.ones(1)))[0])
+
+    assert simulated(2, main).results == [2, 2]
+
+
+def test_of_nested_deadlines_the_earliest_holds(simulated):
+    async def act(comm: Communicator) -> None:
+        with asyncoll.deadline(1), asyncoll.deadline(50):
+            await asyncio.sleep(20 * comm.rank)
+            await comm.barrier()
+
+    raised = failures(2, act, simulated)
+    assert "was not over after 1." in str(raised[0])
+
+
+def test_a_deadline_of_one_communicator_does_not_end_another(simulated):
+    async def main(comm: Communicator) -> str:
+        half = await comm.split(comm.rank % 2)
+        if comm.rank == 0:
+            await asyncio.sleep(5)
+        with asyncoll.deadline(1):
+            try:
+                await half.barrier()
+            except DeadlineError as error:
+                return f"missing {error.missing}"
+        return "fine"
+
+    async def act(comm: Communicator) -> tuple[str, float]:
+        told = await main(comm)
+        await asyncio.sleep(10)
+        return told, (await comm.allreduce(np.ones(1)))[0]
+
+    late, fine = ("missing (0,)", 4.0), ("fine", 4.0)
+    assert simulated(4, act).results == [late, fine, late, fine]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan])
+def test_a_deadline_is_a_number_of_seconds(seconds):
+    with pytest.raises(UsageError, match="a number of seconds above 0"), asyncoll.deadline(seconds):
+        pytest.fail("it was accepted")
+
+
+@pytest.mark.parametrize("name", ["ASYNCOLL_FREEZE_S", "ASYNCOLL_DEADLINE_S"])
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_limits_in_the_environment_are_checked(name, text):
+    world = {"RANK": "0", "WORLD_SIZE": "1", name: text}
+    with pytest.raises(UsageError, match=f"{name}='{text}' in the environment: give a number of seconds"):
+        Environment.read(world)
+
+
+def test_limits_in_the_environment():
+    world = {"RANK": "0", "WORLD_SIZE": "1"}
+    default = Environment.read(world)
+    chosen = Environment.read(world | {"ASYNCOLL_FREEZE_S": "3", "ASYNCOLL_DEADLINE_S": "7.5"})
+    none = Environment.read(world | {"ASYNCOLL_FREEZE_S": "0", "ASYNCOLL_DEADLINE_S": "0"})
+    assert (default.freeze_s, default.deadline_s) == (0.5, 1800)
+    assert (chosen.freeze_s, chosen.deadline_s) == (3, 7.5)
+    assert (none.freeze_s, none.deadline_s) == (0, math.inf)
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+def launch(transport: str, *arguments: object, **settings: str) -> list[str]:
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
+    environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
+    done = subprocess.run([*map(str, command)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr or "stopped" in arguments, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+both = pytest.mark.parametrize("transport", ["shm", "zmq"])
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("elements", [3, 1_000_000])
+@pytest.mark.parametrize("fault", ["killed", "exits"])
+def test_every_survivor_names_a_dead_process(fault, elements, transport):
+    assert launch(transport, fault, elements) == [f"{rank}: rank 1 is dead" for rank in (0, 2, 3)]
+
+
+@pytest.mark.slow
+@both
+def test_every_survivor_names_a_stopped_process(transport):
+    told = launch(transport, "stopped", 3)  # what that one hears depends on who is left to tell it
+    assert [line for line in told if not line.startswith("1:")] == [f"{rank}: rank 1 is frozen" for rank in (0, 2, 3)]
+
+
+@pytest.mark.slow
+@both
+def test_who_holds_the_gil_is_not_frozen(transport):
+    assert launch(transport, "holds the GIL", 3) == [f"{rank}: all 4 are there" for rank in range(4)]
+
+
+@pytest.mark.slow
+@both
+def test_who_computes_says_so_when_a_deadline_has_passed(transport):
+    told = launch(transport, "is late", 3, ASYNCOLL_DEADLINE_S="0.3")
+    assert told == [f"{rank}: arrived (0, 1, 3), missing (2,) in its own code" for rank in range(4)]
