@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, cli
 from asyncoll.testing import Disconnect, Exit, HoldGil, Kill, Network, Raise, Slow, Stop, fault, run_ranks, simulate
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
-from asyncoll.testing.faults.operations import OPERATIONS
+from asyncoll.testing.faults.operations import OPERATIONS, echo
 from asyncoll.testing.faults.passages import Passages
 from asyncoll.testing.faults.verdict import judge
 from asyncoll.testing.faults.worlds import Story
@@ -46,6 +46,7 @@ def passages_of(operation, memory):
     """Of the victim, in a call of it like the one before."""
 
     async def main(comm: Communicator) -> int:
+        comm.rpc.register(echo)
         await OPERATIONS[operation](comm, ELEMENTS)
         with Passages(comm) as passages:
             await OPERATIONS[operation](comm, ELEMENTS)
@@ -63,6 +64,7 @@ def outcomes(operation, memory, what, at="inside", passage=1):
     raised, knowing = {}, asyncio.Barrier(SIZE - 1)
 
     async def main(comm: Communicator) -> None:
+        comm.rpc.register(echo)
         try:
             await OPERATIONS[operation](comm, ELEMENTS)
             with fault(comm, what, rank=VICTIM, at=at, passage=passage):
