@@ -154,11 +154,13 @@ def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...]
     if not environment.shares_memory or len(ranks) == 1:
         return None
     try:
-        return join(folder, environment.rank, ranks, environment.freeze_s or math.inf)
+        arena = join(folder, environment.rank, ranks)
     except ArenaUnavailable as error:
         if environment.rank == ranks[0]:
             logger.warning("the ranks of this host share no memory and go on by messages: %s", error)
         return None
+    arena.patience.seconds = environment.freeze_s or math.inf
+    return arena
 
 
 class _Store(Protocol):

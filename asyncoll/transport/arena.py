@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import mmap
 import os
 import threading
@@ -64,17 +63,14 @@ def local_world(size: int) -> Iterator[list[HostArena]]:
 class HostArena:
     """An `Arena` between processes.
 
-    Set `runtime_loop` if there is one: whoever waits on any other loop is a caller.
+    Set `runtime_loop` if there is one: whoever waits on any other loop is a caller. `patience` is without end at first.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part], patience_s: float = math.inf) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board.
-
-        Who is stopped, and holds a lock for `patience_s`, is lost.
-        """
+    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part]) -> None:
+        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board."""
         self.place = place
         self.ranks = ranks
-        self._patience = Patience(patience_s)
+        self.patience = Patience()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
         self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
@@ -141,7 +137,7 @@ class HostArena:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
         """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self._patience)
+        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self.patience)
         mutex.acquire()
         try:
             yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
@@ -162,7 +158,7 @@ class HostArena:
         if place >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of boards is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self._patience)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self.patience)
         return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _enter_board(self, entries: Array, used: int, context: int, words: int) -> None:
@@ -248,7 +244,7 @@ class HostArena:
         self.ring(bell.number for bell in self._bells)
 
     def bury(self) -> None:
-        self._patience.seconds = 0.0
+        self.patience.seconds = 0.0
         self.alarm()
 
     def waiting(self) -> list[str]:

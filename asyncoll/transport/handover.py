@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import socket
 import struct
@@ -51,18 +50,17 @@ class ArenaUnavailable(AsyncollError):  # noqa: N818 (nothing is wrong: the rank
     """There is no arena at any rank of this host; the message says why."""
 
 
-def join(folder: Path, rank: int, ranks: tuple[int, ...], patience_s: float = math.inf) -> HostArena:
+def join(folder: Path, rank: int, ranks: tuple[int, ...]) -> HostArena:
     """The arena of `rank`. All `ranks` of this host, by place, call this; it blocks until everybody has done so.
 
-    `folder` is private, and the same for all. Who is stopped, and holds a lock for `patience_s`, is lost. Raises
-    ArenaUnavailable, at all of them for the same reason, and PeerLostError for a rank that does not come or goes away
-    meanwhile.
+    `folder` is private, and the same for all. Raises ArenaUnavailable, at all of them for the same reason, and
+    PeerLostError for a rank that does not come or goes away meanwhile.
     """
     path = folder / "arena"
     if len(bytes(path)) > _MAX_PATH:
         raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
     with contextlib.ExitStack() as stack:  # of every descriptor; an arena has its own copies of those that it needs
-        me = _introduce(stack, rank, ranks, patience_s)
+        me = _introduce(stack, rank, ranks)
         if rank == ranks[0]:
             return _lead(stack, path, me, ranks)
         return _follow(stack, path, me, ranks)
@@ -80,13 +78,12 @@ class _Member:
     capacity: int = 0
     failure: str = ""  # why it has no part
     part: Part | None = None
-    patience_s: float = math.inf  # mine; nobody is told
 
     def hello(self) -> list[object]:
         return [self.magic, self.layout, self.version, self.rank, self.boot, self.capacity, self.failure]
 
 
-def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...], patience_s: float) -> _Member:
+def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -> _Member:
     from importlib.metadata import version  # takes long to import
 
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -97,7 +94,7 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...], p
         stack.callback(close_part, part)
     except (OSError, AttributeError) as error:
         failure = f"rank {rank} cannot make memory to share: {error}"
-    return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, part, patience_s)
+    return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, part)
 
 
 class _Line:
@@ -317,7 +314,7 @@ def _check(rank: int, part: Part, me: _Member, ranks: tuple[int, ...]) -> None:
 
 def _build(me: _Member, ranks: tuple[int, ...], parts: Sequence[Part]) -> HostArena:
     try:
-        return HostArena(ranks.index(me.rank), ranks, parts, me.patience_s)
+        return HostArena(ranks.index(me.rank), ranks, parts)
     except (OSError, AttributeError) as error:
         raise ArenaUnavailable(f"rank {me.rank} cannot map the memory of the ranks of its host: {error}") from error
 
