@@ -32,8 +32,9 @@ from asyncoll.keys import KEY_FILE, Key, check_folder, read_key
 from asyncoll.transport import Transport
 from asyncoll.transport.arena import HostArena
 from asyncoll.transport.handover import ArenaUnavailable, join
+from asyncoll.transport.monitor import FREEZE_S
 from asyncoll.transport.split import SplitTransport
-from asyncoll.transport.zeromq import FREEZE_S, ZeroMQTransport, ipc_address
+from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 
 TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all

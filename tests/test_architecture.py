@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "transport.split": {"transport", "transport.zeromq"},
     "transport.curve": {"keys"},
     "transport.addresses": {"errors"},
-    "transport.sockets": {"errors", "keys", "wire", "transport.addresses", "transport.curve"},
+    "transport.sockets": {"errors", "keys", "wire", "transport.addresses", "transport.curve", "transport.monitor"},
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
@@ -298,6 +298,7 @@ ROOMS: dict[str, set[str]] = {
         "transport",
         "transport.arena",
         "transport.handover",
+        "transport.monitor",
         "transport.split",
         "transport.zeromq",
     },

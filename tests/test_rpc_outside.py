@@ -250,6 +250,37 @@ async def read_on(items):
         pass
 
 
+FREEZING = """
+import asyncio, os, signal, sys
+from asyncoll.rpc import serve
+
+class Service:
+    async def freeze(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+async def main():
+    async with serve(Service(), sys.argv[1]) as url:
+        print(url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
+def test_a_service_that_freezes_is_lost(url, tmp_path):
+    url = f"ipc://{tmp_path}/s" if url == "ipc" else url
+
+    async def main(address):
+        async with connect(address) as client:
+            with pytest.raises(ServiceLostError, match="it has shown no sign of life"):
+                await client.call("freeze")
+
+    with subprocess.Popen([sys.executable, "-c", FREEZING, url], stdout=subprocess.PIPE, text=True) as service:
+        run(main(service.stdout.readline().strip()))
+        service.kill()
+
+
 @pytest.mark.parametrize("what", ["call", "stream"])
 def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
     url, key = place

@@ -8,8 +8,14 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _BEATS = 4  # in the time without a beat after which a process counts as frozen
+
+
+def silence(freeze_s: float) -> str:
+    """Why a peer without a pulse is lost."""
+    return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
 class Monitor:

@@ -22,6 +22,7 @@ from asyncoll.errors import UsageError
 from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare
 from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
+from asyncoll.transport.monitor import FREEZE_S, Pulse, silence
 from asyncoll.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -32,6 +33,7 @@ _CLIENTS_MAX = 4096
 _BACKLOG = 512
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
+_DEATH_S = 0.05  # for all connections of a dead process to have ended
 _HELLO = 255  # the first segment of both ends; its number is the version
 VERSION = 1
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -254,12 +256,13 @@ class ClientSocket(_Socket):
         super().__init__(zmq.DEALER, _ENDS | _REFUSALS)
         self._owner = owner
         self._connected = connected
+        self._url = url
+        self._key = key
+        self._pulse: Pulse | None = None
         self._is_lost = False
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._introduce(self._socket)
         try:
             with prepare(url, has_key=key is not None, listens=False):
-                if key is not None:
-                    protect_client(self._socket, key)
                 self._socket.connect(url)
         except zmq.ZMQError as error:
             self.close()
@@ -269,6 +272,13 @@ class ClientSocket(_Socket):
             raise
         self._start()
         self._send((), _HELLO, VERSION, b"")
+
+    def _introduce(self, dealer: zmq.Socket[bytes]) -> None:
+        """Before it connects."""
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        if self._key is not None:
+            protect_client(dealer, self._key)
 
     def has(self, peer: int) -> bool:
         """Whether it is there."""
@@ -289,14 +299,33 @@ class ClientSocket(_Socket):
             return True
         if segment[0] == _HELLO:
             self._connected(segment[1])
+            self._feel()
         else:
             self._owner.received(0, *segment)
         return True
 
+    def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
+        super().close()
+
+    def _feel(self) -> None:
+        """From now on, whether the service is frozen."""
+        if self._pulse is None:
+            dealer = self._context.socket(zmq.DEALER)
+            self._introduce(dealer)
+            self._pulse = Pulse(dealer, self._url, FREEZE_S, self._pulseless)
+
+    def _pulseless(self) -> None:
+        """If its process has died, the other connection tells so, now or soon."""
+        self._loop.call_later(_DEATH_S, self._lose, silence(FREEZE_S))
+
     def _happened(self, event: int, value: int) -> None:
-        if self._is_lost:
-            return
-        self._read_rest()
-        self._is_lost = True
         refused = event & _REFUSALS
-        self._owner.lost(0, "it refused the connection: is the key the same?" if refused else "its connection closed")
+        self._lose("it refused the connection: is the key the same?" if refused else "its connection closed")
+
+    def _lose(self, cause: str) -> None:
+        if not self._is_lost and not self._is_closed:
+            self._read_rest()
+            self._is_lost = True
+            self._owner.lost(0, cause)

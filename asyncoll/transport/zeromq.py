@@ -30,7 +30,7 @@ from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.keys import Key
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
 from asyncoll.transport.door import Door, Strangers
-from asyncoll.transport.monitor import Monitor, Pulse
+from asyncoll.transport.monitor import FREEZE_S, Monitor, Pulse, silence
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
 _FIRST_MAX = 255  # bytes
@@ -44,7 +44,6 @@ _FLUSH_MS = 1000
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
 _START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 _MAX_PATH = 107  # of a unix socket, in bytes
-FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
 _NEIGHBOURS = 2  # of one host whose pulse a rank feels: if the one who would notice is busy, the other does
 
 
@@ -266,8 +265,7 @@ class ZeroMQTransport:
 
     def _pulseless(self, peer: _Peer) -> None:
         """If its process has died, the other connection tells so, now or soon."""
-        cause = f"it has shown no sign of life for {self._freeze_s:g} s: its process is stopped, or the network is cut"
-        self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, cause, self._freeze_s)
+        self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, silence(self._freeze_s), self._freeze_s)
 
     def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.gone:
