@@ -55,7 +55,15 @@ ROOMS: dict[str, set[str]] = {
     "transport.split": {"transport", "transport.zeromq"},
     "transport.curve": {"keys"},
     "transport.addresses": {"errors"},
-    "transport.sockets": {"errors", "keys", "wire", "transport.addresses", "transport.curve", "transport.monitor"},
+    "transport.sockets": {
+        "errors",
+        "keys",
+        "wire",
+        "transport.addresses",
+        "transport.curve",
+        "transport.door",
+        "transport.monitor",
+    },
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime

@@ -280,7 +280,7 @@ def test_random_and_damaged_bytes_are_read_or_refused():
 
 
 def test_strangers_cannot_fill_the_log(caplog):
-    strangers = Strangers(3)
+    strangers = Strangers("rank 3")
     for _ in range(10_000):
         strangers.tell("did something")
     assert len(caplog.records) == 14
@@ -358,7 +358,7 @@ def own_address(transport):
 
 def introduced(dealer, transport, key, encrypted):
     """As rank 0 of a job with this key."""
-    knocking = Door(0, transport.size, key, Strangers(0), encrypted=encrypted)
+    knocking = Door(0, transport.size, key, Strangers("rank 0"), encrypted=encrypted)
     knocking.introduce(dealer, transport.rank, own_address(transport))
 
 

@@ -36,15 +36,16 @@ logger = logging.getLogger("asyncoll")
 class Strangers:
     """Tells the log of strangers: of the first, then of the 2nd, 4th, 8th…, so that they cannot fill it."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, who: str) -> None:
+        """`who` has to do with them."""
+        self._who = who
         self._count = 0
 
     def tell(self, what: str) -> None:
-        """`what` this rank did about one."""
+        """`what` was done about one."""
         self._count += 1
         if self._count & (self._count - 1) == 0:
-            logger.warning("rank %d %s; that was stranger number %d", self._rank, what, self._count)
+            logger.warning("%s %s; that was stranger number %d", self._who, what, self._count)
 
 
 class Door:

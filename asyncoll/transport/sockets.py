@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import struct
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from asyncoll.errors import UsageError
 from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare
 from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
+from asyncoll.transport.door import Strangers
 from asyncoll.transport.monitor import FREEZE_S, Pulse, silence
 from asyncoll.wire import SEGMENT_BYTES, Buffer
 
@@ -38,7 +38,6 @@ _HELLO = 255  # the first segment of both ends; its number is the version
 VERSION = 1
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-logger = logging.getLogger("asyncoll")
 
 
 class Owner(Protocol):
@@ -152,6 +151,7 @@ class ServerSocket(_Socket):
         self._descriptors: dict[int, bytes] = {}  # of the connections
         self._numbers = itertools.count()
         self._gatekeeper: Gatekeeper | None = None
+        self._strangers = Strangers(f"the service at {url}")
         self.url = ""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -203,7 +203,7 @@ class ServerSocket(_Socket):
         super().close()
 
     def _refused(self, address: str) -> None:
-        logger.warning("%s refused a client from %s: it has not the key", self.url, address)
+        self._strangers.tell(f"refused a client from {address}: it has not the key")
 
     def _read_one(self) -> bool:
         try:
@@ -224,7 +224,7 @@ class ServerSocket(_Socket):
         descriptor = frame.get(zmq.SRCFD)
         segment = self._segment(frame)
         if segment is None or segment[0] != _HELLO or len(self._clients) >= _CLIENTS_MAX:
-            logger.warning("%s dropped a message from a stranger", self.url)
+            self._strangers.tell("dropped a message from a stranger")
             return
         self._heed()  # that descriptor may have been another client's, whose end has not been read
         if segment[1] == VERSION:

@@ -101,7 +101,7 @@ class ZeroMQTransport:
         self.size = size
         self._freeze_s = freeze_s
         self.peers: Sequence[str] = ()
-        self._strangers = Strangers(rank)
+        self._strangers = Strangers(f"rank {rank}")
         self._routing_ids = [b"asyncoll" + key.derive("routing id", peer) for peer in range(size)]
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
         self._context = zmq.Context()
