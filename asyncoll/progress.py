@@ -109,7 +109,7 @@ class SharedLoop:
 
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     try:
-        return await asyncio.shield(task)
+        return await _shielded(task)
     except asyncio.CancelledError:
         asyncio.get_running_loop().call_soon(task.cancel)  # after the first step, which is already scheduled
         await _settled(task)
@@ -117,13 +117,24 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
         raise
 
 
+def _shielded(future: asyncio.Future[T]) -> asyncio.Future[T]:
+    """`asyncio.shield`. Who is cancelled in the turn in which the future fails does not look at its exception."""
+    shield = asyncio.shield(future)
+    shield.add_done_callback(_see)
+    return shield
+
+
+def _see(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # mark it as seen
+
+
 async def _settled(future: asyncio.Future[Any]) -> None:
     """Wait until `future` is done, however it ends and however often the waiter is cancelled."""
     while not future.done():
         with contextlib.suppress(BaseException):
-            await asyncio.shield(future)
-    if not future.cancelled():
-        future.exception()  # mark it as seen
+            await _shielded(future)
+    _see(future)
 
 
 class ProgressThread:
@@ -231,7 +242,7 @@ class _Crossing:
 
     async def outcome(self, discarded: Callable[[], None]) -> Any:
         try:
-            return await asyncio.shield(self._outcome)
+            return await _shielded(self._outcome)
         except asyncio.CancelledError:
             if not self._there.is_closed():  # or the runtime has ended, and its work with it
                 self._there.call_soon_threadsafe(self._cancel)

@@ -80,7 +80,7 @@ async def send_recv(comm: Communicator, elements: int) -> None:
     """Around the ring: a rank talks to its neighbours alone."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sending = comm.send(np.full(elements, float(comm.rank)), after)
-    received, _ = await asyncio.gather(comm.recv(np.zeros(elements), before), sending)
+    received, _ = await _all_of(comm.recv(np.zeros(elements), before), sending)
     _all_are(received, before)
 
 
@@ -125,7 +125,7 @@ async def ddp_step(comm: Communicator, elements: int) -> None:
     for bucket in buckets:
         bucket[:] = np.sqrt(np.full(elements, float(comm.rank) ** 2))
         calls.append(comm.allreduce(bucket, ReduceOp.AVG))
-    await asyncio.gather(*calls)
+    await _all_of(*calls)
     for bucket in buckets:
         _all_are(bucket, (comm.size - 1) / 2)
 
@@ -138,6 +138,15 @@ async def eager_step(comm: Communicator, elements: int) -> None:
     for missed in (*reduction.missed, gradient):
         parameters -= 0.1 * missed / comm.size
     assert np.ptp(parameters) == 0, "parts of different rounds"
+
+
+async def _all_of(*calls: Awaitable[Any]) -> list[Any]:
+    """What they return, or what the first of them raises, in any case once all are over."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
 
 
 def echo(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
