@@ -23,7 +23,6 @@ from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError
-from asyncoll.failures import error_of
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
@@ -143,7 +142,7 @@ class Calls:
             try:
                 return await body
             except PeerLostError as error:
-                raise self._noticed(error) from None
+                raise self._endpoint.noticed(error, self._runner.post) from None
             except Exception as error:
                 self._tell_of(call, error)
                 raise
@@ -219,12 +218,6 @@ class Calls:
         if not isinstance(error, AsyncollError) or isinstance(error, ProtocolError):
             self.abort(f"{call} failed: {error!r}")
 
-    def _noticed(self, error: PeerLostError) -> AsyncollError:
-        """A rank is gone, which may have been noticed in memory: then all are told. Returns the whole error."""
-        rank, cause, last_seen_s = error.rank, error.cause, error.last_seen_s
-        self._runner.post(lambda: self._endpoint.lost(rank, cause, last_seen_s))
-        return error_of(self._endpoint.membership.news_of(rank, cause, last_seen_s))
-
     # -- in memory --------------------------------------------------------------------------------
 
     async def _in_memory(self, hall: Hall, call: Signature, visit: Visit, body: Callable[[Form], Awaitable[T]]) -> T:
@@ -237,7 +230,7 @@ class Calls:
             await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
             raise
         except PeerLostError as error:
-            lost = self._noticed(error)
+            lost = self._endpoint.noticed(error, self._runner.post)
             await self._retreat(form)
             raise lost from None
         except (Exception, asyncio.CancelledError) as error:

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from asyncoll import wire
-from asyncoll.errors import AsyncollError, ProtocolError
-from asyncoll.failures import WORLD, Closed, Failure, Failures, break_off
+from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError
+from asyncoll.failures import WORLD, Closed, Failure, Failures, break_off, error_of
 from asyncoll.matching import Key, Mailbox, Receive
 from asyncoll.membership import Membership
 from asyncoll.tensors import Array
@@ -350,6 +350,12 @@ class Endpoint:
     def abort(self, communicator: int, members: Iterable[int], reason: str) -> None:
         """Give up for a reason of this rank's own."""
         self.give_up(wire.Abort(communicator, self.rank, reason), communicator, members)
+
+    def noticed(self, error: PeerLostError, post: Callable[[Callable[[], None]], None]) -> AsyncollError:
+        """A rank is gone, as was noticed in memory, in any thread; `post` calls on this loop. Returns what to raise."""
+        rank, cause, last_seen_s = error.rank, error.cause, error.last_seen_s
+        post(lambda: self.lost(rank, cause, last_seen_s))
+        return error_of(self.membership.news_of(rank, cause, last_seen_s))
 
     def _bury(self, rank: int) -> None:
         """Nobody waits any more for `rank` to leave their memory."""

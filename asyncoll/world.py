@@ -144,6 +144,9 @@ class World:
         The first is numbered like a call, so a rank that calls on while others leave is a MismatchError. Nothing that
         still matters to anybody can be on its way after the second, so sockets may close at once.
         """
+        if isinstance(error, PeerLostError):  # noticed where nobody else has: others must not take this rank for it
+            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
+            return
         if error is not None:
             self._endpoint.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
             return

@@ -161,7 +161,6 @@ ROOMS: dict[str, set[str]] = {
         "wire",
         "transport.board",
         "endpoint",
-        "failures",
         "group",
         "driver",
         "progress",

@@ -158,7 +158,7 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
         return await contribute(comm, random, turns, REAL_TIMES)
 
     total, seed = 0, 0
-    while total < THOUSAND:
+    while total < THOUSAND / 3:  # on each of three transports
         seed += 1
         total += check_contributions(run_ranks(3, lambda comm, seed=seed: main(comm, seed), transport))
 

@@ -70,7 +70,8 @@ class World:
         self.arenas = arenas
         self.keepers = [Keeper() for _ in arenas]
         self.carriers = [
-            InMemory(arena, 7, ranks, check, keeper.hear) for arena, keeper in zip(arenas, self.keepers, strict=True)
+            InMemory(arena, 7, ranks, check, keeper.hear, lambda error: error)
+            for arena, keeper in zip(arenas, self.keepers, strict=True)
         ]
 
     def open(self, *ranks):
@@ -666,7 +667,9 @@ def test_in_a_simulated_world():
         endpoint = comm._endpoint
         ranks = tuple(range(comm.size))
         keeper = Keeper()
-        carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear)
+        carrier = InMemory(
+            endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear, lambda error: error
+        )
         carrier.open(keeper.deliver)
         for dest in ranks:
             await carrier.send(dest, b"hello", [numbers(comm.rank, 50_000)])

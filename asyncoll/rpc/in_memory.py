@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors import Array
@@ -47,17 +47,20 @@ class InMemory:
         ranks: tuple[int, ...],
         check: Callable[[], None],
         broken: Callable[[int, ProtocolError], None],
+        lost: Callable[[PeerLostError], AsyncollError],
     ) -> None:
         """`context` is this carrier's name at all `ranks` of the world that take part. One is never used again.
 
         `check` raises if there is nothing to wait for any more. `broken` is told of a rank that has written what it
-        must not, or -1 where that is unknown: nothing is received from then on.
+        must not, or -1 where that is unknown: nothing is received from then on. `lost` is told of one that has died
+        over an inbox, and returns what to raise.
         """
         self._arena = arena
         self._context = context
         self._ranks = ranks
         self._check_world = check
         self._broken = broken
+        self._lost = lost
         self._inbox = self._inbox_of(arena.ranks[arena.place])
         self._lender = Lender(arena, self._inbox.board, RETURNED)
         self._borrower = Borrower(arena)
@@ -95,6 +98,8 @@ class InMemory:
             await outbox.send(head, arrays)
         except ShutError:
             return
+        except PeerLostError as error:
+            raise self._lost(error) from None
 
     async def close(self) -> None:
         """Stop. What was received stays its holder's, as long as the arena lasts. Idempotent."""
@@ -148,7 +153,9 @@ class InMemory:
                     await asyncio.sleep(0)  # those whom it concerns come first
         except ProtocolError as error:
             self._broken(error.source, error)
-        except AsyncollError:  # the world's failure, or a peer's that the world will hear of
+        except PeerLostError as error:
+            self._lost(error)
+        except AsyncollError:  # the world's failure
             return
 
     def _has_work(self) -> bool:

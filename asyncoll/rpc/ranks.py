@@ -146,4 +146,5 @@ def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[
     if arena is None:
         return MessageCarrier(endpoint, group, runner.post, broken)
     check = partial(endpoint.failures.check, group.communicator)
-    return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken)
+    lost = partial(endpoint.noticed, post=runner.post)
+    return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken, lost)
