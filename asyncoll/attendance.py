@@ -30,6 +30,7 @@ class Visit:
 
     call: Call
     number: int
+    ranks: tuple[int, ...]  # of the world, that it concerns
     since_s: float
     expires_s: float
 
@@ -53,15 +54,25 @@ class Attendance:
         self._looks_at_s = math.inf  # when the runtime looks for calls that are overdue
         self._timer: asyncio.TimerHandle | None = None
         self._answers: dict[int, Here] = {}
+        self._asked = 0  # so many ranks
         self._all_answered: asyncio.Event | None = None  # while it asks
         endpoint.on_control(Where, group.communicator, self._answer)
         endpoint.on_control(Here, group.communicator, self._heard)
 
-    def enter(self, call: Call, number: int = 0) -> Visit:
-        """A call begins, in its caller's thread and context. `number` is its place among those that all ranks make."""
+    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> Visit:
+        """A call begins, in its caller's thread and context.
+
+        `number` is its place among those that all ranks make; `ranks` are those that it concerns, if not all.
+        """
         now_s = deadlines.now_s()
         ends_s = deadlines.expires_s()
-        visit = Visit(call, number, now_s, min(now_s + self._patience_s, math.inf if ends_s is None else ends_s))
+        visit = Visit(
+            call,
+            number,
+            ranks or self._group.ranks,
+            now_s,
+            min(now_s + self._patience_s, math.inf if ends_s is None else ends_s),
+        )
         self._visits[visit] = None
         self._last = visit
         self._calls = number or self._calls
@@ -82,22 +93,24 @@ class Attendance:
         setting a timer from another thread takes longer than a short call does."""
         if self._timer is not None:
             self._timer.cancel()
+        self._looks_at_s = math.inf  # before looking: who enters meanwhile has this called again
         now_s, visits = deadlines.now_s(), tuple(self._visits)
         overdue = next((visit for visit in visits if visit.expires_s <= now_s), None)
         if overdue is not None:
             self._endpoint.spawn(self._give_up(overdue), self._group.communicator)
             return
-        self._looks_at_s = min([now_s + self._patience_s, *(visit.expires_s for visit in visits)])
-        if self._looks_at_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(self._looks_at_s - now_s, self._look)
+        looks_at_s = min([now_s + self._patience_s, *(visit.expires_s for visit in visits)])
+        if looks_at_s < math.inf:
+            self._looks_at_s = min(looks_at_s, self._looks_at_s)
+            self._timer = asyncio.get_running_loop().call_later(looks_at_s - now_s, self._look)
 
     async def _give_up(self, overdue: Visit) -> None:
-        await self._ask()
+        await self._ask(overdue.ranks)
         if overdue not in self._visits:
             self._look()
             return
-        missing = [rank for rank in self._group.ranks if not self._has_come(rank, overdue)]
-        arrived = [rank for rank in self._group.ranks if rank not in missing]
+        missing = [rank for rank in overdue.ranks if not self._has_come(rank, overdue)]
+        arrived = [rank for rank in overdue.ranks if rank not in missing]
         waited_s = deadlines.now_s() - overdue.since_s
         where = "; ".join(self._whereabouts(rank) for rank in missing) or "none"
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
@@ -105,11 +118,12 @@ class Attendance:
         news = Overdue(self._group.communicator, text, *lists)
         self._endpoint.give_up(news, self._group.communicator, self._group.ranks)
 
-    async def _ask(self) -> None:
-        """All others where they are."""
+    async def _ask(self, ranks: tuple[int, ...]) -> None:
+        """These where they are."""
         self._answers.clear()
         self._all_answered = asyncio.Event()
-        for rank in self._group.ranks:
+        self._asked = len(ranks) - 1
+        for rank in ranks:
             if rank != self._endpoint.rank:
                 self._endpoint.tell(rank, Where(self._group.communicator))
         try:
@@ -121,7 +135,7 @@ class Attendance:
 
     def _heard(self, source: int, answer: Here) -> None:
         self._answers[source] = answer
-        if self._all_answered is not None and len(self._answers) == self._group.size - 1:
+        if self._all_answered is not None and len(self._answers) == self._asked:
             self._all_answered.set()
 
     def _has_come(self, rank: int, visit: Visit) -> bool:
@@ -130,7 +144,7 @@ class Attendance:
         answer = self._answers.get(rank)
         if answer is None:
             return False
-        return visit.call.key in answer.inside.split("\n") or 0 < visit.number < answer.calls
+        return visit.call.key in answer.inside.split("\n") or 0 < visit.number <= answer.calls
 
     def _whereabouts(self, rank: int) -> str:
         answer = self._answers.get(rank)

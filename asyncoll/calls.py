@@ -168,7 +168,7 @@ class Calls:
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
         self.check_open()
-        visit = self._attendance.enter(call)
+        visit = self._attendance.enter(call, ranks=(self._group.ranks[source], self._group.ranks[dest]))
         return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:

@@ -283,4 +283,11 @@ async def offload(fn: Callable[..., T], *args: Any) -> T:
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualTimeLoop):
         return fn(*args)
-    return await loop.run_in_executor(None, partial(contextvars.copy_context().run, fn, *args))
+    return await loop.run_in_executor(None, partial(contextvars.copy_context().run, _run, fn, *args))
+
+
+def _run(fn: Callable[..., T], *args: Any) -> T:
+    try:
+        return fn(*args)
+    except StopIteration as error:  # no future can hold it, and whoever waits would wait for ever
+        raise RuntimeError(f"{fn!r} raised StopIteration") from error

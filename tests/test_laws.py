@@ -25,7 +25,7 @@ from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 from asyncoll.testing.laws.worlds import MEMORY, SIMULATED, read_record, tell, write_record
 
-SEEDS = 240  # for each kind, over all sizes: what two cores do in a minute
+SEEDS = 120  # for each kind, over all sizes: what two cores do in half a minute
 
 # -- they hold -----------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from asyncoll import (
     UsageError,
     deadline,
 )
+from asyncoll.endpoint import Endpoint
 from asyncoll.rpc import protocol, segments, slots
 from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
@@ -907,3 +908,140 @@ def test_calls_that_nobody_makes_end_the_world(message):
 
     with pytest.raises((ProtocolError, AbortedError), match="broke the protocol"):
         simulate(2, main, NETWORK)
+
+
+# -- what a reader of the code found -------------------------------------------------------------
+
+
+def test_calls_that_end_in_one_turn_make_room_for_as_many_again(run):
+    """More than may be under way, with handlers that all wait for the same."""
+
+    async def main(comm):
+        opened, waiting = asyncio.Event(), 0
+
+        @comm.rpc.register
+        async def wait_together(number: int) -> int:
+            nonlocal waiting, opened
+            waiting += 1
+            if waiting % protocol.CALLS_MAX == 0:
+                opened.set()
+                opened = asyncio.Event()
+            else:
+                await opened.wait()
+            return number
+
+        await comm.barrier()
+        if comm.rank == 0:
+            numbers = range(4 * protocol.CALLS_MAX)
+            assert await asyncio.gather(*(comm.rpc.call(1, "wait_together", number) for number in numbers)) == [
+                *numbers
+            ]
+
+    run(2, main)
+
+
+def test_a_call_that_gives_up_waiting_for_room_lets_those_behind_it_go(run):
+    async def main(comm):
+        release = asyncio.Event()
+
+        @comm.rpc.register
+        async def hold(x: np.ndarray) -> None:
+            await release.wait()
+
+        @comm.rpc.register
+        async def let_go() -> None:
+            release.set()
+
+        await comm.barrier()
+        if comm.rank == 0:
+            long = asyncio.ensure_future(comm.rpc.call(1, "hold", np.zeros(10 << 20, np.uint8)))
+            larger = asyncio.ensure_future(comm.rpc.call(1, "hold", np.zeros(60 << 20, np.uint8)))
+            await asyncio.sleep(0.01)
+            short = asyncio.ensure_future(comm.rpc.call(1, "let_go"))
+            await asyncio.sleep(0)
+            larger.cancel()
+            await asyncio.gather(short, long)
+
+    run(2, main)
+
+
+@dataclasses.dataclass
+class Moody:
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.value < 0:
+            raise ValueError("never below 0")
+
+
+def test_a_dataclass_that_refuses_what_came_is_the_callers_fault(run):
+    async def main(comm):
+        @comm.rpc.register
+        async def take(moody: Moody) -> int:
+            return moody.value
+
+        await comm.barrier()
+        if comm.rank == 0:
+            moody = Moody(1)
+            moody.value = -1
+            with pytest.raises(UsageError, match=r"no .*Moody can be made of what came: ValueError\('never below 0'\)"):
+                await comm.rpc.call(1, "take", moody)
+            assert await comm.rpc.call(1, "take", Moody(2)) == 2
+
+    run(2, main)
+
+
+class UtterError(BaseException):
+    pass
+
+
+def test_whatever_a_function_raises_its_caller_is_answered(run, caplog):
+    async def main(comm):
+        @comm.rpc.register
+        def stop() -> int:
+            return next(iter(()))
+
+        @comm.rpc.register
+        async def utter() -> None:
+            raise UtterError("x")
+
+        await comm.barrier()
+        if comm.rank == 0:
+            for name, kind in (("stop", "RuntimeError|StopIteration"), ("utter", "UtterError")):
+                with pytest.raises(RemoteError, match=kind):
+                    await comm.rpc.call(1, name)
+
+    run(2, main)
+    caplog.clear()  # its traceback holds the world
+
+
+@pytest.mark.parametrize("name", ["\ud800", "", "a b", "a..b", "x" * 10_000, 5])
+def test_a_name_that_is_none_takes_no_room(name):
+    async def main(comm):
+        @comm.rpc.register
+        async def fine() -> int:
+            return 1
+
+        await comm.barrier()
+        if comm.rank == 0:
+            for _ in range(protocol.CALLS_MAX + 1):
+                with pytest.raises(UsageError, match="called by its name"):
+                    await comm.rpc.call(1, name)
+            assert await comm.rpc.call(1, "fine") == 1
+
+    run_ranks(2, main)
+
+
+def test_calls_have_the_worlds_deadline(monkeypatch):
+    monkeypatch.setattr(Endpoint, "patience_s", property(lambda _: 0.5, lambda *_: None), raising=False)
+
+    async def main(comm):
+        @comm.rpc.register
+        async def slow() -> None:
+            await asyncio.sleep(100)
+
+        if comm.rank == 0:
+            with pytest.raises(DeadlineError, match="slow at rank 1 did not answer before the deadline"):
+                await comm.rpc.call(1, "slow")
+
+    simulate(2, main)

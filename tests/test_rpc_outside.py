@@ -460,7 +460,7 @@ def test_a_socket_is_its_users_alone(ipc):
     run(main())
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_is_refused(tmp_path):
     url = f"ipc://{tmp_path}/s"
     script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\nprint(len(s.recv(100)))"
@@ -485,6 +485,45 @@ def test_another_user_is_refused(tmp_path):
             assert await client.call("echo", 1) == 1
 
     run(main())
+
+
+def test_what_is_not_this_users_socket_is_not_connected_to(ipc):
+    path = Path(ipc.removeprefix("ipc://"))
+    path.write_text("a file")
+
+    async def refused(message):
+        with pytest.raises(UsageError, match=message):
+            async with connect(ipc):
+                raise AssertionError
+
+    async def main():
+        async with serve(Service(), ipc):
+            os.chown(path, 65534, -1)
+            await refused("it belongs to another user, 65534")
+
+    run(refused("it is not a socket"))
+    path.unlink()
+    if os.geteuid() == 0:
+        run(main())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_who_listens_is_found_out(tmp_path):
+    path = tmp_path / "s"
+    script = (
+        "import os, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\nos.setuid(65534)\n"
+        "s.listen()\nprint(flush=True)\nsys.stdin.read()"
+    )
+
+    async def main():
+        with pytest.raises(ServiceLostError, match=r"no service at .*: it is another user's"):
+            async with connect(f"ipc://{path}"):
+                raise AssertionError
+
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        run(main())
 
 
 def test_a_place_that_is_taken_or_left_behind(ipc):
@@ -555,7 +594,10 @@ HOSTILE = {
     ],
     "too many calls": [
         [hello()],
-        *[[whole(protocol.encode(protocol.CALL, n, b"\x92\x90\x80", name="hang")[0])] for n in range(300)],
+        *[
+            [whole(protocol.encode(protocol.CALL, n, b"\x92\x90\x80", name="hang")[0])]
+            for n in range(2 * protocol.CALLS_MAX + 1)
+        ],
     ],
 }
 
@@ -606,10 +648,114 @@ def test_another_version(ipc, monkeypatch):
                 while not old.poll(0):
                     await asyncio.sleep(0)
                 assert old.recv() == hello()
+                for _ in range(5):
+                    old.send(hello(99))
+                async with connect(ipc) as client:
+                    assert await client.call("echo", 1) == 1
+                assert not old.poll(0), "it was answered again"
             monkeypatch.setattr(outside, "VERSION", 2)
             with pytest.raises(ProtocolError, match="speaks version 1, expected 2"):
                 async with connect(ipc):
                     raise AssertionError
+
+    run(main())
+
+
+def test_a_client_that_is_dropped_is_told_why(place):
+    url, key = place
+
+    async def main():
+        async with both(url, **key) as (service, client, _):
+            call = asyncio.ensure_future(client.call("hang"))
+            while not service.begun:
+                await asyncio.sleep(0)
+            client._exchange._carrier.post(0, 77, 0, b"")
+            for waiting in (call, client.call("echo", 1)):
+                with pytest.raises(
+                    ServiceLostError, match="gone: it dropped this client, which broke the protocol: a se"
+                ):
+                    await waiting
+            await service.ended.wait()
+
+    run(main())
+
+
+def test_a_client_too_many_is_told_so(ipc, monkeypatch):
+    monkeypatch.setattr(sockets, "_CLIENTS_MAX", 1)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with pytest.raises(ServiceLostError, match=r"no service at .*: it has 1 clients already"):
+                async with connect(ipc):
+                    raise AssertionError
+            assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+class Losses:
+    """An owner that notes who comes and who is lost."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+        self.lost_ones: list[tuple[int, str]] = []
+
+    def received(self, peer: int, kind: int, number: int, payload: Any) -> None:
+        self.came.set()
+
+    def lost(self, peer: int, cause: str) -> None:
+        self.lost_ones.append((peer, cause))
+
+
+async def send_until_lost(socket, owner):
+    for _ in range(1000):
+        socket.send(0, 0, 0, bytes(SEGMENT_BYTES))
+    assert not owner.lost_ones, "it was told of while it was busy sending"
+    while not owner.lost_ones:
+        await asyncio.sleep(0)
+    assert not socket.has(0)
+    assert owner.lost_ones == [(0, "it does not read what it is sent")]
+
+
+def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog):
+    monkeypatch.setattr(sockets, "_UNSENT_MAX", 8)
+
+    async def main():
+        owner = Losses()
+        server = sockets.ServerSocket(owner, ipc, None)
+        with contextlib.closing(server), zmq.Context() as context, a_socket(context) as deaf:
+            deaf.rcvhwm = 1
+            deaf.connect(ipc)
+            deaf.send(hello())
+            deaf.send(hello())
+            await owner.came.wait()
+            await send_until_lost(server, owner)
+        assert caplog.text.count("dropped client 0: it does not read what it is sent") == 1
+
+    run(main())
+
+
+def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
+    monkeypatch.setattr(sockets, "_UNSENT_MAX", 8)
+
+    async def main():
+        owner = Losses()
+        with zmq.Context() as context, a_socket(context, zmq.ROUTER) as deaf:
+            deaf.rcvhwm = 1
+            deaf.bind(ipc)
+            with contextlib.closing(sockets.ClientSocket(owner, ipc, None, lambda version: None)) as client:
+                await send_until_lost(client, owner)
+
+    run(main())
+
+
+def test_dead_hosts_are_looked_for(place):
+    url, key = place
+
+    async def main():
+        async with both(url, **key) as (_, client, _):
+            dealer = client._exchange._carrier.socket._socket
+            assert [dealer.getsockopt(option) for option in sockets._KEEPALIVE] == list(sockets._KEEPALIVE.values())
 
     run(main())
 

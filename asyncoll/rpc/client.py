@@ -47,10 +47,14 @@ class _Pending:
 class Client:
     """The calls of one rank, or of one connection, by their numbers."""
 
-    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], what: str) -> None:
-        """`rank_of` says how a peer is called in errors; `what` is what is closed at the end."""
+    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], what: str, patience_s: float) -> None:
+        """`rank_of` says how a peer is called in errors; `what` is what is closed at the end.
+
+        `patience_s` is how long an answer may take where no deadline says less.
+        """
         self._carrier = carrier
         self._what = what
+        self._patience_s = patience_s
         self._rank_of = rank_of
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -107,20 +111,32 @@ class Client:
     async def _exchange(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer:
         number, pending = await self._begin(protocol.CALL, peer, name, args, kwargs)
         assert pending.answer is not None
+        timer = None
+        if self._patience_s < math.inf:
+            timer = self._loop.call_later(self._patience_s, self._expire, number, name)
         try:
             message, arrays = await pending.answer
         except asyncio.CancelledError:
             self._give_up(number)
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         if message.kind == protocol.ERROR:
             raise failure.decode(message.body, self._rank_of(peer))
         return message, arrays
+
+    def _expire(self, number: int, name: str) -> None:
+        pending = self._pending.get(number)
+        if pending is not None and pending.answer is not None and not pending.answer.done():
+            pending.answer.set_exception(_late(name, self._rank_of(pending.peer)))
+            self._give_up(number)
 
     async def _begin(
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         self.check()
-        if not isinstance(name, str) or len(name) > MAX_NAME:
+        if not isinstance(name, str) or len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if level > protocol.MAX_DEPTH:
@@ -254,8 +270,12 @@ async def _in_time(work: Coroutine[Any, Any, T], seconds: float, name: str, rank
     except TimeoutError:
         if not late.expired():
             raise
-        where = f"rank {rank}" if rank >= 0 else "the service"
-        raise DeadlineError(f"{name} at {where} did not answer before the deadline") from None
+        raise _late(name, rank) from None
+
+
+def _late(name: str, rank: int) -> DeadlineError:
+    where = f"rank {rank}" if rank >= 0 else "the service"
+    return DeadlineError(f"{name} at {where} did not answer before the deadline")
 
 
 def _encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes, list[Array]]:

@@ -237,7 +237,10 @@ class _Decoder:
         if set(fields) != own:
             raise UsageError(f"a {name} has the fields {sorted(own)} here, but {sorted(map(str, fields))} came")
         expected.check(fields)
-        return expected.type(**fields)
+        try:
+            return expected.type(**fields)
+        except Exception as error:  # its own __init__ or __post_init__ may object to anything
+            raise UsageError(f"no {name} can be made of what came: {error!r}") from None
 
 
 def _a_list(value: Any) -> list[Any]:

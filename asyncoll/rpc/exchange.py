@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from asyncoll.errors import AsyncollError, ProtocolError
@@ -24,13 +25,14 @@ class Exchange:
         rank_of: Callable[[int], int],
         broken: Callable[[int, ProtocolError], None],
         what: str,
+        patience_s: float = math.inf,
     ) -> None:
         """`rank_of` says how a peer is called in errors; `broken` is told of one that is no honest peer.
 
-        `what` is what is closed at the end.
+        `what` is what is closed at the end; `patience_s` is how long an answer may take.
         """
         self._carrier = carrier
-        self.client = Client(carrier, rank_of, what)
+        self.client = Client(carrier, rank_of, what, patience_s)
         self._server = Server(registry, self._reply, broken)
         carrier.open(self._deliver)
 

@@ -32,9 +32,10 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
     """Let others call `service`, a function or an object with public methods, while the context lasts.
 
     Yields the address: that of `url`, with the port if it leaves that open (`tcp://127.0.0.1:0`). `ipc://path` is for
-    this user's processes on this host alone. tcp goes without a key on loopback only; with `key_file`, a file of mode
-    0600 with 32 random bytes, everything is encrypted, and who has not the key is refused. Coroutines run on this loop,
-    plain functions in threads. When the context ends, what runs is cancelled.
+    this user's processes on this host alone. tcp goes without a key on loopback only, and then every user of this host
+    can call every method: prefer ipc. With `key_file`, a file of mode 0600 with 32 random bytes, everything is
+    encrypted, and who has not the key is refused. Coroutines run on this loop, plain functions in threads. When the
+    context ends, what runs is cancelled.
     """
     registry = Registry()
     registry.add(service)
@@ -61,7 +62,7 @@ class _Server:
 
     def _broken(self, client: int, error: ProtocolError) -> None:
         logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, client, error)
-        self._socket.drop(client)
+        self._socket.drop(client, f"it dropped this client, which broke the protocol: {error}")
         self._carrier.forget(client)
         self._exchange.forget(client)
 
@@ -73,7 +74,7 @@ class _Server:
 async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator[Connection]:
     """A connection to the service at `url`, while the context lasts; `key_file` holds the key that it was given.
 
-    Raises ServiceLostError if nobody answers there.
+    Raises ServiceLostError if nobody answers there, and UsageError if an `ipc://` socket is another user's.
     """
     connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
     try:

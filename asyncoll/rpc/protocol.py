@@ -31,8 +31,6 @@ MAX_DEPTH: Final = 32  # of calls that wait for calls
 CALLS_MAX: Final = 256  # under way from one peer to another, at each depth
 ITEMS_MAX: Final = 16  # of one stream that have not been taken
 
-USAGE, RAISED, LATE, CANCELLED = range(4)  # whose fault a failure is: the caller's, the function's, nobody's
-
 _FORM = struct.Struct("<BBBBHQd")  # version, kind, whether the body is apart, number, length of the name, call, seconds
 _BODY_MAX = HEAD_BYTES - _FORM.size
 

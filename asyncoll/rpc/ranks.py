@@ -40,9 +40,10 @@ class Rpc:
     arguments: more of them wait for their turn.
 
     Every call raises: UsageError for what cannot be sent, an unknown function or wrong arguments; RemoteError if the
-    function raised; DeadlineError at the end of `asyncoll.deadline`, which goes for the calls that the function makes;
-    PeerLostError, AbortedError or ClosedError if the world ends. Cancelling a call cancels the function, as soon as
-    the rank hears of it, unless it is a plain one, which nothing can stop; no other call is harmed.
+    function raised; DeadlineError at the end of `asyncoll.deadline`, which goes for the calls that the function makes,
+    or of ASYNCOLL_DEADLINE_S seconds; PeerLostError, AbortedError or ClosedError if the world ends. Cancelling a call
+    cancels the function, as soon as the rank hears of it, unless it is a plain one, which nothing can stop; no other
+    call is harmed.
     """
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
@@ -52,7 +53,9 @@ class Rpc:
         self._loop = asyncio.get_running_loop()
         broken = lambda rank, error: runner.post(partial(endpoint.broken, rank, error))  # noqa: E731
         carrier = _carrier(endpoint, group, runner, broken)
-        self._exchange = Exchange(carrier, self._registry, group.ranks.index, broken, "this communicator")
+        self._exchange = Exchange(
+            carrier, self._registry, group.ranks.index, broken, "this communicator", endpoint.patience_s
+        )
         runner.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:

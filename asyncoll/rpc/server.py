@@ -26,6 +26,8 @@ from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM,
 from asyncoll.rpc.service import Function, Registry
 from asyncoll.tensors import Array
 
+_CALLS_MAX = 2 * protocol.CALLS_MAX  # here: a peer that has been answered calls again, before that call is over here
+_ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)
 _AHEAD_BYTES = 1 << 23  # of a stream's items that have not been taken
 depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)  # how many calls wait for this code
 logger = logging.getLogger("asyncoll")
@@ -77,6 +79,7 @@ class Server:
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
+        self._answering: Counter[int] = Counter()  # by peer: answers that say no more than that a call is over
         self._context = contextvars.copy_context()
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -88,7 +91,7 @@ class Server:
         key, level = (peer, message.call), (peer, message.number)
         if key in self._tasks:
             raise ProtocolError(f"two calls with the number {message.call}")
-        if self._counts[level] >= protocol.CALLS_MAX:
+        if self._counts[level] >= _CALLS_MAX:
             raise ProtocolError(f"more than {protocol.CALLS_MAX} calls at a time")
         self._counts[level] += 1
         work = self._run(peer, message, arrays)
@@ -100,6 +103,8 @@ class Server:
         task = self._tasks.get((peer, call))
         if task is not None:
             task.cancel()
+        elif self._answering[peer] >= _ANSWERS_MAX:
+            raise ProtocolError(f"more than {_ANSWERS_MAX} calls given up that nobody has heard of")
         else:
             self.answer(peer, call)
 
@@ -109,12 +114,17 @@ class Server:
         if stream is not None:
             stream.taken(number)
 
-    def answer(self, peer: int, call: int) -> None:
-        """Say that a call is over, and no more."""
+    def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
+        """Say that a call is over, and by default no more."""
         key = (peer, -1 - call)  # beside calls
         if key not in self._tasks and not self._closed:
-            task = self._tasks[key] = self._loop.create_task(self._send(peer, RESULT, call))
-            task.add_done_callback(lambda _: self._tasks.pop(key))
+            task = self._tasks[key] = self._loop.create_task(self._send(peer, kind, call, body))
+            self._answering[peer] += 1
+            task.add_done_callback(lambda _: self._answered(key))
+
+    def _answered(self, key: tuple[int, int]) -> None:
+        del self._tasks[key]
+        self._answering[key[0]] -= 1
 
     def forget(self, peer: int) -> None:
         """The peer is gone: nobody waits for its calls."""
@@ -143,7 +153,8 @@ class Server:
         if task.cancelled():  # before its first step, or while it answered
             self.answer(*key)
         elif (error := task.exception()) is not None:
-            logger.error("a call of peer %d could not be answered", key[0], exc_info=error)
+            logger.error("a call of peer %d ended in what is no Exception", key[0], exc_info=error)
+            self.answer(*key, protocol.ERROR, failure.encode(error))
 
     async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         depth.set(message.number + 1)
@@ -152,7 +163,7 @@ class Server:
         except ProtocolError as error:
             self._broken(peer, error)
             return
-        except CallerError as error:
+        except Exception as error:
             await self._fail(peer, message, error)
             return
         try:

@@ -39,12 +39,17 @@ class Slots:
         except BaseException:
             if turn.done() and not turn.cancelled():  # it has come, and nobody takes it
                 self.give_back(nbytes)
+            else:
+                self._wake()  # those behind may need less
             raise
 
     def give_back(self, nbytes: int) -> None:
         """The call is over."""
         self._calls -= 1
         self._bytes -= nbytes
+        self._wake()
+
+    def _wake(self) -> None:
         while self._waiters and (self._waiters[0][0].done() or self._fits(self._waiters[0][1])):
             turn, wanted = self._waiters.popleft()
             if not turn.done():

@@ -58,7 +58,7 @@ class Transport(Protocol):
         """Wait until little of what was sent to `dest` is still queued here. Returns at once if `dest` is lost."""
 
     async def close(self, *, flush: bool = False) -> None:
-        """Stop, and let the peers know. Idempotent. `flush` gives what was sent up to a second to leave."""
+        """Stop, and let the peers know. Idempotent. `flush` gives what was sent a moment to leave."""
 
 
 class Arena(Protocol):

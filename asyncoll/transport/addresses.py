@@ -6,22 +6,28 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncoll.errors import UsageError
 
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+
 
 @contextlib.contextmanager
 def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | None]:
-    """Around a bind or a connect to `url`; yields the user who alone may connect, if ZeroMQ can check that.
+    """Around a bind or a connect to `url`; yields the user who must be at the other end, if that can be known.
 
     Raises UsageError for an address that cannot be used, or that is not safe.
     """
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
     if scheme == "ipc" and rest and not rest.startswith("@"):
+        if not listens:
+            _check_owner(url, Path(rest))
         with _private(Path(rest)) if listens else contextlib.nullcontext():
-            yield os.getuid()
+            yield os.geteuid()
     elif scheme == "tcp" and ":" in rest:
         _check_host(url, rest.rpartition(":")[0].strip("[]"), has_key=has_key)
         yield None
@@ -31,10 +37,39 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
         )
 
 
+def user_behind(descriptor: int) -> int | None:
+    """Who is at the other end of a unix socket; None if the connection is gone."""
+    try:
+        end = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return None
+    finally:
+        end.detach()  # it is ZeroMQ's
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
 def forget(url: str) -> None:
     """Nobody listens at `url` any more."""
     if url.startswith("ipc://"):
         Path(url.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _check_owner(url: str, path: Path) -> None:
+    """Who may write to the folder may put another one there later: the connection itself is checked, too."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return  # connecting tells
+    except OSError as error:
+        raise UsageError(f"cannot connect to {url}: {error}") from error
+    if not stat.S_ISSOCK(status.st_mode):
+        raise UsageError(f"cannot connect to {url}: it is not a socket")
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"cannot connect to {url}: it belongs to another user, {status.st_uid}")
 
 
 @contextlib.contextmanager

@@ -55,12 +55,22 @@ class Pulse:
     if the reader of those computes, the connection fills up, and is silent although its process lives.
     """
 
-    def __init__(self, dealer: zmq.Socket[bytes], address: str, freeze_s: float, stopped: Callable[[], None]) -> None:
-        """`dealer` is not connected yet. `stopped` is called when there was no beat for `freeze_s`, or at once if the
-        connection breaks."""
+    def __init__(
+        self,
+        dealer: zmq.Socket[bytes],
+        address: str,
+        freeze_s: float,
+        felt: Callable[[], None],
+        stopped: Callable[[], None],
+    ) -> None:
+        """`dealer` is not connected yet. `felt` is called once it is.
+
+        `stopped` is called when there was no beat for `freeze_s`, or at once if the connection breaks.
+        """
         dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS))
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * freeze_s))
         self._dealer = dealer
+        self._felt = felt
         self._stopped = stopped
         self._has_begun = False
         self._monitor = Monitor(dealer, self._begin, self._end)
@@ -69,6 +79,7 @@ class Pulse:
 
     def _begin(self) -> None:
         self._has_begun = True
+        self._felt()
 
     def _end(self) -> None:
         if self._has_begun:

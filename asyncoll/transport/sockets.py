@@ -1,8 +1,9 @@
 """Sockets between a service and its clients: a ROUTER that many connect to, and a DEALER that connects to one.
 
-Both carry segments: a kind, a number and a payload. Their owners bound what is on the way, so nothing is bounded here
-but the size of a segment. Each socket has one reader, which is called by the loop. ZeroMQ's descriptors are
-edge-triggered: after each send, too, somebody must look whether anything has come.
+Both carry segments: a kind, a number and a payload. Their owners bound what is on the way; here only the size of a
+segment is bounded, and a peer that breaks the owners' rules and reads nothing is given up. Each socket has one reader,
+which is called by the loop. ZeroMQ's descriptors are edge-triggered: after each send, too, somebody must look whether
+anything has come.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import struct
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.errors import UsageError
 from asyncoll.keys import Key
-from asyncoll.transport.addresses import forget, prepare
+from asyncoll.transport.addresses import forget, prepare, user_behind
 from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
 from asyncoll.transport.door import Strangers
 from asyncoll.transport.monitor import FREEZE_S, Pulse, silence
@@ -34,10 +36,22 @@ _BACKLOG = 512
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _DEATH_S = 0.05  # for all connections of a dead process to have ended
+_UNSENT_MAX = 1 << 19  # segments; four times what a window of empty ones holds
+_UNREAD = "it does not read what it is sent"
 _HELLO = 255  # the first segment of both ends; its number is the version
+_BYE = 254  # the last one of the service, which says why
+_REASON_BYTES = 1024
 VERSION = 1
+_KEEPALIVE = {  # over tcp a host that vanishes is noticed after 11 s; TCP_MAXRT would end who computes for long, too
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+logger = logging.getLogger("asyncoll")
 
 
 class Owner(Protocol):
@@ -58,11 +72,13 @@ class _Socket:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _UNSENT_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        for option, value in _KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         self._will_read = False
         self._is_closed = False
@@ -182,17 +198,27 @@ class ServerSocket(_Socket):
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment, which may be changed afterwards. To who is gone it is dropped."""
         name = self._names.get(peer)
-        if name is not None and not self._is_closed:
-            try:
-                self._send((name,), kind, number, payload)
-            except zmq.ZMQError:  # it is gone; the monitor tells
-                return
+        if name is None or self._is_closed:
+            return
+        try:
+            self._send((name,), kind, number, payload)
+        except zmq.Again:
+            logger.warning("%s dropped client %d: %s", self.url, peer, _UNREAD)
+            self.drop(peer, _UNREAD)
+            self._loop.call_soon(self._owner.lost, peer, _UNREAD)  # its owner is busy sending
+        except zmq.ZMQError:  # it is gone; the monitor tells
+            return
 
-    def drop(self, peer: int) -> None:
-        """Hear nothing more of a client."""
+    def drop(self, peer: int, reason: str) -> None:
+        """Hear nothing more of a client, which loses the service for that reason."""
         name = self._names.pop(peer, None)
-        if name is not None:
+        if name is not None and not self._is_closed:
             self._clients[name] = -1
+            self._tell(name, _BYE, 0, reason.encode()[:_REASON_BYTES])
+
+    def _tell(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
+            self._send((name,), kind, number, payload)
 
     def close(self) -> None:
         if self._gatekeeper is not None and not self._is_closed:
@@ -220,19 +246,23 @@ class ServerSocket(_Socket):
         return True
 
     def _greet(self, name: bytes, frame: Any) -> None:
-        """Let a client in whose first segment says that it is one."""
+        """Let a client in whose first segment says that it is one. It is answered once, whatever the answer."""
         descriptor = frame.get(zmq.SRCFD)
         segment = self._segment(frame)
-        if segment is None or segment[0] != _HELLO or len(self._clients) >= _CLIENTS_MAX:
+        if segment is None or segment[0] != _HELLO:
             self._strangers.tell("dropped a message from a stranger")
             return
         self._heed()  # that descriptor may have been another client's, whose end has not been read
+        self._clients[name] = -1
+        self._descriptors[descriptor] = name
+        if len(self._names) >= _CLIENTS_MAX:
+            self._strangers.tell(f"refused a client: there are {_CLIENTS_MAX} already")
+            self._tell(name, _BYE, 0, f"it has {_CLIENTS_MAX} clients already".encode())
+            return
         if segment[1] == VERSION:
             peer = self._clients[name] = next(self._numbers)
             self._names[peer] = name
-            self._descriptors[descriptor] = name
-        with contextlib.suppress(zmq.ZMQError):
-            self._send((name,), _HELLO, VERSION, b"")
+        self._tell(name, _HELLO, VERSION)
 
     def _happened(self, event: int, value: int) -> None:
         name = self._descriptors.pop(value, None)
@@ -251,18 +281,19 @@ class ClientSocket(_Socket):
     def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
         """`connected` is told the version of the other end.
 
-        Raises UsageError if `url` is none, or would let anybody listen.
+        Raises UsageError if `url` is none, is another user's, or would let anybody listen.
         """
-        super().__init__(zmq.DEALER, _ENDS | _REFUSALS)
+        super().__init__(zmq.DEALER, zmq.EVENT_CONNECTED | _ENDS | _REFUSALS)
         self._owner = owner
         self._connected = connected
         self._url = url
         self._key = key
         self._pulse: Pulse | None = None
         self._is_lost = False
+        self._uid: int | None = None  # whose service it must be
         self._introduce(self._socket)
         try:
-            with prepare(url, has_key=key is not None, listens=False):
+            with prepare(url, has_key=key is not None, listens=False) as self._uid:
                 self._socket.connect(url)
         except zmq.ZMQError as error:
             self.close()
@@ -271,7 +302,7 @@ class ClientSocket(_Socket):
             self.close()
             raise
         self._start()
-        self._send((), _HELLO, VERSION, b"")
+        self.send(0, _HELLO, VERSION, b"")
 
     def _introduce(self, dealer: zmq.Socket[bytes]) -> None:
         """Before it connects."""
@@ -286,8 +317,12 @@ class ClientSocket(_Socket):
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment, which may be changed afterwards. It is dropped if the service is lost."""
-        if not self._is_closed and not self._is_lost:
+        if self._is_closed or self._is_lost:
+            return
+        try:
             self._send((), kind, number, payload)
+        except zmq.Again:
+            self._loop.call_soon(self._give_up)  # its owner is busy sending
 
     def _read_one(self) -> bool:
         try:
@@ -298,8 +333,12 @@ class ClientSocket(_Socket):
         if segment is None:
             return True
         if segment[0] == _HELLO:
-            self._connected(segment[1])
-            self._feel()
+            self._heed()  # whose service it is
+            if not self._is_lost and not self._is_closed:
+                self._connected(segment[1])
+                self._feel()
+        elif segment[0] == _BYE:
+            self._end(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
         else:
             self._owner.received(0, *segment)
         return True
@@ -314,18 +353,32 @@ class ClientSocket(_Socket):
         if self._pulse is None:
             dealer = self._context.socket(zmq.DEALER)
             self._introduce(dealer)
-            self._pulse = Pulse(dealer, self._url, FREEZE_S, self._pulseless)
+            self._pulse = Pulse(dealer, self._url, FREEZE_S, lambda: None, self._pulseless)
 
     def _pulseless(self) -> None:
         """If its process has died, the other connection tells so, now or soon."""
         self._loop.call_later(_DEATH_S, self._lose, silence(FREEZE_S))
 
     def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            if self._uid is not None and user_behind(value) not in (self._uid, None):
+                self._end("it is another user's")
+            return
         refused = event & _REFUSALS
         self._lose("it refused the connection: is the key the same?" if refused else "its connection closed")
 
+    def _give_up(self) -> None:
+        """Nothing more can be sent: the connection is gone, or full."""
+        self._heed()
+        self._lose(_UNREAD)
+
     def _lose(self, cause: str) -> None:
-        if not self._is_lost and not self._is_closed:
+        """It is lost, for that cause if it has not said another itself."""
+        if not self._is_lost:
             self._read_rest()
+        self._end(cause)
+
+    def _end(self, cause: str) -> None:
+        if not self._is_lost and not self._is_closed:
             self._is_lost = True
             self._owner.lost(0, cause)

@@ -9,7 +9,7 @@ second DEALER. Ranks of one host feel the pulse of the next two of them only, an
 hosts feel everybody's, since a network may part any two.
 
 A peer shows that it belongs to the job at the `Door`, and by its routing id, which follows from the job's key and its
-rank. Strangers are dropped. Only this file, `door` and `monitor` know of `zmq`.
+rank. Strangers are dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MORE = _LAST | int(zmq.SNDMORE)
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
 _BATCH = 64  # messages handed over before the loop may do something else
 _SEAL_BYTES = 64  # that CURVE may add to a frame
-_FLUSH_MS = 1000
+_FLUSH_MS = 200  # for ZeroMQ's threads to send what was said last; what is for a peer that is gone stays for so long
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
 _START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 _MAX_PATH = 107  # of a unix socket, in bytes
@@ -77,6 +77,8 @@ class _Peer:
         self.dealer = dealer
         self.monitor = Monitor(dealer, stands, gone)
         self.pulse: Pulse | None = None
+        self.stands = False  # now, or once
+        self.ended = False
         self.queue: deque[list[bytes]] = deque()
         self.drained: list[asyncio.Future[None]] = []
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -169,10 +171,11 @@ class ZeroMQTransport:
         if self._receiver is not None:
             self._loop.remove_reader(self._router.fileno())
         for peer in self._peers.values():
-            self._drop(peer, linger_ms=_FLUSH_MS if flush else 0)
+            peer.monitor.look()  # nobody waits for what is for those who are gone
+            self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.ended else 0)
         self._door.close(opened=self._receiver is not None)
         self._router.close(linger=0)
-        # Waits for what lingers, at most a second: the peers' I/O threads take it whatever their loops are doing.
+        # Waits for what lingers: the peers' I/O threads take it whatever their loops are doing.
         self._context.term()
 
     def collect(self) -> None:
@@ -240,13 +243,17 @@ class ZeroMQTransport:
         return dealer
 
     def _connected(self, rank: int) -> None:
+        """With its pulse, if that is felt, or a peer that stops in this moment would never be missed."""
         peer = self._peers[rank]
-        if peer.connected.done():
+        if peer.stands:
             return
-        peer.connected.set_result(None)
+        peer.stands = True
         if self._freeze_s and rank in self._felt():
-            address = self.peers[rank]
-            peer.pulse = Pulse(self._dealer(rank, address), address, self._freeze_s, partial(self._pulseless, peer))
+            address, dealer = self.peers[rank], self._dealer(rank, self.peers[rank])
+            lose = partial(self._pulseless, peer)
+            peer.pulse = Pulse(dealer, address, self._freeze_s, partial(_set, peer.connected), lose)
+        else:
+            _set(peer.connected)
 
     def _felt(self) -> set[int]:
         """The ranks whose pulse this one feels."""
@@ -257,7 +264,8 @@ class ZeroMQTransport:
 
     def _disconnected(self, rank: int) -> None:
         peer = self._peers[rank]
-        if peer.connected.done() and not peer.gone:
+        if peer.stands and not peer.gone:
+            peer.ended = True
             # It must not connect again: who has been cut off takes all others for lost, and would tell them.
             with contextlib.suppress(zmq.ZMQError):  # this may be the second time
                 peer.dealer.disconnect(self.peers[rank])
@@ -312,6 +320,11 @@ class ZeroMQTransport:
         for future in waiters:
             if not future.done():
                 future.set_result(None)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:

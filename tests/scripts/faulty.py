@@ -12,7 +12,6 @@ import numpy as np
 import asyncoll
 
 FAULTS = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(0),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "holds the GIL": lambda: ctypes.PyDLL(None).usleep(1_500_000),
