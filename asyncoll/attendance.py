@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -127,9 +128,8 @@ class Attendance:
             if rank != self._endpoint.rank:
                 self._endpoint.tell(rank, Where(self._group.communicator))
         try:
-            await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):  # who has not answered by then is said not to
+                await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
         finally:
             self._all_answered = None
 

@@ -129,9 +129,7 @@ def _first_text(*files: Path) -> str:
 def _transports() -> dict[str, str]:
     import zmq
 
-    curve = (
-        "not encrypted yet (this libzmq has CURVE)" if zmq.has("curve") else "not encrypted (this libzmq has no CURVE)"
-    )
+    curve = "with a key, encrypted (CURVE)" if zmq.has("curve") else "on loopback only: this libzmq has no CURVE"
     return {
         "inproc": "yes, ranks of one process",
         "ipc": "yes, ranks of one host" if zmq.has("ipc") else "no: libzmq was built without it",

@@ -956,9 +956,12 @@ def test_a_call_that_gives_up_waiting_for_room_lets_those_behind_it_go(run):
         if comm.rank == 0:
             long = asyncio.ensure_future(comm.rpc.call(1, "hold", np.zeros(10 << 20, np.uint8)))
             larger = asyncio.ensure_future(comm.rpc.call(1, "hold", np.zeros(60 << 20, np.uint8)))
-            await asyncio.sleep(0.01)
+            room = comm.rpc._exchange.client._slots[1, 0]
+            while not room._waiters:
+                await asyncio.sleep(0)
             short = asyncio.ensure_future(comm.rpc.call(1, "let_go"))
-            await asyncio.sleep(0)
+            while len(room._waiters) < 2:
+                await asyncio.sleep(0)
             larger.cancel()
             await asyncio.gather(short, long)
 

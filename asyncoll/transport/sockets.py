@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class Owner(Protocol):
         """A peer is gone. Called at most once for each."""
 
 
-class _Socket:
+class _Socket(ABC):
     """What both have: a ZeroMQ socket, its monitor, and who reads them."""
 
     def __init__(self, kind: int, events: int) -> None:
@@ -129,8 +130,9 @@ class _Socket:
         while not self._is_closed and self._read_one():
             pass
 
+    @abstractmethod
     def _read_one(self) -> bool:
-        raise NotImplementedError
+        """Hand over a segment; returns whether there was one."""
 
     def _heed(self) -> None:
         """Read the monitor."""
@@ -141,8 +143,9 @@ class _Socket:
                 return
             self._happened(int(event["event"]), int(event["value"]))
 
+    @abstractmethod
     def _happened(self, event: int, value: int) -> None:
-        raise NotImplementedError
+        """The monitor tells this."""
 
     def _segment(self, first: Any) -> tuple[int, int, Buffer] | None:
         """What came in `first` and the frames after it; None if nobody sends that."""
