@@ -48,6 +48,29 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+class Keeper:
+    """Keeps what it is told of, for tests to wait for."""
+
+    def __init__(self):
+        self.messages = []
+        self.changed = asyncio.Event()
+
+    def keep(self, kept, what):
+        kept.append(what)
+        self.changed.set()
+
+    async def until(self, condition):
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def take(self, count=1):
+        """So many messages, which are not held here any more."""
+        await self.until(lambda: len(self.messages) >= count)
+        taken, self.messages = self.messages[:count], self.messages[count:]
+        return taken
+
+
 def failures(size, act, run, survivors=0):
     """What `act(comm)` raised at each rank, in a world that `run(size, main)` makes; none leaves before all know."""
     raised = {}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import uvloop
+from conftest import Keeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,32 +35,18 @@ PATIENCE_S = 60  # a safety net, never reached
 TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's board
 
 
-class Keeper:
-    """Holds what is delivered to a rank, and what its carrier says of peers."""
+class Mail(Keeper):
+    """What a carrier delivers."""
 
     def __init__(self):
-        self.messages = []
+        super().__init__()
         self.broken = []
-        self.changed = asyncio.Event()
 
     def deliver(self, source, head, arrays):
-        self.messages.append((source, head, arrays))
-        self.changed.set()
+        self.keep(self.messages, (source, head, arrays))
 
     def hear(self, source, error):
-        self.broken.append((source, error))
-        self.changed.set()
-
-    async def until(self, condition):
-        while not condition():
-            self.changed.clear()
-            await self.changed.wait()
-
-    async def take(self, count=1):
-        """So many messages, which are not held here any more."""
-        await self.until(lambda: len(self.messages) >= count)
-        taken, self.messages = self.messages[:count], self.messages[count:]
-        return taken
+        self.keep(self.broken, (source, error))
 
 
 class World:
@@ -68,7 +55,7 @@ class World:
     def __init__(self, arenas, check):
         ranks = arenas[0].ranks
         self.arenas = arenas
-        self.keepers = [Keeper() for _ in arenas]
+        self.keepers = [Mail() for _ in arenas]
         self.carriers = [
             InMemory(arena, 7, ranks, check, keeper.hear, lambda error: error)
             for arena, keeper in zip(arenas, self.keepers, strict=True)
@@ -666,7 +653,7 @@ def test_in_a_simulated_world():
     async def main(comm):
         endpoint = comm._endpoint
         ranks = tuple(range(comm.size))
-        keeper = Keeper()
+        keeper = Mail()
         carrier = InMemory(
             endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear, lambda error: error
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
+from conftest import Keeper
 
 from asyncoll import wire
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
@@ -33,32 +34,21 @@ def slotted_world(size):
         yield list(map(SlottedTransport, transports, arenas))
 
 
-class Keeper:
+class Frames(Keeper):
     """A `Receiver` that holds the frames themselves."""
 
     def __init__(self):
-        self.messages = []
+        super().__init__()
         self.losses = []
-        self.changed = asyncio.Event()
 
     def received(self, source, frames):
-        self.messages.append((source, frames))
-        self.changed.set()
+        self.keep(self.messages, (source, frames))
 
     def lost(self, source, cause, last_seen_s=0.0):
-        self.losses.append((source, cause))
-        self.changed.set()
-
-    async def until(self, condition):
-        while not condition():
-            self.changed.clear()
-            await self.changed.wait()
+        self.keep(self.losses, (source, cause))
 
     async def take(self, count=1):
-        """The frames of so many messages, which are not held here any more."""
-        await self.until(lambda: len(self.messages) >= count)
-        taken, self.messages = self.messages[:count], self.messages[count:]
-        return [frames for _, frames in taken]
+        return [frames for _, frames in await super().take(count)]
 
 
 def in_world(size, main):
@@ -66,7 +56,7 @@ def in_world(size, main):
 
     async def everything():
         with slotted_world(size) as transports:
-            keepers = [Keeper() for _ in transports]
+            keepers = [Frames() for _ in transports]
             starts = zip(transports, keepers, strict=True)
             try:
                 await asyncio.gather(*(transport.start(keeper) for transport, keeper in starts))
