@@ -49,11 +49,12 @@ ROOMS: dict[str, set[str]] = {
     "transport.slots": {"errors", "wire", "transport"},
     "transport.inbox": {"errors", "transport"},
     "transport.loans": {"errors", "tensors", "transport"},
-    "transport.door": {"keys"},
+    "transport.gate": set(),
+    "transport.door": {"keys", "transport.gate"},
     "transport.monitor": set(),
-    "transport.zeromq": {"errors", "keys", "transport", "transport.door", "transport.monitor"},
+    "transport.zeromq": {"errors", "keys", "transport", "transport.door", "transport.gate", "transport.monitor"},
     "transport.split": {"transport", "transport.zeromq"},
-    "transport.curve": {"keys"},
+    "transport.curve": {"keys", "transport.gate"},
     "transport.addresses": {"errors"},
     "transport.sockets": {
         "errors",
@@ -61,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
         "wire",
         "transport.addresses",
         "transport.curve",
-        "transport.door",
+        "transport.gate",
         "transport.monitor",
     },
     "transport.virtual_time": {"errors"},
@@ -372,7 +373,7 @@ ROOMS: dict[str, set[str]] = {
 SANS_IO = ("wire", "matching", "schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "flat", "doctor", "launch", "rendezvous"}
-ZMQ = {"transport.curve", "transport.door", "transport.monitor", "transport.sockets", "transport.zeromq", "doctor"}
+ZMQ = {f"transport.{name}" for name in ("gate", "curve", "door", "monitor", "sockets", "zeromq")} | {"doctor"}
 DOORS = ("asyncoll.rpc", "asyncoll.testing")  # the other modules whose names are public
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 

@@ -30,7 +30,8 @@ from asyncoll.rendezvous import Environment, meet
 from asyncoll.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
 from asyncoll.testing import fuzz, run_ranks, worlds
 from asyncoll.transport import MAX_FRAME_BYTES, arena, door, split, zeromq
-from asyncoll.transport.door import Door, Strangers
+from asyncoll.transport.door import Door
+from asyncoll.transport.gate import Strangers
 from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 

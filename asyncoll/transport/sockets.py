@@ -23,8 +23,8 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncoll.errors import UsageError
 from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare, user_behind
-from asyncoll.transport.curve import Gatekeeper, protect_client, protect_server
-from asyncoll.transport.door import Strangers
+from asyncoll.transport.curve import gatekeeper, protect_client, protect_server
+from asyncoll.transport.gate import Gatekeeper, Strangers
 from asyncoll.transport.monitor import FREEZE_S, Pulse, silence
 from asyncoll.wire import SEGMENT_BYTES, Buffer
 
@@ -185,7 +185,8 @@ class ServerSocket(_Socket):
             if uid is not None:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
             if key is not None:
-                self._gatekeeper = Gatekeeper(self._context, key, self._refused)
+                self._gatekeeper = gatekeeper(self._context, key, self._refused)
+                self._gatekeeper.guard(self._socket)
                 self._loop.add_reader(self._gatekeeper.fileno(), self._gatekeeper.read)
                 protect_server(self._socket, key)
             try:

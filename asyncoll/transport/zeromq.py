@@ -29,7 +29,8 @@ import zmq
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.keys import Key
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
-from asyncoll.transport.door import Door, Strangers
+from asyncoll.transport.door import Door
+from asyncoll.transport.gate import Strangers
 from asyncoll.transport.monitor import FREEZE_S, Monitor, Pulse, silence
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
