@@ -260,11 +260,11 @@ class Calls:
         return (self._group.ranks, str(recent[number])) if number in recent else None
 
     def _trace(self, rank: int) -> str:
-        """The last call that `rank` has begun, in the words of this rank's own."""
+        """The last call that `rank` has begun, of those that this rank has numbered too, and in its words."""
         assert self._hall is not None
         number = self._hall.begun(self._group.ranks.index(rank)) if rank in self._group.ranks else 0
-        known = self._describe(number)
-        return known[1] if known else ""
+        begun = [call for call in list(self._recent) if call.number <= number]
+        return str(begun[-1]) if begun else ""
 
     def check(self) -> None:
         """Raises what has ended this communicator, if anything has."""

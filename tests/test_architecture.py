@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     # ground and protocol
     "errors": set(),
     "keys": {"errors"},
+    "processes": set(),
     "tensors": {"errors"},
     "wire": {"errors"},
     "traffic": set(),
@@ -31,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "transport.inproc": {"transport"},
     "transport.inproc_arena": {"errors", "tensors", "transport.board"},
     "transport.heap": set(),
-    "transport.mutex": {"errors"},
+    "transport.mutex": {"errors", "processes"},
     "transport.bells": set(),
     "transport.pages": {"errors"},
     "transport.part": {"errors", "tensors", "transport.board"},
@@ -68,7 +69,7 @@ ROOMS: dict[str, set[str]] = {
     "transport.virtual_time": {"errors"},
     "transport.simulated": {"errors", "traffic", "transport", "transport.virtual_time"},
     # runtime
-    "membership": {"wire"},
+    "membership": {"processes", "wire"},
     "failures": {"errors", "wire"},
     "endpoint": {"errors", "tensors", "traffic", "wire", "failures", "matching", "membership", "transport"},
     "group": {"endpoint", "matching", "tensors", "traffic"},

@@ -249,6 +249,11 @@ def test_every_survivor_names_a_dead_process(elements, transport):
 
 
 @pytest.mark.slow
+def test_every_survivor_names_a_process_that_died_with_a_lock_on_which_another_name_stands():
+    assert told("shm", "exits with a lock", 3) == dict.fromkeys("023", "rank 1 is dead")
+
+
+@pytest.mark.slow
 @both
 def test_every_survivor_names_a_stopped_process(transport):
     heard = told(transport, "stopped", 3)

@@ -11,9 +11,9 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from asyncoll.errors import PeerLostError
+from asyncoll.processes import is_stopped
 
 MUTEX_BYTES = 64
 # Where the place of its holder stands, or ~place of one who died. A pthread_mutex_t has 40 bytes, or 48 on ARM.
@@ -29,7 +29,7 @@ _try_lock = _holding_gil.pthread_mutex_trylock
 _unlock = _holding_gil.pthread_mutex_unlock
 _unlock.restype = None
 _timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
-_THREAD = (1 << 30) - 1  # the bits of its first word that say who has it
+_THREAD = (1 << 30) - 1  # the bits of its first word that say who has it: the kernel needs them there, too, at a death
 _SLICE_S = 0.05  # of waiting: timedlock goes by the clock on the wall, which may be set meanwhile
 
 
@@ -48,7 +48,8 @@ class RobustMutex:
     """A `Mutex` between the threads of all processes that share `memory`, MUTEX_BYTES of it.
 
     What a dead owner left is never repaired. The kernel tells the next one, which notes it beside the mutex for all who
-    come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.)
+    come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.) Who
+    died before it could write its own place there has left that of the owner before: see `Membership.culprit`.
     """
 
     __slots__ = ("_futex", "_holder", "_mutex", "_patience", "_place", "_ranks", "release")
@@ -104,20 +105,12 @@ class RobustMutex:
         waited_since_s = _now()
         while (failure := self._wait_a_slice()) == errno.ETIMEDOUT:
             waited_s, holder = _now() - waited_since_s, self._holder[0]
-            if waited_s >= self._patience.seconds and 0 <= holder < len(self._ranks) and self._is_stopped():
+            is_over = waited_s >= self._patience.seconds and is_stopped(self._futex[0] & _THREAD)
+            if is_over and 0 <= holder < len(self._ranks):
                 self._patience.seconds = 0.0  # there is none left for the next time
                 cause = "its process was stopped while it was changing shared memory"
                 raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
         return failure
-
-    def _is_stopped(self) -> bool:
-        """Whether the thread that has it is. The kernel takes its number from the mutex, too, should it die."""
-        thread = self._futex[0] & _THREAD
-        try:
-            stat = Path(f"/proc/{thread}/stat").read_text(errors="replace")
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def _wait_a_slice(self) -> int:
         until = time.clock_gettime(time.CLOCK_REALTIME) + _SLICE_S
