@@ -54,8 +54,9 @@ class Attendance:
         self._idle_since_s = deadlines.now_s()
         self._looks_at_s = math.inf  # when the runtime looks for calls that are overdue
         self._timer: asyncio.TimerHandle | None = None
+        self._asking = asyncio.Lock()
         self._answers: dict[int, Here] = {}
-        self._asked = 0  # so many ranks
+        self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # while it asks
         endpoint.on_control(Where, group.communicator, self._answer)
         endpoint.on_control(Here, group.communicator, self._heard)
@@ -106,6 +107,10 @@ class Attendance:
             self._timer = asyncio.get_running_loop().call_later(looks_at_s - now_s, self._look)
 
     async def _give_up(self, overdue: Visit) -> None:
+        async with self._asking:  # one at a time: answers do not say to whose question
+            await self._tell_who_is_late(overdue)
+
+    async def _tell_who_is_late(self, overdue: Visit) -> None:
         await self._ask(overdue.ranks)
         if overdue not in self._visits:
             self._look()
@@ -123,10 +128,9 @@ class Attendance:
         """These where they are."""
         self._answers.clear()
         self._all_answered = asyncio.Event()
-        self._asked = len(ranks) - 1
-        for rank in ranks:
-            if rank != self._endpoint.rank:
-                self._endpoint.tell(rank, Where(self._group.communicator))
+        self._asked = set(ranks) - {self._endpoint.rank}
+        for rank in self._asked:
+            self._endpoint.tell(rank, Where(self._group.communicator))
         try:
             with contextlib.suppress(TimeoutError):  # who has not answered by then is said not to
                 await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
@@ -135,7 +139,7 @@ class Attendance:
 
     def _heard(self, source: int, answer: Here) -> None:
         self._answers[source] = answer
-        if self._all_answered is not None and len(self._answers) == self._asked:
+        if self._all_answered is not None and self._answers.keys() >= self._asked:
             self._all_answered.set()
 
     def _has_come(self, rank: int, visit: Visit) -> bool:

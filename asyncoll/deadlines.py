@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -25,12 +26,17 @@ def deadline(seconds: float) -> Iterator[None]:
     """
     if not seconds > 0:
         raise UsageError(f"a deadline is a number of seconds above 0, got {seconds!r}")
-    expires_s, outer_s = now_s() + seconds, _expires_s.get()
-    token = _expires_s.set(expires_s if outer_s is None else min(expires_s, outer_s))
+    ends_s = min(now_s() + seconds, math.inf if (outer_s := _expires_s.get()) is None else outer_s)
+    token = _expires_s.set(ends_s if ends_s < math.inf else None)
     try:
         yield
     finally:
         _expires_s.reset(token)
+
+
+def lift() -> None:
+    """No deadline holds here any more: for what serves others, and outlives the call that made it."""
+    _expires_s.set(None)
 
 
 def expires_s() -> float | None:

@@ -61,14 +61,19 @@ def write_key(path: Path) -> None:
 def read_key(path: Path) -> Key:
     """The key in a file. Raises UsageError unless it is this user's own, nobody else's to read, and whole."""
     try:
-        with open(path, "rb") as file:
-            status, secret = os.fstat(file.fileno()), file.read(KEY_BYTES + 1)
+        with open(path, "rb", opener=_without_waiting) as file:
+            status, secret = os.fstat(file.fileno()), file.read(KEY_BYTES + 1) or b""
     except OSError as error:
         raise UsageError(f"cannot read the key {path}: {error.strerror}") from error
     _check_private(path, status)
     if len(secret) != KEY_BYTES:
         raise UsageError(f"{path} is no key: it must have {KEY_BYTES} bytes; make one with `asyncoll key FILE`")
     return Key(secret)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens it even if it is a pipe that nobody writes into."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_folder(folder: Path) -> None:

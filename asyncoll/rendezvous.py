@@ -40,6 +40,7 @@ TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages 
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
 _TIMEOUT = timedelta(seconds=300)
 _DEADLINE_S = 1800.0
+_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # what ZeroMQ counts in whole ms, and in 32 bits
 logger = logging.getLogger("asyncoll")
 
 
@@ -77,7 +78,7 @@ class Environment:
             master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
-            freeze_s=_seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S),
+            freeze_s=_freeze_s(environ),
             deadline_s=_seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
             key_file=environ.get(KEY_FILE, ""),
             encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
@@ -100,9 +101,19 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
-    if not text.lstrip("-").isdigit():
-        raise UsageError(f"{name}={text!r} in the environment is not a number")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} in the environment is not a number") from None
+
+
+def _freeze_s(environ: Mapping[str, str]) -> float:
+    seconds = _seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
+    if seconds and not _FREEZE_MIN_S <= seconds <= _FREEZE_MAX_S:
+        raise UsageError(
+            f"ASYNCOLL_FREEZE_S={seconds:g}: give {_FREEZE_MIN_S} to {_FREEZE_MAX_S} seconds, or 0 for never"
+        )
+    return seconds
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -98,7 +98,8 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._comm.open_rpc()  # who has not used it answers those who call it all the same
+        with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
+            self._comm.open_rpc()  # who has not used it answers those who call it all the same
         try:
             await self._runner.start(self._leave(error))
         finally:

@@ -277,8 +277,10 @@ def test_a_service_that_freezes_is_lost(url, tmp_path):
                 await client.call("freeze")
 
     with subprocess.Popen([sys.executable, "-c", FREEZING, url], stdout=subprocess.PIPE, text=True) as service:
-        run(main(service.stdout.readline().strip()))
-        service.kill()
+        try:
+            run(main(service.stdout.readline().strip()))
+        finally:
+            service.kill()
 
 
 @pytest.mark.parametrize("what", ["call", "stream"])

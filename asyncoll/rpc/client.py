@@ -26,7 +26,7 @@ from asyncoll.rpc.service import MAX_NAME
 from asyncoll.rpc.slots import Slots
 from asyncoll.tensors import Array
 
-T = TypeVar("T")
+R = TypeVar("R")
 Answer = tuple[Message, Sequence[Array]]
 _CREDIT_EVERY = ITEMS_MAX // 4
 
@@ -68,22 +68,19 @@ class Client:
 
     async def call(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types) -> Any:
         """What the function of that name returns at `peer`. `types` are the dataclasses that may come."""
-        work = self._exchange(peer, name, args, kwargs)
-        seconds = remaining_s()
-        message, arrays = await (work if seconds is None else _in_time(work, seconds, name, self._rank_of(peer)))
+        message, arrays = await self._in_time(self._exchange(peer, name, args, kwargs), name, peer)
         return codec.decode(message.body, arrays, types)
 
     async def notify(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Have a function called, and do not wait for it. Waits for a slot, if all are taken."""
-        work = self._begin(protocol.NOTIFY, peer, name, args, kwargs)
-        seconds = remaining_s()
-        await (work if seconds is None else _in_time(work, seconds, name, self._rank_of(peer)))
+        await self._in_time(self._begin(protocol.NOTIFY, peer, name, args, kwargs), name, peer)
 
     async def stream(
         self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types
     ) -> AsyncGenerator[Any, None]:
         """The items of an async generator at `peer`."""
-        number, pending = await self._begin(protocol.STREAM, peer, name, args, kwargs)
+        work = self._begin(protocol.STREAM, peer, name, args, kwargs)
+        number, pending = await self._in_time(work, name, peer)
         assert pending.items is not None
         taken = 0
         try:
@@ -99,8 +96,7 @@ class Client:
     async def _next_item(self, items: asyncio.Queue[Answer | None], name: str, peer: int) -> Answer | None:
         """None at the end."""
         self.check()
-        seconds = remaining_s()
-        answer = await (items.get() if seconds is None else _in_time(items.get(), seconds, name, self._rank_of(peer)))
+        answer = await self._in_time(items.get(), name, peer)
         if answer is None:
             self.check()
             return None
@@ -111,26 +107,37 @@ class Client:
     async def _exchange(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer:
         number, pending = await self._begin(protocol.CALL, peer, name, args, kwargs)
         assert pending.answer is not None
-        timer = None
-        if self._patience_s < math.inf:
-            timer = self._loop.call_later(self._patience_s, self._expire, number, name)
         try:
             message, arrays = await pending.answer
         except asyncio.CancelledError:
             self._give_up(number)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
         if message.kind == protocol.ERROR:
             raise failure.decode(message.body, self._rank_of(peer))
         return message, arrays
 
-    def _expire(self, number: int, name: str) -> None:
-        pending = self._pending.get(number)
-        if pending is not None and pending.answer is not None and not pending.answer.done():
-            pending.answer.set_exception(_late(name, self._rank_of(pending.peer)))
-            self._give_up(number)
+    async def _in_time(self, work: Coroutine[Any, Any, R], name: str, peer: int) -> R:
+        """Await `work`, or raise DeadlineError."""
+        remaining = remaining_s()
+        seconds = self._patience_s if remaining is None else min(remaining, self._patience_s)
+        if seconds == math.inf:
+            return await work
+        if seconds <= 0:
+            work.close()
+            raise self._late(name, peer)
+        late = asyncio.timeout(seconds)
+        try:
+            async with late:
+                return await work
+        except TimeoutError:
+            if not late.expired():
+                raise
+            raise self._late(name, peer) from None
+
+    def _late(self, name: str, peer: int) -> DeadlineError:
+        rank = self._rank_of(peer)
+        where = f"rank {rank}" if rank >= 0 else "the service"
+        return DeadlineError(f"{name} at {where} did not answer before the deadline")
 
     async def _begin(
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
@@ -139,7 +146,9 @@ class Client:
         if not isinstance(name, str) or len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
-        if level > protocol.MAX_DEPTH:
+        if kind == protocol.NOTIFY:
+            level %= protocol.MAX_DEPTH + 1  # nobody waits for its end, so it may be passed on for ever
+        elif level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
         body, arrays = _encode(name, args, kwargs)
         slots, nbytes = self._slots[peer, level], len(body) + sum(array.nbytes for array in arrays)
@@ -250,7 +259,8 @@ class Client:
         self._pending.clear()
         sending, self._sending = self._sending, set()
         for task in (*sending, *self._words):
-            task.cancel()
+            if task is not asyncio.current_task():  # which is about to raise it
+                task.cancel()
 
     async def close(self) -> None:
         """End every call, and wait for what nobody else waits for. Idempotent."""
@@ -259,23 +269,6 @@ class Client:
         self._failure = closed  # whatever ended it before: parting from each other is no loss
         if self._words:
             await asyncio.wait(self._words)
-
-
-async def _in_time(work: Coroutine[Any, Any, T], seconds: float, name: str, rank: int) -> T:
-    """Await `work`, or raise DeadlineError."""
-    late = asyncio.timeout(seconds)
-    try:
-        async with late:
-            return await work
-    except TimeoutError:
-        if not late.expired():
-            raise
-        raise _late(name, rank) from None
-
-
-def _late(name: str, rank: int) -> DeadlineError:
-    where = f"rank {rank}" if rank >= 0 else "the service"
-    return DeadlineError(f"{name} at {where} did not answer before the deadline")
 
 
 def _encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes, list[Array]]:

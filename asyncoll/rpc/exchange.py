@@ -47,9 +47,11 @@ class Exchange:
 
     async def close(self) -> None:
         """End everything, and wait for what runs here. Idempotent."""
-        await self.client.close()
-        await self._server.close()
-        await self._carrier.close()
+        try:
+            await self.client.close()
+            await self._server.close()
+        finally:
+            await self._carrier.close()
 
     async def _reply(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))

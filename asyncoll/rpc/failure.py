@@ -12,7 +12,7 @@ from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteE
 from asyncoll.rpc import codec
 
 _USAGE, _RAISED, _LATE = range(3)  # whose fault it was: the caller's, the function's, nobody's
-_MAX = (200, 2000, 8000)  # characters of the type's name, the message, the traceback
+_NAME_MAX, _MESSAGE_MAX, _TRACE_MAX = 200, 2000, 8000  # characters; of a traceback the last ones
 
 _MACHINERY = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
@@ -25,18 +25,17 @@ class CallerError(Exception):
     """The call makes no sense, so that no function has been called; the message is for its caller."""
 
 
-def encode(error: BaseException) -> bytes:
-    """What becomes of `error` at the caller."""
+def encode(error: BaseException, *, is_late: bool = False) -> bytes:
+    """What becomes of `error` at the caller; `is_late` if it is that of the caller's deadline."""
     kind, trace = _RAISED, ""
     if isinstance(error, CallerError):
         kind = _USAGE
-    elif isinstance(error, DeadlineError):
+    elif is_late and isinstance(error, DeadlineError):
         kind = _LATE
     else:
-        trace = "".join(traceback.format_exception(type(error), error, _beyond_machinery(error.__traceback__)))
-    texts = (type(error).__name__, _message(error), trace)
-    shortened = [_valid(text)[-most:] for text, most in zip(texts, _MAX, strict=True)]
-    return codec.encode([kind, *shortened])[0]
+        trace = _trace(error)
+    name, message, trace = map(_valid, (type(error).__name__, _message(error), trace))
+    return codec.encode([kind, name[:_NAME_MAX], message[:_MESSAGE_MAX], trace[-_TRACE_MAX:]])[0]
 
 
 def decode(body: bytes, rank: int) -> AsyncollError:
@@ -50,6 +49,13 @@ def decode(body: bytes, rank: int) -> AsyncollError:
     if kind == _LATE:
         return DeadlineError(f"{_place(rank)}: {message}")
     return RemoteError(rank, name, message, trace)
+
+
+def _trace(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, _beyond_machinery(error.__traceback__)))
+    except Exception as failure:  # the user's own class, or one in another without end
+        return f"(a traceback that cannot be formatted: {type(failure).__name__})"
 
 
 def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import types
 import typing
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -66,6 +67,11 @@ def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
     while pending:
         annotation = pending.pop()
         pending += typing.get_args(annotation)
+        if isinstance(annotation, typing.NewType):
+            pending.append(annotation.__supertype__)
+        elif typing.is_typeddict(annotation):
+            pending += resolved(annotation, annotation.__qualname__).values()
+        annotation = typing.get_origin(annotation) or annotation  # Box[int] comes as a Box
         if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
             continue
         name = annotation.__qualname__
@@ -94,6 +100,11 @@ def text(annotation: Any) -> str:
     """The annotation as its author wrote it, but for the modules: those may differ between a service and its stub."""
     if annotation is inspect.Parameter.empty:
         return ""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):  # Optional[int] is int | None
+        return " | ".join("None" if arg is type(None) else text(arg) for arg in args)
+    if isinstance(origin, type) and args and all(isinstance(arg, type) or typing.get_origin(arg) for arg in args):
+        return f"{origin.__qualname__}[{', '.join(map(text, args))}]"  # List[int] is list[int]
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 

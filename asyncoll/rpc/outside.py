@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncoll.deadlines import remaining_s
 from asyncoll.errors import ProtocolError, ServiceLostError
 from asyncoll.keys import Key, read_key
 from asyncoll.rpc import stub
@@ -102,10 +104,13 @@ class Connection:
 
     async def meet(self) -> None:
         """Wait until the service has answered."""
+        remaining = remaining_s()
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(min(_PATIENCE_S, math.inf if remaining is None else remaining)) as late:
                 version = await self._version
         except TimeoutError:
+            if not late.expired():
+                raise
             raise ServiceLostError(f"nobody answers at {self._url}") from None
         if version != VERSION:
             raise ProtocolError(

@@ -77,8 +77,10 @@ class Rpc:
         Waits for all of them. If some failed, raises an ExceptionGroup of their errors, in the order of `ranks`.
         """
         called = list(ranks)
-        for rank in called:
-            self._of_world(rank)  # nothing is sent if one of them is wrong
+        for rank in called:  # nothing is sent if one of them is wrong
+            self._of_world(rank)
+            if called.count(rank) > 1:
+                raise UsageError(f"{name}: rank {rank} is named {called.count(rank)} times")
         calls = [asyncio.ensure_future(self.call(rank, name, *args, **kwargs)) for rank in called]
         try:
             outcomes = await asyncio.gather(*calls, return_exceptions=True)

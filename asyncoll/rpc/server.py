@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from asyncoll.deadlines import deadline
+from asyncoll.deadlines import deadline, lift
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
 from asyncoll.progress import offload
 from asyncoll.rpc import codec, failure, protocol
@@ -81,6 +81,7 @@ class Server:
         self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
         self._answering: Counter[int] = Counter()  # by peer: answers that say no more than that a call is over
         self._context = contextvars.copy_context()
+        self._context.run(lift)
         self._loop = asyncio.get_running_loop()
         self._closed = False
 
@@ -125,6 +126,8 @@ class Server:
     def _answered(self, key: tuple[int, int]) -> None:
         del self._tasks[key]
         self._answering[key[0]] -= 1
+        if not self._answering[key[0]]:
+            del self._answering[key[0]]
 
     def forget(self, peer: int) -> None:
         """The peer is gone: nobody waits for its calls."""
@@ -168,7 +171,7 @@ class Server:
             return
         try:
             body, out = await self._outcome(peer, message, *understood)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # to exit is not up to a caller
             await self._fail(peer, message, error)
         else:
             await self._send(peer, RESULT, message.call, body, out)
@@ -176,7 +179,8 @@ class Server:
     async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
         if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
             logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
-        await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
+        body = failure.encode(error, is_late=message.seconds < math.inf)
+        await self._send(peer, protocol.ERROR, message.call, body)
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         """The peer may be gone: then there is nobody to be told, and others find out."""
@@ -234,7 +238,7 @@ class Server:
     async def _stream(self, peer: int, call: int, function: Function, items: Any) -> None:
         stream = self._streams[peer, call] = _Stream()
         name = f"an item of {function.name}"
-        async with contextlib.aclosing(items):
+        async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
             async for item in items:
                 body, arrays = codec.encode(item, name)
                 stream.sent(len(body) + sum(array.nbytes for array in arrays))

@@ -138,6 +138,8 @@ class Registry:
         """
         if inspect.isroutine(what):
             new = [Function(_checked(name or what.__name__), what)]
+        elif isinstance(what, type):
+            raise UsageError(f"{what.__qualname__} is a class: register an object of it")
         else:
             prefix = f"{name}." if name else ""
             new = [Function(_checked(prefix + own), method) for own, method in public_methods(what)]

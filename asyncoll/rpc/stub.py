@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -46,15 +47,15 @@ class _Stub:
         prefix = f"{name}." if name else ""
         self._peer = peer
         self._what = cls.__qualname__
-        self._functions = {
-            own: _described(prefix + own, f"{cls.__qualname__}.{own}", method) for own, method in public_methods(cls)
-        }
+        self._functions = {own: _described(prefix + own, cls, own, method) for own, method in public_methods(cls)}
         self._has_been_matched = False
 
     def __repr__(self) -> str:
         return f"<{self._what} at {self._peer.name}>"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # also before `__init__`, which copies do without
+            raise AttributeError(name)
         function = self._functions.get(name)
         if function is None:
             raise AttributeError(f"{self._what} has no public method {name!r}")
@@ -97,10 +98,13 @@ class _Stub:
         self._has_been_matched = True
 
 
-def _described(name: str, own_name: str, method: Callable[..., Any]) -> Function:
-    function = Function(name, method, is_unbound=True)
+def _described(name: str, cls: type, own: str, method: Callable[..., Any]) -> Function:
+    is_unbound = not isinstance(inspect.getattr_static(cls, own), staticmethod | classmethod)
+    function = Function(name, method, is_unbound=is_unbound)
     if not (function.is_coroutine or function.streams):
-        raise UsageError(f"{own_name} is a plain function, but is awaited where it runs elsewhere: make it `async def`")
+        raise UsageError(
+            f"{cls.__qualname__}.{own} is a plain function, but is awaited where it runs elsewhere: make it `async def`"
+        )
     return function
 
 

@@ -17,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.keys import Key
 from asyncoll.transport import gate
+from asyncoll.transport.monitor import watch
 
 _HANDSHAKE_MS = 5000  # whoever has connected must show by then that it belongs to the job
 _BACKLOG = 128  # and two for each rank
@@ -44,11 +45,7 @@ class Door:
         self._router = router
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, _BACKLOG + 2 * self._size)
-        address = f"inproc://door-{id(self)}"
-        router.monitor(address, sum(_FAILURES))
-        self._monitor: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # or ZeroMQ stands still until somebody has read of its strangers
-        self._monitor.connect(address)
+        self._monitor = watch(router, sum(_FAILURES))
 
     def guard(self, address: str) -> None:
         """Before the ROUTER binds to `address`: first over ipc, then over tcp."""

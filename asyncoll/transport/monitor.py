@@ -13,6 +13,17 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _BEATS = 4  # in the time without a beat after which a process counts as frozen
 
 
+def watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Where `socket` tells of such events, for `parse_monitor_message`."""
+    address = f"inproc://monitor-{id(socket)}"
+    socket.monitor(address, events)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # or the thread of ZeroMQ stands still until somebody has read what it tells
+    monitor.connect(address)
+    return monitor
+
+
 def silence(freeze_s: float) -> str:
     """Why a peer without a pulse is lost."""
     return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
@@ -25,7 +36,7 @@ class Monitor:
         self._socket = socket
         self._stands = stands
         self._gone = gone
-        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self._events = watch(socket, _EVENTS)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._events.fileno(), self.look)
 

@@ -15,6 +15,7 @@ import logging
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import zmq
@@ -25,7 +26,7 @@ from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare, user_behind
 from asyncoll.transport.curve import gatekeeper, protect_client, protect_server
 from asyncoll.transport.gate import Gatekeeper, Strangers
-from asyncoll.transport.monitor import FREEZE_S, Pulse, silence
+from asyncoll.transport.monitor import FREEZE_S, Pulse, silence, watch
 from asyncoll.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -50,7 +51,13 @@ _KEEPALIVE = {  # over tcp a host that vanishes is noticed after 11 s; TCP_MAXRT
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = "it refused the connection: is the key the same at both ends?"
+_SILENT = "it does not answer as it should: is it stopped, or has only one end a key?"
+_CAUSES = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): _REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): _REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): _SILENT,
+}
 
 logger = logging.getLogger("asyncoll")
 
@@ -80,7 +87,7 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        self._monitor = watch(self._socket, events)
         self._will_read = False
         self._is_closed = False
 
@@ -283,11 +290,11 @@ class ClientSocket(_Socket):
     """Connects to a service, which is peer 0. Once it is lost it stays so."""
 
     def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
-        """`connected` is told the version of the other end.
+        """`connected` is told the version of the other end, once its pulse is felt, too.
 
         Raises UsageError if `url` is none, is another user's, or would let anybody listen.
         """
-        super().__init__(zmq.DEALER, zmq.EVENT_CONNECTED | _ENDS | _REFUSALS)
+        super().__init__(zmq.DEALER, zmq.EVENT_CONNECTED | _ENDS | sum(_CAUSES))
         self._owner = owner
         self._connected = connected
         self._url = url
@@ -339,8 +346,7 @@ class ClientSocket(_Socket):
         if segment[0] == _HELLO:
             self._heed()  # whose service it is
             if not self._is_lost and not self._is_closed:
-                self._connected(segment[1])
-                self._feel()
+                self._feel(partial(self._connected, segment[1]))
         elif segment[0] == _BYE:
             self._end(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
         else:
@@ -352,12 +358,12 @@ class ClientSocket(_Socket):
             self._pulse.close()
         super().close()
 
-    def _feel(self) -> None:
-        """From now on, whether the service is frozen."""
+    def _feel(self, felt: Callable[[], None]) -> None:
+        """From `felt` on, whether the service is frozen."""
         if self._pulse is None:
             dealer = self._context.socket(zmq.DEALER)
             self._introduce(dealer)
-            self._pulse = Pulse(dealer, self._url, FREEZE_S, lambda: None, self._pulseless)
+            self._pulse = Pulse(dealer, self._url, FREEZE_S, felt, self._pulseless)
 
     def _pulseless(self) -> None:
         """If its process has died, the other connection tells so, now or soon."""
@@ -368,8 +374,7 @@ class ClientSocket(_Socket):
             if self._uid is not None and user_behind(value) not in (self._uid, None):
                 self._end("it is another user's")
             return
-        refused = event & _REFUSALS
-        self._lose("it refused the connection: is the key the same?" if refused else "its connection closed")
+        self._lose(_CAUSES.get(event, "its connection closed"))
 
     def _give_up(self) -> None:
         """Nothing more can be sent: the connection is gone, or full."""
