@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -275,15 +276,16 @@ class _Crossing:
             self._outcome.set_result(task.result())
 
 
-async def offload(fn: Callable[..., T], *args: Any) -> T:
+async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:
     """Run `fn(*args)`, which blocks or computes, in a thread and wait for it, so that the caller's loop goes on.
 
-    Cancelling the wait does not stop the thread. In virtual time it runs at once, on the loop: there are no threads.
+    The thread is one of the loop's own, or of `threads`. Cancelling the wait does not stop it. In virtual time it runs
+    at once, on the loop: there are no threads.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualTimeLoop):
         return fn(*args)
-    return await loop.run_in_executor(None, partial(contextvars.copy_context().run, _run, fn, *args))
+    return await loop.run_in_executor(threads, partial(contextvars.copy_context().run, _run, fn, *args))
 
 
 def _run(fn: Callable[..., T], *args: Any) -> T:

@@ -17,7 +17,7 @@ import uvloop
 from asyncoll.algorithms import dense
 from asyncoll.communicator import Communicator
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.errors import AsyncollError, PeerLostError, UsageError
 from asyncoll.failures import WORLD
 from asyncoll.group import Group, Lane
 from asyncoll.progress import ProgressThread, Runner, SharedLoop
@@ -100,6 +100,21 @@ class World:
     ) -> None:
         with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
             self._comm.open_rpc()  # who has not used it answers those who call it all the same
+        try:
+            await self._flush(error)
+        except BaseException as cancelled:
+            error = cancelled
+            raise
+        finally:
+            await self._end(error)
+
+    async def _flush(self, error: BaseException | None) -> None:
+        if error is None:
+            with contextlib.suppress(AsyncollError):  # it is the world's, of which this rank is about to hear
+                for rpc in self._comm.rpcs:
+                    await rpc.flush()
+
+    async def _end(self, error: BaseException | None) -> None:
         try:
             await self._runner.start(self._leave(error))
         finally:

@@ -13,6 +13,9 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]]) -> It
     root = supervisor.root
     if root is None:
         return
+    accused = root.blames if root.blames in supervisor.stopped else None  # it is frozen, say, and will not fail itself
+    if accused is not None:
+        yield f"rank {accused} is the root cause, as the others tell: {root.summary}"
     yield f"rank {root.rank} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
     if root.traceback:
         yield root.traceback.rstrip("\n")
@@ -21,7 +24,8 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]]) -> It
         yield from (f"    {line}" for line in last)
     yield from _followers(supervisor, root)
     if supervisor.exit_code is None and supervisor.stopped:
-        yield f"{were(supervisor.stopped)} stopped because rank {root.rank} failed"
+        why = f"because rank {root.rank} failed" if accused is None else "in the end"
+        yield f"{were(supervisor.stopped)} stopped {why}"
 
 
 def _followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:

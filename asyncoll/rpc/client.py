@@ -22,7 +22,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
-from asyncoll.rpc.service import MAX_NAME
+from asyncoll.rpc.service import MAX_NAME, METHODS
 from asyncoll.rpc.slots import Slots
 from asyncoll.tensors import Array
 
@@ -34,10 +34,11 @@ _CREDIT_EVERY = ITEMS_MAX // 4
 class _Pending:
     """One call. `answer` is what waits for it, `items` is what has come of a stream; neither if nobody waits."""
 
-    __slots__ = ("answer", "items", "nbytes", "peer", "slots")
+    __slots__ = ("answer", "is_word", "items", "nbytes", "peer", "slots")
 
-    def __init__(self, peer: int, slots: Slots, nbytes: int) -> None:
+    def __init__(self, peer: int, slots: Slots, nbytes: int, *, is_word: bool) -> None:
         self.peer = peer
+        self.is_word = is_word  # that nobody has waited for from the start
         self.slots = slots
         self.nbytes = nbytes
         self.answer: asyncio.Future[Answer] | None = None
@@ -137,7 +138,8 @@ class Client:
     def _late(self, name: str, peer: int) -> DeadlineError:
         rank = self._rank_of(peer)
         where = f"rank {rank}" if rank >= 0 else "the service"
-        return DeadlineError(f"{name} at {where} did not answer before the deadline")
+        missing = (peer,) if rank >= 0 else ()
+        return DeadlineError(f"{name} at {where} did not answer before the deadline", missing=missing)
 
     async def _begin(
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
@@ -154,7 +156,7 @@ class Client:
         slots, nbytes = self._slots[peer, level], len(body) + sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
             await self._unless_failed(slots.take(nbytes))
-        number, pending = next(self._numbers), _Pending(peer, slots, nbytes)
+        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, is_word=kind == protocol.NOTIFY)
         if kind == protocol.CALL:
             pending.answer = self._loop.create_future()
         elif kind == protocol.STREAM:
@@ -261,6 +263,15 @@ class Client:
         for task in (*sending, *self._words):
             if task is not asyncio.current_task():  # which is about to raise it
                 task.cancel()
+
+    async def flush(self) -> None:
+        """Wait until every notification from here has begun, as the answer to a later call shows."""
+        level = depth.set(protocol.MAX_DEPTH)  # where slots are free, whatever is under way
+        try:
+            for peer in {pending.peer for pending in self._pending.values() if pending.is_word}:
+                await self._in_time(self._exchange(peer, METHODS, (), {}), METHODS, peer)
+        finally:
+            depth.reset(level)
 
     async def close(self) -> None:
         """End every call, and wait for what nobody else waits for. Idempotent."""

@@ -45,6 +45,10 @@ class Exchange:
         """That peer, which only ever called, is gone."""
         self._server.forget(peer)
 
+    async def flush(self) -> None:
+        """Wait until everything that has been notified from here has begun."""
+        await self.client.flush()
+
     async def close(self) -> None:
         """End everything, and wait for what runs here. Idempotent."""
         try:

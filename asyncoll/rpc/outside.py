@@ -82,6 +82,7 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
     try:
         await connection.meet()
         yield connection
+        await connection.flush()
     finally:
         await connection.close()
 
@@ -122,7 +123,10 @@ class Connection:
         return await self._exchange.client.call(0, name, args, kwargs, NO_TYPES)
 
     async def notify(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have `name` called, and wait neither for its end nor for its result."""
+        """Have `name` called, and wait neither for its end nor for its result.
+
+        It has begun when the connection ends without an error, and goes on when the connection is gone.
+        """
         await self._exchange.client.notify(0, name, args, kwargs)
 
     def stream(self, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -136,6 +140,12 @@ class Connection:
     def proxy(self, service: Callable[..., S]) -> Proxy[S]:
         """What looks like a `service`, a description of this one: see `Rpc.proxy`."""
         return stub.stub(self._peer, service, None)
+
+    async def flush(self) -> None:
+        """Wait until everything that has been notified has begun; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._exchange.flush()
 
     async def close(self) -> None:
         """End all calls. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -96,8 +97,9 @@ class Rpc:
     async def notify(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have `name` called at `rank`, and wait neither for its end nor for its result.
 
-        Returns once the arguments may be changed. What one task sends to one rank begins there in that order. If the
-        function raises, that rank logs it.
+        Returns once the arguments may be changed. What one task sends to one rank begins there in that order, and
+        before this rank has left the world; what has not ended by the end of the world is cancelled. If the function
+        raises, that rank logs it.
         """
         await self._exchange.client.notify(self._of_world(rank), name, args, kwargs)
 
@@ -122,6 +124,10 @@ class Rpc:
         """
         return stub.stub(self._peer(rank), service, name)
 
+    async def flush(self) -> None:
+        """Wait until everything that this rank has notified of has begun."""
+        await self._exchange.flush()
+
     async def close(self) -> None:
         """End all calls, from here and to here."""
         await self._exchange.close()
@@ -131,9 +137,13 @@ class Rpc:
 
     def _of_world(self, rank: int) -> int:
         """Peers are ranks of the world; the caller's are places in the group."""
-        if not isinstance(rank, int) or not 0 <= rank < len(self._ranks):
-            raise UsageError(f"rank {rank!r} is not one of the ranks 0 to {len(self._ranks) - 1}")
-        return self._ranks[rank]
+        try:
+            place = operator.index(rank)
+        except TypeError:
+            raise UsageError(f"a rank is a whole number, got {rank!r:.50}") from None
+        if not 0 <= place < len(self._ranks):
+            raise UsageError(f"rank {place} is not one of the ranks 0 to {len(self._ranks) - 1}")
+        return self._ranks[place]
 
     def _failed(self, failure: Failure) -> None:
         """On the runtime's loop."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import inspect
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -77,6 +79,7 @@ class Server:
         self._reply = reply
         self._broken = broken
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
+        self._notified: set[tuple[int, int]] = set()  # of those: what nobody waits for
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
         self._answering: Counter[int] = Counter()  # by peer: answers that say no more than that a call is over
@@ -84,6 +87,8 @@ class Server:
         self._context.run(lift)
         self._loop = asyncio.get_running_loop()
         self._closed = False
+        self._threads: ThreadPoolExecutor | None = None
+        self._in_threads: set[object] = set()  # what runs there; each thread removes its own
 
     def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         """Run a call. Raises ProtocolError if the peer may not make it."""
@@ -95,6 +100,8 @@ class Server:
         if self._counts[level] >= _CALLS_MAX:
             raise ProtocolError(f"more than {protocol.CALLS_MAX} calls at a time")
         self._counts[level] += 1
+        if message.kind == NOTIFY:
+            self._notified.add(key)
         work = self._run(peer, message, arrays)
         task = self._tasks[key] = self._loop.create_task(work, context=self._context.copy())
         task.add_done_callback(partial(self._ended, key, level))
@@ -130,10 +137,10 @@ class Server:
             del self._answering[key[0]]
 
     def forget(self, peer: int) -> None:
-        """The peer is gone: nobody waits for its calls."""
-        for owner, call in list(self._tasks):
-            if owner == peer:
-                self._tasks[owner, call].cancel()
+        """The peer is gone: nobody waits for its calls. What it notified of runs on."""
+        for key in self._tasks.keys() - self._notified:
+            if key[0] == peer:
+                self._tasks[key].cancel()
 
     def stop(self) -> None:
         """Cancel everything that runs, and answer nobody any more. Idempotent."""
@@ -142,13 +149,18 @@ class Server:
             task.cancel()
 
     async def close(self) -> None:
-        """The same, and wait for the end."""
+        """The same, and wait for the end; but not for plain functions, which nothing can stop."""
         self.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values())
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks.values())
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown(wait=not self._in_threads, cancel_futures=True)
 
     def _ended(self, key: tuple[int, int], level: tuple[int, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]
+        self._notified.discard(key)
         self._streams.pop(key, None)
         self._counts[level] -= 1
         if not self._counts[level]:
@@ -233,7 +245,22 @@ class Server:
             return await function.fn(*args, **kwargs)
         if function.streams:
             return await self._stream(peer, message.call, function, function.fn(*args, **kwargs))
-        return await offload(partial(function.fn, *args, **kwargs))
+        result = await self._in_a_thread(partial(function.fn, *args, **kwargs))
+        return await result if inspect.isawaitable(result) else result  # as a decorator may have hidden
+
+    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
+        """Not one of the loop's own threads, which are few: those who wait in them might wait for each other."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(protocol.CALLS_MAX, "asyncoll-rpc")
+        self._in_threads.add(call)
+
+        def run() -> Any:
+            try:
+                return call()
+            finally:
+                self._in_threads.discard(call)
+
+        return await offload(run, threads=self._threads)
 
     async def _stream(self, peer: int, call: int, function: Function, items: Any) -> None:
         stream = self._streams[peer, call] = _Stream()

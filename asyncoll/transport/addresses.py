@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -75,19 +76,35 @@ def _check_owner(url: str, path: Path) -> None:
 @contextlib.contextmanager
 def _private(path: Path) -> Iterator[None]:
     """A socket that is made inside has mode 0600. One that nobody listens on any more makes room."""
-    if path.is_socket() and not _is_served(path):
-        path.unlink()
-    elif path.exists():
-        raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
-    mask = os.umask(0o177)
+    with _alone_in(path.parent):
+        if path.is_socket() and not _is_served(path):
+            path.unlink()
+        elif path.exists():
+            raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
+        mask = os.umask(0o177)
+        try:
+            yield
+        finally:
+            os.umask(mask)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of two that begin to listen at one path at once, one must find the other."""
     try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UsageError(f"cannot listen in {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.umask(mask)
+        os.close(descriptor)
 
 
 def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # it may be stopped, with as many who wait as there may be
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:

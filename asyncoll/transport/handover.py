@@ -181,6 +181,7 @@ def _listen(path: Path, backlog: int) -> Iterator[socket.socket]:
         except OSError as error:
             raise UsageError(f"cannot listen on {path}: {error}") from error
         try:
+            path.chmod(0o600)
             listener.listen(backlog)
             yield listener
         finally:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 import tempfile
 from collections import deque
@@ -123,6 +124,8 @@ class ZeroMQTransport:
             self._router.bind(address)
         except zmq.ZMQError as error:
             raise UsageError(f"cannot listen on {address}: {error}") from error
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def start(self, receiver: Receiver) -> None:
