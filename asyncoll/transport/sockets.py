@@ -35,6 +35,7 @@ _PACKED_MAX = 1 << 13  # bytes of payload that are copied into one ZeroMQ frame 
 _BATCH = 64  # segments handed over before the loop may do something else
 _CLIENTS_MAX = 4096
 _BACKLOG = 512
+_HANDSHAKE_MS = 5000  # until the other end must have answered
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _DEATH_S = 0.05  # for all connections of a dead process to have ended
@@ -83,7 +84,7 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.SNDHWM, _UNSENT_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
