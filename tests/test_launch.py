@@ -19,6 +19,7 @@ from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
 from asyncoll.launch.supervisor import BLAME_S, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
+from asyncoll.launch.verdict import explain
 
 pytestmark = pytest.mark.slow
 
@@ -329,6 +330,22 @@ def test_supervisor_knows_that_sigkill_comes_from_outside() -> None:
     supervisor.failed(Failure(0, 1, 1.0, traceback="ConnectionResetError"))
     supervisor.exited(1, -signal.SIGKILL, 1.01)
     assert supervisor.root is supervisor.failures[1]
+
+
+def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
+    """It is frozen, say; of the others the first is shown, which has failed only because of it."""
+    supervisor = Supervisor(4, 0.0, Orders())
+    lost = "asyncoll.errors.PeerLostError: rank 2 is gone: it has shown no sign of life"
+    for rank in (1, 0):
+        supervisor.failed(Failure(rank, 1, 1.0, traceback="Traceback\n", summary=lost, blames=2))
+    supervisor.tick(1.0 + BLAME_S)
+    assert list(explain(supervisor, [[]] * 4)) == [
+        f"rank 2 is the root cause, as the others tell: {lost}",
+        "rank 1 failed (exit code 1) after 1.0 s:",
+        "Traceback",
+        f"rank 0 failed too: {lost}",
+        "ranks 2, 3 were stopped in the end",
+    ]
 
 
 # How a job is stopped.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
+import functools
 import gc
+import math
 import random
+import sys
 import threading
+import typing
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -22,6 +27,7 @@ from asyncoll import (
     ClosedError,
     Communicator,
     DeadlineError,
+    DeadlockError,
     MismatchError,
     PeerLostError,
     ProtocolError,
@@ -29,6 +35,7 @@ from asyncoll import (
     UsageError,
     deadline,
 )
+from asyncoll.deadlines import expires_s, remaining_s
 from asyncoll.endpoint import Endpoint
 from asyncoll.rpc import protocol, segments, slots
 from asyncoll.rpc.service import Method
@@ -37,6 +44,7 @@ from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.wire import digest
 
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
+PATIENCE_S = 30  # a safety net, never reached
 
 
 @dataclasses.dataclass
@@ -204,6 +212,41 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     run_ranks(1, main)
 
 
+def test_many_plain_functions_may_wait_for_each_other():
+    """More than the threads of a loop are."""
+    together = threading.Barrier(40, timeout=PATIENCE_S)
+
+    async def main(comm):
+        comm.rpc.register(lambda: together.wait() >= 0, name="meet")
+        await comm.barrier()
+        if comm.rank == 0:
+            assert all(await asyncio.gather(*(comm.rpc.call(1, "meet") for _ in range(together.parties))))
+        await comm.barrier()
+
+    run_ranks(2, main)
+
+
+def test_a_coroutine_function_behind_a_plain_decorator_is_awaited(run):
+    def decorated(fn):
+        @functools.wraps(fn)
+        def wrapper(*args):
+            return fn(*args)
+
+        return wrapper
+
+    async def main(comm):
+        @comm.rpc.register
+        @decorated
+        async def double(x: int) -> int:
+            return 2 * x
+
+        await comm.barrier()
+        assert await comm.rpc.call(1 - comm.rank, "double", 4) == 8
+        await comm.barrier()
+
+    run(2, main)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_everybody_calls_everybody_at_once(run, size):
     async def main(comm):
@@ -231,6 +274,14 @@ def test_errors_of_calls_to_many_come_together(run):
         await comm.barrier()
 
     run(5, main)
+
+
+def test_nobody_is_called_twice_by_a_call_to_many():
+    async def act(comm, service, other):
+        with pytest.raises(UsageError, match="sleep: rank 1 is named 2 times"):
+            await comm.rpc.call_all([0, 1, 1], "sleep", 0)
+
+    assert simulate(2, served(act)).results[1].begun == []
 
 
 def test_a_rank_that_has_not_come_to_rpc_is_waited_for():
@@ -306,6 +357,45 @@ def test_notifications_begin_in_order_and_are_bounded(run, caplog):
     caplog.clear()  # its traceback holds the world
 
 
+def test_a_notification_may_be_passed_on_for_ever(simulated):
+    """Nobody waits for its end, as callers of callers do."""
+
+    async def main(comm):
+        arrived = asyncio.Event()
+
+        @comm.rpc.register
+        async def hand_on(hops: int) -> None:
+            if hops:
+                await comm.rpc.notify(1 - comm.rank, "hand_on", hops - 1)
+            else:
+                arrived.set()
+
+        if comm.rank == 0:
+            await comm.rpc.notify(0, "hand_on", 100)
+            await arrived.wait()
+        await comm.barrier()
+
+    simulated(2, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_ranks_notify_of_begins_before_they_have_left(run, size):
+    async def main(comm):
+        begun = []
+
+        @comm.rpc.register
+        async def note(rank: int, number: int) -> None:
+            begun.append((rank, number))
+
+        for number in range(20):
+            for rank in range(size):
+                await comm.rpc.notify(rank, "note", comm.rank, number)
+        return begun
+
+    for begun in run(size, main):
+        assert sorted(begun) == [(rank, number) for rank in range(size) for number in range(20)]
+
+
 # -- streams -------------------------------------------------------------------------------------
 
 
@@ -315,6 +405,32 @@ def test_streams(run, n):
         assert [item async for item in comm.rpc.stream(other, "count", n)] == list(range(n))
 
     run(2, served(act))
+
+
+def test_any_async_iterator_streams(run):
+    class Countdown:
+        def __init__(self, n: int) -> None:
+            self._left = n
+
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self) -> int:  # and no `aclose`, which only generators have
+            if not self._left:
+                raise StopAsyncIteration
+            self._left -= 1
+            return self._left
+
+    def count_down(n: int) -> AsyncIterator[int]:
+        return Countdown(n)
+
+    async def main(comm):
+        comm.rpc.register(count_down)
+        await comm.barrier()
+        assert [item async for item in comm.rpc.stream(1 - comm.rank, "count_down", 3)] == [2, 1, 0]
+        await comm.barrier()
+
+    run(2, main)
 
 
 def test_a_stream_waits_for_its_reader():
@@ -440,14 +556,72 @@ def test_deadlines_are_handed_on():
     assert all(2.9 < end < 3.1 for end in ends.values())
 
 
-def test_a_deadline_that_is_over_sends_nothing():
+USES = {
+    "call": lambda rpc: rpc.call(1, "sleep", 0),
+    "notification": lambda rpc: rpc.notify(1, "sleep", 0),
+    "stream": lambda rpc: anext(rpc.stream(1, "count", 1)),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_deadline_that_is_over_sends_nothing(use):
     async def act(comm, service, other):
         with deadline(1):
             await asyncio.sleep(2)
             with pytest.raises(DeadlineError):
-                await comm.rpc.call(other, "sleep", 0)
+                await use(comm.rpc)
+        await asyncio.sleep(1)  # what was sent would have come by then
 
     assert simulate(2, served(act)).results[1].begun == []
+
+
+def test_a_function_has_no_deadline_but_its_callers(simulated):
+    async def main(comm):
+        async def left() -> float | None:
+            return remaining_s()
+
+        with deadline(1):
+            comm.rpc.register(left)  # the first use of comm.rpc, which goes on when this is over
+        await comm.barrier()
+        assert await comm.rpc.call(1 - comm.rank, "left") is None
+        with deadline(100):
+            assert 99 < await comm.rpc.call(1 - comm.rank, "left") <= 100
+        await comm.barrier()
+
+    simulated(2, main)
+
+
+def test_a_deadline_of_the_functions_own_is_its_own_affair(simulated):
+    """Its caller has none, and so cannot have been late."""
+
+    async def act(comm, service, other):
+        with pytest.raises(RemoteError, match="DeadlineError at rank 1: sleep at rank 1 did not answer"):
+            await comm.rpc.call(1, "hurry")
+
+    async def main(comm):
+        @comm.rpc.register
+        async def hurry() -> None:
+            with deadline(1):
+                await comm.rpc.call(1, "sleep", 1e6)
+
+        return await served(act)(comm)
+
+    simulated(2, main)
+
+
+def test_a_deadline_at_infinity_is_none():
+    """No timer is set for it, which would hide that everything waits for ever."""
+
+    async def main(comm):
+        comm.rpc.register(asyncio.Event().wait, name="wait")
+        with deadline(5), deadline(math.inf):
+            assert 4 < remaining_s() <= 5
+        with deadline(math.inf):
+            assert expires_s() is None
+            await comm.rpc.call(1 - comm.rank, "wait")
+
+    with pytest.raises(DeadlockError):
+        simulate(2, main)
 
 
 def test_streams_and_notifications_have_deadlines_too():
@@ -644,8 +818,11 @@ def test_bad_ranks_and_registrations():
         yield 1
 
     async def main(comm):
-        for rank in (-1, 2, "0", None):
-            with pytest.raises(UsageError, match="is not one of the ranks 0 to 1"):
+        for rank in (-1, 2):
+            with pytest.raises(UsageError, match=f"rank {rank} is not one of the ranks 0 to 1"):
+                await comm.rpc.call(rank, "echo")
+        for rank in ("0", 1.0, None):
+            with pytest.raises(UsageError, match=f"a rank is a whole number, got {rank!r}"):
                 await comm.rpc.call(rank, "echo")
         register = comm.rpc.register
         register(Service(comm))
@@ -654,6 +831,7 @@ def test_bad_ranks_and_registrations():
             (Service(comm).echo, "echo is registered already"),
             (hidden, "annotations of hidden cannot be resolved .*NotThere"),
             (generator, "generator is a generator: make it `async def`"),
+            (Calculator, "Calculator is a class: register an object of it"),
         ]:
             with pytest.raises(UsageError, match=message):
                 register(what)
@@ -661,6 +839,13 @@ def test_bad_ranks_and_registrations():
         assert await comm.rpc.call(comm.rank, "second.add", 1) == 2
 
     simulate(2, main)
+
+
+def test_ranks_may_be_numbers_of_numpy(run):
+    async def act(comm, service, other):
+        assert await comm.rpc.call_all(np.arange(2), "add", 1) == {0: 2, 1: 2}
+
+    run(2, served(act))
 
 
 def test_what_a_function_raises_is_its_own_affair():
@@ -755,6 +940,55 @@ def test_a_stub_stands_for_a_service(run):
     run(2, main)
 
 
+class Static:
+    """Methods of no object."""
+
+    @staticmethod
+    async def double(x: int) -> int:
+        return 2 * x
+
+    @classmethod
+    async def triple(cls, x: int) -> int:
+        return 3 * x
+
+    @staticmethod
+    async def count(n: int) -> AsyncIterator[int]:
+        for i in range(n):
+            yield i
+
+
+def test_a_stub_has_static_and_class_methods_and_can_be_copied(run):
+    async def main(comm):
+        comm.rpc.register(Static())
+        await comm.barrier()
+        proxy = comm.rpc.proxy(1 - comm.rank, Static)
+        for other in (proxy, copy.copy(proxy)):
+            assert (await other.double(4), await other.triple(4)) == (8, 12)
+            assert [item async for item in other.count(3)] == [0, 1, 2]
+        await comm.barrier()
+
+    run(2, main)
+
+
+class Spelt:
+    async def first(self, x: typing.Optional[int], more: typing.List[int]) -> typing.Dict[str, int]:  # noqa: UP006, UP045
+        return dict.fromkeys(map(str, more), x or 0)
+
+
+class SpeltOtherwise(Protocol):
+    async def first(self, x: int | None, more: list[int]) -> dict[str, int]: ...
+
+
+def test_a_stub_may_spell_its_types_otherwise():
+    async def main(comm):
+        comm.rpc.register(Spelt())
+        await comm.barrier()
+        assert await comm.rpc.proxy(1 - comm.rank, SpeltOtherwise).first(3, [1, 2]) == {"1": 3, "2": 3}
+        await comm.barrier()
+
+    simulate(2, main)
+
+
 async def use_once(proxy):
     call = proxy.subtract if "Missing" in repr(proxy) else proxy.add
     await (anext(call(1)) if "Streamed" in repr(proxy) else call(1))
@@ -823,6 +1057,31 @@ def test_who_waits_for_a_rank_that_dies_hears_of_it():
     with contextlib.suppress(AsyncollError):
         simulate(3, main, Network(latency_s=1e-3, faults=[Crash(rank=1, at_s=5.0)]))
     assert sorted(raised, key=str) == [(0, PeerLostError, 1), (2, PeerLostError, 1)]
+
+
+def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
+    """It ends all calls, and its own is under way."""
+    raised = []
+
+    async def main(comm):
+        comm.rpc.register(Service(comm))
+        await comm.barrier()
+        if comm.rank == 0:
+            await comm.rpc.call(1, "echo", 1)
+            inbox = comm.rpc._exchange._carrier._outboxes[1].inbox
+            thread = threading.Thread(target=inbox.board.__enter__)
+            thread.start()  # to the kernel, a thread that ends is an owner that dies
+            thread.join()
+            with pytest.raises(PeerLostError) as caught:
+                await comm.rpc.call(1, "echo", 1)
+            raised.append(caught.value)
+            assert not asyncio.current_task().cancelling()
+            await asyncio.sleep(0)  # or it would be raised here
+        await comm.barrier()
+
+    with pytest.raises(PeerLostError):
+        run_ranks(2, main, "shm")
+    assert raised
 
 
 def test_who_waits_to_send_hears_of_it_too():
@@ -999,21 +1258,58 @@ class UtterError(BaseException):
     pass
 
 
-def test_whatever_a_function_raises_its_caller_is_answered(run, caplog):
+class HollowError(Exception):
+    """Whatever it is asked for, it looks for in what it has not."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def deep_group() -> Exception:
+    """Too deep for a traceback."""
+    error: Exception = ValueError("x")
+    for _ in range(2000):
+        error = ExceptionGroup("deep", [error])
+    return error
+
+
+async def utter() -> None:
+    raise UtterError("x")
+
+
+async def hollow() -> None:
+    raise HollowError("x")
+
+
+async def deep() -> None:
+    raise deep_group()
+
+
+async def leave() -> None:
+    sys.exit(3)
+
+
+ODD = {
+    "StopIteration": (lambda: next(iter(())), "RuntimeError|StopIteration"),
+    "no Exception": (utter, "UtterError"),
+    "no attributes": (hollow, "HollowError"),
+    "too deep": (deep, "ExceptionGroup"),
+    "the end of the process": (leave, "SystemExit at rank 1: 3"),
+    "that, in a thread": (lambda: sys.exit(3), "SystemExit at rank 1: 3"),
+}
+
+
+@pytest.mark.parametrize(("function", "kind"), ODD.values(), ids=ODD.keys())
+def test_whatever_a_function_raises_its_caller_is_answered(run, caplog, function, kind):
+    async def act(comm, service, other):
+        for _ in range(2):  # that rank goes on
+            with pytest.raises(RemoteError, match=kind), deadline(PATIENCE_S):
+                await comm.rpc.call(other, "raise_it")
+
     async def main(comm):
-        @comm.rpc.register
-        def stop() -> int:
-            return next(iter(()))
-
-        @comm.rpc.register
-        async def utter() -> None:
-            raise UtterError("x")
-
+        comm.rpc.register(function, name="raise_it")
         await comm.barrier()
-        if comm.rank == 0:
-            for name, kind in (("stop", "RuntimeError|StopIteration"), ("utter", "UtterError")):
-                with pytest.raises(RemoteError, match=kind):
-                    await comm.rpc.call(1, name)
+        await served(act)(comm)
 
     run(2, main)
     caplog.clear()  # its traceback holds the world
@@ -1047,5 +1343,55 @@ def test_calls_have_the_worlds_deadline(monkeypatch):
         if comm.rank == 0:
             with pytest.raises(DeadlineError, match="slow at rank 1 did not answer before the deadline"):
                 await comm.rpc.call(1, "slow")
+
+    simulate(2, main)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """The world's deadline is short at rank 0, and the others wait for it."""
+    patience_s = property(lambda endpoint: math.inf if endpoint.rank else 0.5, lambda *_: None)
+    monkeypatch.setattr(Endpoint, "patience_s", patience_s, raising=False)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_who_waits_for_a_slot_has_the_worlds_deadline(impatient, use):
+    async def main(comm):
+        service = Service(comm)
+        comm.rpc.register(service)
+        if comm.rank == 0:
+            for _ in range(protocol.CALLS_MAX):
+                await comm.rpc.notify(1, "sleep", 100)
+            with pytest.raises(DeadlineError, match="at rank 1 did not answer before the deadline"):
+                await use(comm.rpc)
+        return service.begun
+
+    assert simulate(2, main).results[1] == [100] * protocol.CALLS_MAX
+
+
+def test_a_stream_that_waits_for_a_slot_has_its_callers_deadline():
+    async def act(comm, service, other):
+        for _ in range(protocol.CALLS_MAX):
+            await comm.rpc.notify(1, "sleep", 100)
+        with deadline(1), pytest.raises(DeadlineError):
+            await anext(comm.rpc.stream(1, "count", 1))
+
+    assert simulate(2, served(act)).results[1].begun == [100] * protocol.CALLS_MAX
+
+
+def test_items_of_streams_have_the_worlds_deadline(impatient):
+    async def main(comm):
+        @comm.rpc.register
+        async def slow_down() -> AsyncIterator[int]:
+            for item in range(10):
+                yield item
+                await asyncio.sleep(0.1 * item)
+
+        if comm.rank == 0:
+            items = comm.rpc.stream(1, "slow_down")
+            assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]  # longer than that in all
+            await anext(items)
+            with pytest.raises(DeadlineError, match="slow_down at rank 1 did not answer before the deadline"):
+                await anext(items)
 
     simulate(2, main)

@@ -9,7 +9,7 @@ import socket
 import struct
 import tracemalloc
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Generic, NewType, TypedDict, TypeVar
 
 import msgpack
 import numpy as np
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.errors import ProtocolError, RemoteError, UsageError
 from asyncoll.rpc import codec, failure, hints, protocol
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES
 from asyncoll.tensors import DTYPES
@@ -39,6 +39,19 @@ class Path:
     weights: Any = None
 
 
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Box(Generic[T]):
+    inside: T
+
+
+class Marked(TypedDict):
+    at: Point
+
+
+Place = NewType("Place", Point)
 TYPES = hints.dataclasses_in([list[Path]])
 
 
@@ -206,6 +219,19 @@ def test_only_expected_dataclasses_come():
         codec.decode(body)
 
 
+@pytest.mark.parametrize(
+    ("annotation", "value", "wrong"),
+    [(Box[int], Box(1), 1), (Place, Point(1.0), 1.0), (Marked, {"at": Point(1.0)}, {"to": Point(1.0)})],
+    ids=repr,
+)
+def test_annotations_that_name_a_dataclass_in_other_words(annotation, value, wrong):
+    arrived, check = through(value, hints.dataclasses_in([annotation])), hints.checker(annotation)
+    assert arrived == value
+    check(arrived, "it")
+    with pytest.raises(UsageError, match="it must be"):
+        check(wrong, "it")
+
+
 def test_fields_are_checked():
     body, _ = codec.encode([Point("no")])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Point\.x must be float, got str"):
@@ -228,6 +254,18 @@ def test_two_dataclasses_of_one_name():
     second = dataclasses.make_dataclass("Twin", [("b", int)])
     with pytest.raises(UsageError, match="two dataclasses called Twin"):
         hints.dataclasses_in([first, second])
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def test_a_failure_that_is_passed_on_keeps_the_beginning_of_its_message():
+    """And of its traceback the end, where the cause is."""
+    there = RemoteError(2, "ValueError", "the root cause", "x" * 100_000)
+    error = failure.decode(failure.encode(there), 1)
+    assert error.message.startswith("ValueError at rank 2: the root cause")
+    assert error.traceback.endswith("xxx\n")
+    assert len(str(error)) < 11_000
 
 
 # -- what nobody sent ----------------------------------------------------------------------------

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import os
 import random
+import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,20 @@ import uvloop
 import zmq
 
 import asyncoll
-from asyncoll import DeadlineError, MismatchError, ProtocolError, RemoteError, ServiceLostError, UsageError, deadline
+from asyncoll import (
+    ClosedError,
+    DeadlineError,
+    MismatchError,
+    ProtocolError,
+    RemoteError,
+    ServiceLostError,
+    UsageError,
+    deadline,
+)
 from asyncoll.keys import Key
 from asyncoll.rpc import connect, outside, protocol, segments, serve
 from asyncoll.rpc.service import Registry
-from asyncoll.transport import curve, sockets
+from asyncoll.transport import addresses, curve, sockets
 from asyncoll.wire import SEGMENT_BYTES
 
 pytestmark = pytest.mark.slow
@@ -115,6 +127,27 @@ def run(main, loop_factory=uvloop.new_event_loop):
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(in_time())
+
+
+def in_a_thread(act: Callable[[], None], release: Callable[[], None]) -> str:
+    """What `act` is refused for. Were it to block for ever, `release` would let it go, and the test would fail."""
+    refusals = []
+
+    def keep():
+        try:
+            act()
+        except UsageError as error:
+            refusals.append(str(error))
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    thread.join(PATIENCE_S / 4)
+    blocks = thread.is_alive()
+    if blocks:
+        release()
+        thread.join()
+    assert not blocks, "it blocks"
+    return "".join(refusals)
 
 
 @contextlib.asynccontextmanager
@@ -292,16 +325,148 @@ def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
         async with serve(service, url, **key) as address:
             async with connect(address, **key) as client:
                 if what == "call":
-                    await client.notify("hang")
+                    call = asyncio.ensure_future(client.call("hang"))
                     while not service.begun:
                         await asyncio.sleep(0)
                 else:
                     items = client.stream("count", 10**9)
                     await anext(items)
             await service.ended.wait()
+            if what == "call":
+                with pytest.raises(ClosedError):
+                    await call
             gc.collect()
 
     run(main())
+
+
+def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
+    begun, ended = [], []
+
+    class Notes:
+        def __init__(self) -> None:
+            self.go_on = asyncio.Event()
+            self.all_ended = asyncio.Event()
+
+        async def note(self, number: int) -> None:
+            begun.append(number)
+            await self.go_on.wait()
+            ended.append(number)
+            if len(ended) == 100:
+                self.all_ended.set()
+
+    async def main():
+        notes = Notes()
+        async with serve(notes, ipc):
+            for number in range(100):
+                async with connect(ipc) as client:
+                    await client.notify("note", number)
+            assert begun == [*range(100)]
+            notes.go_on.set()
+            await notes.all_ended.wait()
+
+    run(main())
+
+
+def test_nothing_is_kept_of_clients_that_are_gone(ipc):
+    async def main():
+        registry = Registry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        runs = server._exchange._server
+        for _ in range(10):
+            async with connect(ipc) as client:
+                hanging = [asyncio.ensure_future(client.call("hang")) for _ in range(3)]
+                await asyncio.sleep(0)
+                for call in hanging:
+                    call.cancel()
+                await asyncio.wait(hanging)
+                await client.notify("echo", 1)
+                assert await client.call("echo", 1) == 1
+        while server._socket._clients or runs._tasks or server._carrier._segments._peers:
+            await asyncio.sleep(0)
+        assert not server._socket._names
+        assert not server._socket._descriptors
+        assert not [*runs._notified, *runs._streams, *runs._counts, *runs._answering]
+        await server.close()
+
+    run(main())
+
+
+def test_a_service_that_is_cancelled_twice_is_closed(ipc):
+    """The second time while it waits for a function that takes its time to end."""
+    is_there, serves, stops = Path(ipc.removeprefix("ipc://")).exists, asyncio.Event(), asyncio.Event()
+
+    class Stubborn:
+        async def stay(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                stops.set()
+                await asyncio.Event().wait()
+
+    async def serve_on():
+        async with serve(Stubborn(), ipc):
+            serves.set()
+            await asyncio.Event().wait()
+
+    async def main():
+        serving = asyncio.ensure_future(serve_on())
+        await serves.wait()
+        async with connect(ipc) as client:
+            call = asyncio.ensure_future(client.call("stay"))
+            assert await client.methods()  # it has begun
+            serving.cancel()
+            await stops.wait()
+            serving.cancel()
+            await asyncio.wait([serving])
+            assert serving.cancelled()
+            assert not is_there()
+            with pytest.raises(ServiceLostError, match="its connection closed"):
+                await call
+
+    run(main())
+
+
+CROWDED = """
+import asyncio, socket, sys
+from asyncoll.rpc import serve
+
+def come_and_go(strangers):
+    for _ in range(strangers):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(sys.argv[1].removeprefix("ipc://"))
+
+async def meet(strangers: int) -> None:
+    come_and_go(strangers)
+
+async def main():
+    async with serve(meet, sys.argv[1]):
+        print(flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        come_and_go(3000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_crowd_of_strangers_while_a_service_computes_harms_nobody(ipc):
+    """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
+
+    async def main():
+        async with connect(ipc) as client:
+            await client.call("meet", 3000)
+            assert await client.methods()
+
+    command = [sys.executable, "-c", CROWDED, ipc]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as service:
+        try:
+            service.stdout.readline()
+            run(main())
+            service.stdin.close()
+            assert service.wait(PATIENCE_S) == 0
+        finally:
+            service.kill()
 
 
 def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
@@ -365,6 +530,31 @@ def test_somebody_who_says_nothing(tmp_path, monkeypatch):
     run(main())
 
 
+def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
+    """The kernel takes connections for it."""
+    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 50)
+
+    async def main():
+        with socket.socket(socket.AF_UNIX) as stopped:
+            stopped.bind(ipc.removeprefix("ipc://"))
+            stopped.listen()
+            with pytest.raises(ServiceLostError, match="it does not answer as it should: is it stopped"):
+                async with connect(ipc):
+                    raise AssertionError
+
+    run(main())
+
+
+def test_who_has_connected_feels_the_services_pulse(place):
+    url, key = place
+
+    async def main():
+        async with both(url, **key) as (_, client, _):
+            assert client._exchange._carrier.socket._pulse._has_begun
+
+    run(main())
+
+
 # -- who may come in -----------------------------------------------------------------------------
 
 
@@ -420,6 +610,19 @@ def test_keys_that_are_refused(tmp_path, mode, nbytes, message):
                 raise AssertionError
 
     run(main())
+
+
+def test_a_key_that_is_a_pipe_is_refused_at_once(tmp_path):
+    path = tmp_path / "key"
+    os.mkfifo(path, 0o600)
+
+    async def main():
+        async with serve(Service(), "tcp://127.0.0.1:0", key_file=path):
+            raise AssertionError
+
+    assert "must have 32 bytes" in in_a_thread(
+        lambda: run(main(), asyncio.new_event_loop), lambda: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+    )
 
 
 def test_who_has_not_the_key_is_refused(tmp_path, caplog):
@@ -557,6 +760,54 @@ def test_a_place_that_is_taken_or_left_behind(ipc):
     subprocess.run([sys.executable, "-c", left, path], check=True)
     assert path.is_socket()
     run(welcome())
+
+
+def test_a_place_where_a_stopped_process_listens_is_taken(ipc):
+    """With as many who wait for it as there may be."""
+    path = ipc.removeprefix("ipc://")
+
+    def listen():
+        with addresses.prepare(ipc, has_key=False):
+            raise AssertionError
+
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(socket.socket(socket.AF_UNIX))
+        stopped.bind(path)
+        stopped.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(path)
+        assert "it is there already, and in use" in in_a_thread(listen, stopped.close)
+
+
+def test_of_two_that_begin_to_listen_at_one_place_one_finds_the_other(ipc, monkeypatch):
+    """One is about to bind when the other comes, which waits until that has been done."""
+    has_come, lock, outcomes = threading.Event(), fcntl.flock, []
+
+    def waits(*arguments):
+        has_come.set()
+        lock(*arguments)
+
+    def listen_too():
+        try:
+            with addresses.prepare(ipc, has_key=False):
+                outcomes.append("it listens too")
+        except UsageError as error:
+            outcomes.append(str(error))
+        has_come.set()
+
+    other = threading.Thread(target=listen_too)
+    with socket.socket(socket.AF_UNIX) as listener:
+        with addresses.prepare(ipc, has_key=False):
+            monkeypatch.setattr(fcntl, "flock", waits)
+            other.start()
+            has_come.wait()
+            listener.bind(ipc.removeprefix("ipc://"))
+            listener.listen()
+        other.join()
+    assert outcomes == [f"cannot listen on {ipc}: it is there already, and in use"]
 
 
 # -- hostile peers -------------------------------------------------------------------------------

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import stat
 from functools import partial
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from asyncoll.testing import Network, check_transport
 from asyncoll.testing.contract import _World
-from asyncoll.transport import inproc, split, zeromq
+from asyncoll.transport import handover, inproc, split, zeromq
 from asyncoll.transport.simulated import SimulatedWorld
 from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -28,6 +30,24 @@ def test_inproc(loop):
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
 def test_zeromq(loop):
     check_transport(zeromq.local_world, loop)
+
+
+@contextlib.contextmanager
+def messages(path):
+    transport = zeromq.ZeroMQTransport(0, 1, b"test")
+    transport.bind(f"ipc://{path}")
+    yield
+    asyncio.run(transport.close())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listening", [messages, partial(handover._listen, backlog=1)], ids=["messages", "memory"])
+def test_the_sockets_of_a_rank_are_its_users_alone(tmp_path, listening):
+    """Whatever the folder allows."""
+    path: Path = tmp_path / "s"
+    with listening(path):
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @contextlib.contextmanager

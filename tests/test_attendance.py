@@ -1,0 +1,58 @@
+"""Who asks where the others are when a call is overdue, and whose answers count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from asyncoll import DeadlineError, deadline
+from asyncoll.testing import Network, Pause, simulate
+from asyncoll.wire import Here
+
+
+def test_whatever_begins_while_others_are_asked_the_answers_count():
+    """Its own deadline has the calls looked through, of which one is overdue."""
+    told = []
+
+    async def meet(comm):
+        with deadline(1) if comm.rank == 0 else contextlib.nullcontext():
+            await comm.barrier()
+
+    async def begin_another(comm):
+        await asyncio.sleep(1.2)
+        with deadline(1):
+            await comm.recv(np.ones(1), 3, tag=7)
+
+    async def main(comm):
+        await comm.barrier()
+        await asyncio.sleep(2)
+        if comm.rank == 1:  # which is stopped for good
+            await asyncio.Event().wait()
+        try:
+            await asyncio.gather(meet(comm), *([begin_another(comm)] if comm.rank == 0 else []))
+        except DeadlineError as error:
+            if comm.rank == 0:
+                told.append((error.arrived, error.missing))
+            raise
+
+    with pytest.raises(DeadlineError):
+        simulate(4, main, Network(latency_s=0.05, faults=[Pause(1, 1.5, 1000)]))
+    assert told == [((0, 2, 3), (1,))]
+
+
+def test_who_was_not_asked_does_not_answer_for_who_was():
+    async def main(comm):
+        await comm.barrier()
+        if comm.rank == 0:
+            attendance = comm._calls._attendance
+            asking = asyncio.ensure_future(attendance._ask((0, 1)))
+            await asyncio.sleep(0)
+            attendance._heard(2, Here(comm._group.communicator, 0, "", "late"))  # to an earlier question
+            await asking
+            assert 1 in attendance._answers
+        await comm.barrier()
+
+    simulate(3, main, Network(latency_s=0.01))
