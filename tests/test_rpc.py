@@ -1265,24 +1265,12 @@ class HollowError(Exception):
         return getattr(self.inner, name)
 
 
-def deep_group() -> Exception:
-    """Too deep for a traceback."""
-    error: Exception = ValueError("x")
-    for _ in range(2000):
-        error = ExceptionGroup("deep", [error])
-    return error
-
-
 async def utter() -> None:
     raise UtterError("x")
 
 
 async def hollow() -> None:
     raise HollowError("x")
-
-
-async def deep() -> None:
-    raise deep_group()
 
 
 async def leave() -> None:
@@ -1293,7 +1281,6 @@ ODD = {
     "StopIteration": (lambda: next(iter(())), "RuntimeError|StopIteration"),
     "no Exception": (utter, "UtterError"),
     "no attributes": (hollow, "HollowError"),
-    "too deep": (deep, "ExceptionGroup"),
     "the end of the process": (leave, "SystemExit at rank 1: 3"),
     "that, in a thread": (lambda: sys.exit(3), "SystemExit at rank 1: 3"),
 }
