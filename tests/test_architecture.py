@@ -269,6 +269,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "rpc.by_socket": {"errors", "tensors", "wire", "rpc.carrier", "rpc.segments"},
     "rpc.outside": {
+        "deadlines",
         "errors",
         "keys",
         "transport.sockets",
