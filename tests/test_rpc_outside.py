@@ -292,12 +292,15 @@ def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
         async with serve(service, url, **key) as address:
             async with connect(address, **key) as client:
                 if what == "call":
-                    await client.notify("hang")
+                    call = asyncio.create_task(client.call("hang"))
                     while not service.begun:
                         await asyncio.sleep(0)
                 else:
                     items = client.stream("count", 10**9)
                     await anext(items)
+            if what == "call":
+                with pytest.raises(asyncoll.ClosedError):
+                    await call
             await service.ended.wait()
             gc.collect()
 
