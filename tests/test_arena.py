@@ -624,7 +624,7 @@ def test_other_users_are_turned_away(folder, caplog, monkeypatch):
         asked.append(line)
         return os.getuid() + (len(asked) == 1)
 
-    monkeypatch.setattr(handover._Line, "_uid", uid)
+    monkeypatch.setattr(handover, "user_of", uid)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
         first = pool.submit(handover.join, folder, 10, (10, 11))
         with visitor(folder) as connection:
