@@ -20,6 +20,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import uvloop
+from conftest import PATIENCE_S
 
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
@@ -34,7 +35,6 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 SCRIPT = Path(__file__).parent / "scripts" / "shares.py"
-PATIENCE_S = 30  # a safety net, never reached
 MIB = 1 << 20
 BOTH = pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import uvloop
 import zmq
+from conftest import PATIENCE_S
 
 import asyncoll
 from asyncoll import DeadlineError, MismatchError, ProtocolError, RemoteError, ServiceLostError, UsageError, deadline
@@ -29,7 +30,6 @@ from asyncoll.transport import curve, sockets
 from asyncoll.wire import SEGMENT_BYTES
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 60  # a safety net, never reached
 
 
 @dataclasses.dataclass
@@ -268,7 +268,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
-def test_a_service_that_freezes_is_lost(url, tmp_path):
+def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets, "FREEZE_S", 0.5)
     url = f"ipc://{tmp_path}/s" if url == "ipc" else url
 
     async def main(address):
