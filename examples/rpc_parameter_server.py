@@ -17,8 +17,8 @@ class Parameters:
         self._vector = torch.zeros(size)
 
     async def pull(self) -> torch.Tensor:
-        """The newest state."""
-        return self._vector
+        """The newest state; a copy, or others might change it while it is being sent."""
+        return self._vector.clone()
 
     async def push(self, gradient: torch.Tensor) -> None:
         """One step of gradient descent."""

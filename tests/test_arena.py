@@ -20,6 +20,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import uvloop
+from conftest import PATIENCE_S
 
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
@@ -34,7 +35,6 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 SCRIPT = Path(__file__).parent / "scripts" / "shares.py"
-PATIENCE_S = 30  # a safety net, never reached
 MIB = 1 << 20
 BOTH = pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
 
@@ -624,7 +624,7 @@ def test_other_users_are_turned_away(folder, caplog, monkeypatch):
         asked.append(line)
         return os.getuid() + (len(asked) == 1)
 
-    monkeypatch.setattr(handover._Line, "_uid", uid)
+    monkeypatch.setattr(handover, "user_of", uid)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
         first = pool.submit(handover.join, folder, 10, (10, 11))
         with visitor(folder) as connection:

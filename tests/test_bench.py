@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from conftest import PATIENCE_S
 
 from asyncoll.algorithms import dense as algorithms
 from asyncoll.bench.dense import bus_bandwidth
@@ -19,7 +20,6 @@ from asyncoll.bench.table import aligned
 from asyncoll.cli import main
 
 ROOT = Path(__file__).parent.parent
-PATIENCE_S = 60  # a safety net, never reached
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

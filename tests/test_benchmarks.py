@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 
 from asyncoll.bench.skewed import MODES, expected
 from asyncoll.transport.simulated import Network
@@ -27,7 +28,6 @@ SCRIPTS = (
     "sparse_training",
     "sparse_words",
 )
-PATIENCE_S = 60  # a safety net, never reached
 NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
+from conftest import PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
 from asyncoll.testing import Network, run_ranks, simulate
@@ -170,7 +171,8 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
 def test_collectives_are_cancelled_across_threads_and_processes(transport, loop, tmp_path):
     """There the runtime has a loop of its own."""
     program = [str(Path(__file__).parent / "scripts" / "cancellations.py"), loop, "200"]
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout", "100"]
+    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout"]
+    launch.append(str(PATIENCE_S))
     environment = os.environ | {
         "TMPDIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),

@@ -11,12 +11,14 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import zmq
+from conftest import PATIENCE_S
 from conftest import failures as failures_in
 from zmq.utils.monitor import parse_monitor_message
 
@@ -36,7 +38,7 @@ from asyncoll import (
     wire,
 )
 from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
-from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
+from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate, worlds
 from asyncoll.transport import MAX_FRAME_BYTES
 
 Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
@@ -323,7 +325,8 @@ def test_the_error_of_a_rank_is_raised_as_it_is(run):
     assert caught.value is original
 
 
-def test_survivors_are_told_why_before_they_are_stopped():
+def test_survivors_are_told_why_before_they_are_stopped(monkeypatch):
+    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # also where they get little time
     told = []
 
     async def main(comm: Communicator) -> None:
@@ -673,7 +676,7 @@ def routers_address(comm: Communicator, rank: int) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 
@@ -684,7 +687,7 @@ async def visit(address: str, frames: list[bytes], done: Callable[[zmq.Socket], 
         dealer.linger = 0
         if identity:
             dealer.routing_id = identity
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             dealer.connect(address)
             dealer.send_multipart(frames)
@@ -694,8 +697,8 @@ async def visit(address: str, frames: list[bytes], done: Callable[[zmq.Socket], 
             monitor.close()
 
 
-def disconnected(monitor: zmq.Socket) -> bool:
-    return monitor.poll(0) > 0 and parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
+def happened(event: int, monitor: zmq.Socket) -> bool:
+    return monitor.poll(0) > 0 and parse_monitor_message(monitor.recv_multipart())["event"] == event
 
 
 STRANGE = {
@@ -727,7 +730,8 @@ def test_strangers_are_dropped_and_logged(what, identity, caplog):
 def test_a_strangers_oversized_frame_ends_its_connection_and_nothing_else():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
-            await visit(routers_address(comm, 1), [b"", bytes(MAX_FRAME_BYTES + 1)], disconnected)
+            ended = partial(happened, zmq.EVENT_DISCONNECTED)
+            await visit(routers_address(comm, 1), [b"", bytes(MAX_FRAME_BYTES + 1)], ended)
         assert (await comm.allreduce(np.ones(3)))[0] == comm.size
 
     run_zmq(3, main)
@@ -741,8 +745,15 @@ def test_nobody_can_speak_for_a_rank_that_is_there():
         if comm.rank == 0:
             identity = comm._endpoint.transport._routing_ids[2]
             frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
-            barriers = asyncio.gather(*(comm.barrier() for _ in range(20)))
-            await visit(routers_address(comm, 1), frames, lambda _: barriers.done(), identity)
+            barriers: list[asyncio.Future[Any]] = []  # once it has come in
+
+            def over(monitor: zmq.Socket) -> bool:
+                if not barriers and happened(zmq.EVENT_HANDSHAKE_SUCCEEDED, monitor):
+                    barriers.append(asyncio.gather(*(comm.barrier() for _ in range(20))))
+                return bool(barriers) and barriers[0].done()
+
+            await visit(routers_address(comm, 1), frames, over, identity)
+            await barriers[0]
         else:
             for _ in range(20):
                 await comm.barrier()
@@ -800,12 +811,14 @@ def sends(frames: list[bytes]) -> Act:
 @pytest.mark.parametrize("what", GARBAGE)
 def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, caplog):
     raised: dict[int, Exception] = {}
+    end = asyncio.Barrier(3)  # whoever raises has the others stopped soon
 
     async def main(comm: Communicator) -> None:
         try:
             await sends(GARBAGE[what])(comm)
         except AsyncollError as error:
             raised[comm.rank] = error
+            await end.wait()
             raise
 
     with pytest.raises(ProtocolError, match="rank 1 broke the protocol") as caught:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conftest import PATIENCE_S
 
 from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, cli
 from asyncoll.testing import Disconnect, Exit, HoldGil, Kill, Network, Raise, Slow, Stop, fault, run_ranks, simulate
@@ -328,7 +329,7 @@ def test_a_few_cells_among_processes(transport, tmp_path):
         env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert json.loads(done.stdout) == {cell: [] for cell in CELLS}
@@ -339,7 +340,7 @@ def test_a_few_cells_among_processes(transport, tmp_path):
 def test_the_command(tmp_path):
     command = [sys.executable, "-m", "asyncoll.cli", "faults", "--cells", "raise/barrier/after", "-n", "2"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "1 cells, 0 broken" in done.stdout
     assert "barrier" in done.stdout
     assert done.stderr == ""
@@ -354,5 +355,7 @@ def test_whoever_stops_goes_on(what):
         f"    with fault(comm, {what}, rank=0, at='before'): print('on')\n"
         "asyncoll.run(main)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout == "on\n"

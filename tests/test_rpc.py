@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES
+from conftest import PATIENCE_S, SIZES
 
 from asyncoll import (
     AbortedError,
@@ -44,7 +44,6 @@ from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.wire import digest
 
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
-PATIENCE_S = 30  # a safety net, never reached
 
 
 @dataclasses.dataclass
@@ -196,7 +195,7 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
 
         @comm.rpc.register
         def wait() -> int:
-            assert loop_runs.wait(60)
+            assert loop_runs.wait(PATIENCE_S)
             return threading.get_ident()
 
         @comm.rpc.register
@@ -1222,7 +1221,7 @@ def test_a_call_that_gives_up_waiting_for_room_lets_those_behind_it_go(run):
             while len(room._waiters) < 2:
                 await asyncio.sleep(0)
             larger.cancel()
-            async with asyncio.timeout(30):  # a safety net, never reached
+            async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(short, long)
 
     run(2, main)

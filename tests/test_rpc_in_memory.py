@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import uvloop
-from conftest import Keeper
+from conftest import PATIENCE_S, Keeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +31,6 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 SIZES = [1, 2, 3, 4, 5, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "in_memory.py"
-PATIENCE_S = 60  # a safety net, never reached
 TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's board
 
 
@@ -221,7 +220,7 @@ STEPS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(size=st.integers(2, 5), steps=st.lists(STEPS, max_size=60))
 def test_whatever_is_sent_arrives_in_order(small, size, steps):
     """In order among the messages of each task, from its rank to another."""
@@ -775,7 +774,7 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     run(2, main)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     noise=st.binary(max_size=700),
     blocks=st.integers(0, 12),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
-from conftest import Keeper
+from conftest import PATIENCE_S, Keeper
 
 from asyncoll import wire
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 SCRIPT = Path(__file__).parent / "scripts" / "long_messages.py"
-PATIENCE_S = 60  # a safety net, never reached
 
 
 @contextlib.contextmanager

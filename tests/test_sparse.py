@@ -221,7 +221,7 @@ def worlds(draw):
     }
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30)
 @given(worlds())
 @example(
     {

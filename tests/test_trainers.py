@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from conftest import PATIENCE_S
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
@@ -435,7 +436,7 @@ def test_on_real_sockets_a_rank_that_lost_results_ends_with_the_others_bits(opti
 @pytest.mark.slow
 def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() -> None:
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", SCRIPTS / "late_replica.py"]
-    done = subprocess.run([*map(str, launch)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*map(str, launch)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"weights and state (\w+), (\d+) results lost, (\d+) caught up", done.stdout)
     assert len(lines) == 3
@@ -986,7 +987,7 @@ def test_the_launcher_runs_a_trainer_that_plots(tmp_path: Path) -> None:
         [*launch, "--rounds", "4", "--partial", "majority", "--report", str(path), "--plot", str(plot)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["ranks"] == 3

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from asyncoll.wire import digest
 INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
 WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
 _BATCH = 32  # messages that are sent or delivered before the loop may do something else
+logger = logging.getLogger("asyncoll")
 
 
 class InMemory:
@@ -157,6 +159,9 @@ class InMemory:
             self._lost(error)
         except AsyncollError:  # the world's failure
             return
+        except Exception as error:  # or those who wait for an answer would wait for ever
+            logger.exception("the inbox cannot be read")
+            self._broken(-1, ProtocolError(f"the inbox cannot be read: {error!r}"))
 
     def _has_work(self) -> bool:
         return self._inbox.has_messages() or self._borrower.has_dropped()
@@ -256,7 +261,7 @@ class _Outbox:
                     self._put_first()
                 if self._queue:
                     await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
-        except (AsyncollError, ShutError) as error:
+        except Exception as error:
             for _, put in self._queue:
                 if not put.done():
                     put.set_exception(error)

@@ -64,6 +64,9 @@ class Rpc:
 
         A function is called by its own name, or by `name`. Of any other object the public methods are, as `method`, or
         `name.method`. Arguments are checked against annotations. An async generator is read with `stream`.
+
+        Arrays that a function returns or yields are read until they have been sent: return a copy of what others may
+        change meanwhile.
         """
         self._registry.add(what, name)
         return what

@@ -1,7 +1,7 @@
 """Random and damaged bytes for all that decodes what peers say: `python -m asyncoll.testing.fuzz [SEED [COUNT]]`.
 
-Whatever comes, a decoder returns or raises ProtocolError. What it raises else is a bug; the seed and the number of the
-input are printed with it.
+Whatever comes, a decoder returns or raises ProtocolError, or UsageError for a dataclass that is another one here. What
+it raises else is a bug; the seed and the number of the input are printed with it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,45 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from asyncoll import wire
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.keys import Key
+from asyncoll.rpc import codec, failure, hints, packing, protocol, segments
 from asyncoll.shapes import SHAPE_WORDS, decode_head
 from asyncoll.transport import split, zeromq
 
 _LENGTH_MAX = 200  # bytes
 
 
+@dataclass(frozen=True)
+class _Point:
+    x: int
+    y: list[float] = field(default_factory=list)
+
+
+_TYPES = hints.dataclasses_in([_Point])
+_VALUES: list[object] = [
+    {"a": [1, (2, 3), {4}, 1j]},
+    _Point(1, [2.0]),
+    np.arange(10.0),
+    [np.float32(3), np.zeros((2, 0))],
+    ["x" * 600, [1] * 600],
+    {"k" * 10: _Point(3)},
+    np.ones(1000),
+]
+
+
 def fuzz(seed: int, count: int) -> None:
     """Try `count` inputs on every decoder. Raises AssertionError, naming the input, if one fails."""
     for number in range(count):
         draw = np.random.default_rng([seed, number])
-        for decode in (_message, _control, _split, _seal, _head):
+        for decode in (_message, _control, _split, _seal, _head, _rpc, _value, _failure, _packed):
             try:
-                with contextlib.suppress(ProtocolError):
+                with contextlib.suppress(ProtocolError, UsageError):
                     decode(draw)
             except Exception as error:
                 raise AssertionError(f"{decode.__name__} failed at seed {seed}, input {number}") from error
@@ -64,6 +84,28 @@ def _head(draw: np.random.Generator) -> None:
     head = wild(0, 8, 2 + SHAPE_WORDS)
     head[draw.integers(head.size)] = draw.integers(-(1 << 62), 1 << 62)
     decode_head(head)
+
+
+def _rpc(draw: np.random.Generator) -> None:
+    call, level = int(draw.integers(1 << 60)), int(draw.integers(protocol.MAX_DEPTH + 1))
+    head, arrays = protocol.encode(int(draw.integers(1, 9)), call, _random(draw), name="f", number=level)
+    protocol.decode(_damaged(draw, head), arrays)
+    segments._opened(memoryview(_random(draw)))
+
+
+def _value(draw: np.random.Generator) -> None:
+    value = _VALUES[int(draw.integers(len(_VALUES)))]
+    body, arrays = codec.encode(value)
+    codec.decode(_damaged(draw, body), [array.copy() for array in arrays], _TYPES)
+
+
+def _failure(draw: np.random.Generator) -> None:
+    failure.decode(_damaged(draw, failure.encode(ValueError("x"))), 0)
+
+
+def _packed(draw: np.random.Generator) -> None:
+    joined = bytearray(packing.Packing([np.frombuffer(_random(draw), np.uint8)] * 2).joined())
+    packing.unpack(bytearray(_damaged(draw, bytes(joined))), int(draw.integers(4)))
 
 
 def _random(draw: np.random.Generator) -> bytes:

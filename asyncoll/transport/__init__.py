@@ -14,7 +14,19 @@ from asyncoll.tensors import Array
 from asyncoll.transport.board import Board, Wait
 from asyncoll.wire import MAX_FRAME_BYTES, Buffer
 
-__all__ = ["MAX_FRAME_BYTES", "Arena", "Board", "Buffer", "Receiver", "Transport", "Wait", "check_frames", "peers_view"]
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "START_TIMEOUT_S",
+    "Arena",
+    "Board",
+    "Buffer",
+    "Receiver",
+    "Transport",
+    "Wait",
+    "check_frames",
+    "peers_view",
+]
+START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 
 
 class Receiver(Protocol):

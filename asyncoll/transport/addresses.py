@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncoll.errors import UsageError
 
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_MAX_PATH = 107  # of a unix socket, in bytes
 
 
 @contextlib.contextmanager
@@ -38,19 +39,30 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
         )
 
 
+def check_path(path: Path) -> None:
+    """Raises UsageError if no unix socket can have it."""
+    if len(bytes(path)) > _MAX_PATH:
+        raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
+
+
+def user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end of a unix socket, as the kernel knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
 def user_behind(descriptor: int) -> int | None:
-    """Who is at the other end of a unix socket; None if the connection is gone."""
+    """The same of a socket of ZeroMQ's; None if the connection is gone."""
     try:
         end = socket.socket(fileno=descriptor)
     except OSError:
         return None
     try:
-        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return user_of(end)
     except OSError:
         return None
     finally:
-        end.detach()  # it is ZeroMQ's
-    return int(_CREDENTIALS.unpack(credentials)[1])
+        end.detach()
 
 
 def forget(url: str) -> None:

@@ -18,7 +18,6 @@ import dataclasses
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from typing import Any
 import msgpack
 
 from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError
+from asyncoll.transport import START_TIMEOUT_S
+from asyncoll.transport.addresses import check_path, user_of
 from asyncoll.transport.arena import HostArena
 from asyncoll.transport.part import LAYOUT, Part, capacity_of, check_part, close_part, make_part
 
@@ -35,13 +36,10 @@ _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
 _REASON_CHARACTERS = 1000
 _BATCH = 240  # descriptors in one message; the kernel takes 253
-_START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
 _GREETING_TIMEOUT_S = 30.0  # whoever has connected must say who it is
 _PAUSE_S = 0.01
-_MAX_PATH = 107  # of a unix socket, in bytes
 _HELLO_FIELDS = 7
 _NOBODY = -1  # instead of a rank
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _CLOSED = "it closed its connection before the ranks of its host shared memory"
 logger = logging.getLogger("asyncoll")
 
@@ -57,8 +55,7 @@ def join(folder: Path, rank: int, ranks: tuple[int, ...]) -> HostArena:
     PeerLostError for a rank that does not come or goes away meanwhile.
     """
     path = folder / "arena"
-    if len(bytes(path)) > _MAX_PATH:
-        raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
+    check_path(path)
     with contextlib.ExitStack() as stack:  # of every descriptor; an arena has its own copies of those that it needs
         me = _introduce(stack, rank, ranks)
         if rank == ranks[0]:
@@ -103,13 +100,13 @@ class _Line:
     def __init__(self, stack: contextlib.ExitStack, connection: socket.socket) -> None:
         self._stack = stack
         self._connection = stack.enter_context(connection)
-        if (uid := self._uid()) != os.getuid():
+        if (uid := user_of(connection)) != os.getuid():
             raise ProtocolError(f"a process of user {uid} is at the other end")
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self._connection, [msgpack.packb(message)], list(descriptors))
 
-    def receive(self, descriptors_max: int = 0, timeout_s: float = _START_TIMEOUT_S) -> tuple[Any, list[int]]:
+    def receive(self, descriptors_max: int = 0, timeout_s: float = START_TIMEOUT_S) -> tuple[Any, list[int]]:
         self._connection.settimeout(timeout_s)
         message, descriptors, _, _ = socket.recv_fds(
             self._connection, _MESSAGE_BYTES, descriptors_max, socket.MSG_CMSG_CLOEXEC
@@ -120,11 +117,6 @@ class _Line:
             return msgpack.unpackb(message), descriptors
         except ValueError as error:
             raise ProtocolError("there came an empty or a broken message") from error
-
-    def _uid(self) -> int:
-        """Of the process at the other end, as the kernel knows it."""
-        credentials = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 # -- the first rank -------------------------------------------------------------------------------
@@ -153,7 +145,7 @@ def _gather(
 ) -> dict[int, _Member]:
     """The other ranks, whose lines are in `lines` as soon as they are there."""
     members: dict[int, _Member] = {}
-    deadline = _now() + _START_TIMEOUT_S
+    deadline = _now() + START_TIMEOUT_S
     with _listen(path, len(ranks)) as listener:
         while missing := [rank for rank in ranks[1:] if rank not in members]:
             listener.settimeout(max(deadline - _now(), _PAUSE_S))
@@ -254,7 +246,7 @@ def _follow(stack: contextlib.ExitStack, path: Path, me: _Member, ranks: tuple[i
 
 
 def _connect(path: Path, ranks: tuple[int, ...]) -> socket.socket:
-    deadline = _now() + _START_TIMEOUT_S
+    deadline = _now() + START_TIMEOUT_S
     while _now() < deadline:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -269,7 +261,7 @@ def _connect(path: Path, ranks: tuple[int, ...]) -> socket.socket:
 
 def _heed(line: _Line) -> None:
     """Raises what the first rank says has gone wrong. Its patience with others ends before mine with it."""
-    (failure, lost), _ = line.receive(timeout_s=_START_TIMEOUT_S + _GREETING_TIMEOUT_S)
+    (failure, lost), _ = line.receive(timeout_s=START_TIMEOUT_S + _GREETING_TIMEOUT_S)
     if lost != _NOBODY:
         raise PeerLostError(lost, failure)
     if failure:
@@ -322,7 +314,7 @@ def _build(me: _Member, ranks: tuple[int, ...], parts: Sequence[Part]) -> HostAr
 
 def _absent(ranks: Sequence[int]) -> PeerLostError:
     others = f", and neither did {', '.join(map(str, ranks[1:]))}" if ranks[1:] else ""
-    return PeerLostError(ranks[0], f"it did not join within {_START_TIMEOUT_S:.0f} s{others}")
+    return PeerLostError(ranks[0], f"it did not join within {START_TIMEOUT_S:.0f} s{others}")
 
 
 def _now() -> float:

@@ -29,7 +29,8 @@ import zmq
 
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.keys import Key
-from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+from asyncoll.transport import MAX_FRAME_BYTES, START_TIMEOUT_S, Buffer, Receiver, check_frames
+from asyncoll.transport.addresses import check_path
 from asyncoll.transport.door import Door
 from asyncoll.transport.gate import Strangers
 from asyncoll.transport.monitor import FREEZE_S, Monitor, Pulse, silence
@@ -44,16 +45,13 @@ _BATCH = 64  # messages handed over before the loop may do something else
 _SEAL_BYTES = 64  # that CURVE may add to a frame
 _FLUSH_MS = 200  # for ZeroMQ's threads to send what was said last; what is for a peer that is gone stays for so long
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
-_START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
-_MAX_PATH = 107  # of a unix socket, in bytes
 _NEIGHBOURS = 2  # of one host whose pulse a rank feels: if the one who would notice is busy, the other does
 
 
 def ipc_address(folder: Path, rank: int) -> str:
     """Where `rank` listens in a folder that only this user can enter."""
     path = folder / str(rank)
-    if len(bytes(path)) > _MAX_PATH:
-        raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
+    check_path(path)
     return f"ipc://{path}"
 
 
@@ -139,10 +137,10 @@ class ZeroMQTransport:
         self._read()
         waiting = [peer.connected for peer in self._peers.values()]
         if waiting:
-            _, missing = await asyncio.wait(waiting, timeout=_START_TIMEOUT_S)
+            _, missing = await asyncio.wait(waiting, timeout=START_TIMEOUT_S)
             if missing:
                 rank = next(peer.rank for peer in self._peers.values() if peer.connected in missing)
-                raise PeerLostError(rank, f"it did not join within {_START_TIMEOUT_S:.0f} s")
+                raise PeerLostError(rank, f"it did not join within {START_TIMEOUT_S:.0f} s")
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)

@@ -19,7 +19,11 @@ async def count(n: int):
         yield i
 
 
+callers = asyncio.Semaphore(0)  # who is in `forever`
+
+
 async def forever() -> None:
+    callers.release()
     await asyncio.Event().wait()
 
 
@@ -58,12 +62,13 @@ async def main(comm):
 
 async def die(comm):
     if comm.rank == 1:
-        await asyncio.sleep(0.2)
+        for _ in range(comm.size - 1):
+            await callers.acquire()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         await comm.rpc.call(1, "forever")
     except asyncoll.PeerLostError as error:
-        print("told", comm.rank, "of", error.rank)
+        print("told", comm.rank, "of", error.rank, flush=True)
         raise
 
 

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncoll.testing.faults.cells import KINDS, Cell
 from asyncoll.testing.faults.operations import OPERATIONS
@@ -59,7 +60,8 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         found[verdict.cell.operation, verdict.cell.kind].append(verdict)
     kinds = [kind for kind in KINDS if any((operation, kind) in found for operation in OPERATIONS)]
-    table = Table("median/max ms", *kinds, title="from a fault to the errors of all others")
+    headings = [Column(heading, overflow="fold") for heading in ("median/max ms", *kinds)]
+    table = Table(*headings, title="from a fault to the errors of all others (-: nobody noticed)", box=SIMPLE)
     for operation in OPERATIONS:
         if any((operation, kind) in found for kind in kinds):
             table.add_row(operation, *(_entry(found[operation, kind]) for kind in kinds))
@@ -70,6 +72,6 @@ def _entry(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return ""
     heard_ms = [1e3 * heard_s for heard_s in itertools.chain(*(verdict.heard_s for verdict in verdicts))]
-    text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "unnoticed"
+    text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "-"
     broken = sum(bool(verdict.broken) for verdict in verdicts)
     return f"{text}, {broken} of {len(verdicts)} broken" if broken else text

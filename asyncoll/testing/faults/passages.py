@@ -8,7 +8,7 @@ long as somebody watches: the runtime itself knows nothing of it.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +25,8 @@ class Passages:
     def __init__(self, comm: Communicator, passed: Callable[[int], None] = lambda number: None) -> None:
         self.count = 0
         self._passed = passed
-        self._numbers = itertools.count(1)
+        self._counting = threading.Lock()  # of all threads that pass
+        self._is_over = False
         self._endpoint = comm._endpoint
         self._undo = contextlib.ExitStack()
 
@@ -41,9 +42,14 @@ class Passages:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
+        with self._counting:  # who passes in this moment is not counted any more
+            self._is_over = True
 
     def _pass(self) -> None:
-        self.count = number = next(self._numbers)
+        with self._counting:
+            if self._is_over:
+                return
+            self.count = number = self.count + 1
         self._passed(number)
 
     def _passing(self, method: Callable[..., None]) -> Callable[..., None]:
