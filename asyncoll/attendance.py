@@ -58,8 +58,8 @@ class Attendance:
         self._answers: dict[int, Here] = {}
         self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # while it asks
-        endpoint.on_control(Where, group.communicator, self._answer)
-        endpoint.on_control(Here, group.communicator, self._heard)
+        endpoint.switchboard.on_control(Where, group.communicator, self._answer)
+        endpoint.switchboard.on_control(Here, group.communicator, self._heard)
 
     def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> Visit:
         """A call begins, in its caller's thread and context.
@@ -122,7 +122,7 @@ class Attendance:
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
         lists = (",".join(map(str, ranks)) for ranks in (arrived, missing))
         news = Overdue(self._group.communicator, text, *lists)
-        self._endpoint.give_up(news, self._group.communicator, self._group.ranks)
+        self._endpoint.failures.give_up(news, self._group.communicator, self._group.ranks)
 
     async def _ask(self, ranks: tuple[int, ...]) -> None:
         """These where they are."""
@@ -130,7 +130,7 @@ class Attendance:
         self._all_answered = asyncio.Event()
         self._asked = set(ranks) - {self._endpoint.rank}
         for rank in self._asked:
-            self._endpoint.tell(rank, Where(self._group.communicator))
+            self._endpoint.switchboard.tell(rank, Where(self._group.communicator))
         try:
             with contextlib.suppress(TimeoutError):  # who has not answered by then is said not to
                 await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
@@ -164,7 +164,7 @@ class Attendance:
             after = f", after {self._last.call}" if self._last is not None else " and has made no call"
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
         inside = "\n".join(visit.call.key for visit in visits)
-        self._endpoint.tell(source, Here(question.communicator, self._calls, inside, doing))
+        self._endpoint.switchboard.tell(source, Here(question.communicator, self._calls, inside, doing))
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -27,7 +27,7 @@ from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
 from asyncoll.transport.board import Wait, failure
-from asyncoll.wire import digest
+from asyncoll.wire import Dispute, digest
 
 T = TypeVar("T")
 _RECENT = 256  # calls whose description is kept to explain a mismatch
@@ -103,7 +103,7 @@ class Calls:
         if self.arena is not None:
             sizes = choose(group.size, os.environ)
             self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), sizes)
-            endpoint.on_dispute(group.communicator, self._describe)
+            endpoint.executions.on_dispute(group.communicator, self._describe)
             endpoint.membership.on_trace(self._trace)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
@@ -179,7 +179,7 @@ class Calls:
     def abort(self, reason: str) -> None:
         """Give up, and tell the others. From any thread."""
         group = self._group
-        self._runner.post(lambda: self._endpoint.abort(group.communicator, group.ranks, reason))
+        self._runner.post(lambda: self._endpoint.failures.abort(group.communicator, group.ranks, reason))
 
     # -- by message -------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Calls:
         body: Callable[[Lane], Awaitable[T]],
         discarded: Callable[[], None] = lambda: None,
     ) -> Coroutine[Any, Any, T]:
-        lane = Lane(self._endpoint, self._group, context, call.number, call.fingerprint(), call.__str__)
+        lane = Lane(self._endpoint.executions, self._group, context, call.number, call.fingerprint(), call.__str__)
 
         async def work() -> T:
             try:
@@ -251,8 +251,9 @@ class Calls:
                 return
 
     def _dispute(self, call: Signature, place: int) -> None:
-        peer, context, text = self._group.ranks[place], self._group.communicator, str(call)
-        self._runner.post(lambda: self._endpoint.dispute(peer, context, context, call.number, text))
+        peer, context = self._group.ranks[place], self._group.communicator
+        question = Dispute(context, context, call.number, str(call))
+        self._runner.post(lambda: self._endpoint.switchboard.tell(peer, question))
 
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
         """Who took part in call `number`, and what it was, if it is not too long ago."""

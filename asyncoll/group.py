@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from asyncoll.endpoint import Endpoint, Identity
+from asyncoll.executions import Executions, Identity
 from asyncoll.matching import Receive
 from asyncoll.tensors import Array, Combine
 from asyncoll.traffic import Traffic
@@ -41,11 +41,11 @@ class Lane:
     Steps are below 2^24 and used once in a phase.
     """
 
-    __slots__ = ("_endpoint", "_execution", "_identity", "_phase", "_rider", "_world", "rank", "size", "traffic")
+    __slots__ = ("_execution", "_executions", "_identity", "_phase", "_rider", "_world", "rank", "size", "traffic")
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        executions: Executions,
         group: Group,
         context: int,
         number: int,
@@ -59,17 +59,17 @@ class Lane:
         self._phase = 0
         self._world = group.ranks
         self._rider = rider
-        self._endpoint = endpoint
+        self._executions = executions
         self._identity = Identity(group.communicator, group.ranks, context, number, fingerprint, describe)
 
     def __enter__(self) -> Lane:
-        self._execution = self._endpoint.open(self._identity, self._rider)
+        self._execution = self._executions.open(self._identity, self._rider)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._endpoint.end(self._execution, completed=kind is None)
+        self._executions.end(self._execution, completed=kind is None)
 
     def next_phase(self) -> None:
         """What follows has steps of its own. Every rank of the execution turns to the same phases in the same order."""
@@ -79,26 +79,26 @@ class Lane:
         """Ask for an array of `into`'s size from `source`, to be copied or combined into `into` as it arrives."""
         receive = Receive(into, combine)
         self.traffic.received(into.nbytes)
-        self._endpoint.post(self._execution, self._world[source], self._phase + step, receive)
+        self._executions.post(self._execution, self._world[source], self._phase + step, receive)
         return receive
 
     async def wait(self, receive: Receive) -> None:
         """Wait for what was posted."""
         if not receive.complete:
-            await self._endpoint.wait(self._execution, receive)
+            await self._executions.wait(self._execution, receive)
 
     async def send(self, dest: int, step: int, data: Array) -> None:
         """Send `data`. Returns when it may be reused, which for a long array is after `dest` has posted its receive."""
         self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
-        if not self._endpoint.send_nowait(self._execution, peer, step, data):
-            await self._endpoint.send(self._execution, peer, step, data)
+        if not self._executions.send_nowait(self._execution, peer, step, data):
+            await self._executions.send(self._execution, peer, step, data)
 
     async def recv(self, source: int, step: int, into: Array, combine: Combine | None = None) -> None:
         """Post and wait."""
         receive = self.post(source, step, into, combine)
         if not receive.complete:
-            await self._endpoint.wait(self._execution, receive)
+            await self._executions.wait(self._execution, receive)
 
     async def exchange(
         self, dest: int, data: Array, source: int, into: Array, step: int, combine: Combine | None = None
@@ -107,7 +107,7 @@ class Lane:
         receive = self.post(source, step, into, combine)
         self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
-        if not self._endpoint.send_nowait(self._execution, peer, step, data):
-            await self._endpoint.send(self._execution, peer, step, data)
+        if not self._executions.send_nowait(self._execution, peer, step, data):
+            await self._executions.send(self._execution, peer, step, data)
         if not receive.complete:
-            await self._endpoint.wait(self._execution, receive)
+            await self._executions.wait(self._execution, receive)

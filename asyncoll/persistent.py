@@ -26,7 +26,7 @@ from asyncoll.endpoint import Endpoint
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.group import Group
 from asyncoll.tensors import HOST_BYTES, ReduceOp
-from asyncoll.wire import Announce, digest
+from asyncoll.wire import Announce, Dispute, digest
 
 Rounds = WaitAvoiding | OneSidedRounds
 _MAX_NAME = 200
@@ -77,7 +77,7 @@ class Operations:
             self._roster = Roster(self.arena, group.size, group.rank, group.communicator)
             endpoint.on_depart(self._roster.depart)
         else:
-            endpoint.on_control(Announce, group.communicator, self._announced)
+            endpoint.switchboard.on_control(Announce, group.communicator, self._announced)
 
     async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
         """One call: `bundle` is the contribution, and gets the result."""
@@ -124,13 +124,14 @@ class Operations:
         assert self._roster is not None
         group, context = self._group, digest(self._group.communicator, "persistent", spec.name)
         text = f"{spec} at {site}"
-        self._endpoint.on_dispute(context, lambda _: (group.ranks, text))
+        self._endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
             has_lost = lambda: bool(self._endpoint.membership.lost)  # noqa: E731
             operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_lost)
         except DisagreementError as disagreement:
             peer = group.ranks[disagreement.place]
-            self._post(lambda: self._endpoint.dispute(peer, group.communicator, context, 1, text))
+            question = Dispute(group.communicator, context, 1, text)
+            self._post(lambda: self._endpoint.switchboard.tell(peer, question))
             await self._roster.failure()
             raise
         self._operations[spec.name] = operation
@@ -141,7 +142,7 @@ class Operations:
         known = self._operations.get(spec.name)
         if known is not None and known.operation is not spec and known.operation != spec:
             text = f"rank {caller} called {spec} at {site}, but it exists as {known.describe()}"
-            self._post(lambda: self._endpoint.mismatch(self._group.communicator, self._group.ranks, text))
+            self._post(lambda: self._endpoint.failures.mismatch(self._group.communicator, self._group.ranks, text))
             raise MismatchError(text)
         return known
 
@@ -158,7 +159,7 @@ class Operations:
         message = _announcement(self._group.communicator, spec, site)
         size = self._group.size
         for edge in edges(size):
-            self._endpoint.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
+            self._endpoint.switchboard.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
         form = coordinated.CoordinatedRounds if coordinated.suits(spec, size) else ActivatedRounds
         operation = self._operations[spec.name] = form(self._endpoint, self._group, spec, lambda: text)
         return operation

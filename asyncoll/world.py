@@ -139,7 +139,7 @@ class World:
     async def _leave(self, error: BaseException | None) -> None:
         try:
             if self._failed():
-                self._endpoint.pass_on()
+                self._endpoint.failures.pass_on()
             else:
                 await self._part(error)
         finally:
@@ -164,7 +164,7 @@ class World:
             self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
             return
         if error is not None:
-            self._endpoint.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
+            self._endpoint.failures.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
             return
         self._endpoint.depart()
         await self._comm.leave()
@@ -174,5 +174,5 @@ class World:
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)
-        with Lane(self._endpoint, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
+        with Lane(self._endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
             await dense.barrier(lane)

@@ -1137,7 +1137,7 @@ def test_segments_that_nobody_sends_end_the_world(segment):
         assert comm.rpc
         kind, number, payload = segment
         if comm.rank == 0:
-            comm._endpoint.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
+            comm._endpoint.switchboard.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)
         await comm.barrier()

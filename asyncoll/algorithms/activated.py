@@ -192,7 +192,9 @@ class ActivatedRounds(WaitAvoiding):
     async def _allreduce(self, group: Group, number: int, parts: Parts, attendance: Array) -> None:
         """Reduce the parts; the attendance list, of which every rank fills in its own column, rides along."""
         describe = lambda: f"round {number} of {self.describe()}"  # noqa: E731
-        with Lane(self._endpoint, group, self._context, number, self._fingerprint, describe, attendance) as lane:
+        with Lane(
+            self._endpoint.executions, group, self._context, number, self._fingerprint, describe, attendance
+        ) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await dense.allreduce(lane, part, combine)
                 lane.next_phase()

@@ -52,7 +52,7 @@ class Rpc:
         self._ranks = group.ranks
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
-        broken = lambda rank, error: runner.post(partial(endpoint.broken, rank, error))  # noqa: E731
+        broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         carrier = _carrier(endpoint, group, runner, broken)
         self._exchange = Exchange(
             carrier, self._registry, group.ranks.index, broken, "this communicator", endpoint.patience_s
@@ -162,7 +162,7 @@ def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[
     """Through memory, if all ranks of the group share it."""
     arena = endpoint.shared_by(group.ranks)
     if arena is None:
-        return MessageCarrier(endpoint, group, runner.post, broken)
+        return MessageCarrier(endpoint.switchboard, group, runner.post, broken)
     check = partial(endpoint.failures.check, group.communicator)
     lost = partial(endpoint.noticed, post=runner.post)
     return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken, lost)
