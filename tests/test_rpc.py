@@ -590,11 +590,13 @@ def test_a_function_has_no_deadline_but_its_callers(simulated):
     simulated(2, main)
 
 
-def test_a_deadline_of_the_functions_own_is_its_own_affair(simulated):
-    """Its caller has none, and so cannot have been late."""
+@pytest.mark.parametrize("seconds", [math.inf, 1e3])
+def test_a_deadline_of_the_functions_own_is_its_own_affair(simulated, seconds):
+    """Its caller has none, or time left, and so was not late."""
 
     async def act(comm, service, other):
-        with pytest.raises(RemoteError, match="DeadlineError at rank 1: sleep at rank 1 did not answer"):
+        failed = pytest.raises(RemoteError, match="DeadlineError at rank 1: sleep at rank 1 did not answer")
+        with deadline(seconds), failed:
             await comm.rpc.call(1, "hurry")
 
     async def main(comm):

@@ -25,12 +25,16 @@ class CallerError(Exception):
     """The call makes no sense, so that no function has been called; the message is for its caller."""
 
 
-def encode(error: BaseException, *, is_late: bool = False) -> bytes:
-    """What becomes of `error` at the caller; `is_late` if it is that of the caller's deadline."""
+class LateError(Exception):
+    """The caller's deadline has passed, and not one of the function's own."""
+
+
+def encode(error: BaseException) -> bytes:
+    """What becomes of `error` at the caller."""
     kind, trace = _RAISED, ""
     if isinstance(error, CallerError):
         kind = _USAGE
-    elif is_late and isinstance(error, DeadlineError):
+    elif isinstance(error, LateError):
         kind = _LATE
     else:
         trace = _trace(error)

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
-from asyncoll.deadlines import deadline, lift
+from asyncoll.deadlines import deadline, lift, now_s
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
 from asyncoll.progress import offload
 from asyncoll.rpc import codec, failure, protocol
-from asyncoll.rpc.failure import CallerError
+from asyncoll.rpc.failure import CallerError, LateError
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, Registry
 from asyncoll.tensors import Array
@@ -191,8 +191,7 @@ class Server:
     async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
         if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
             logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
-        body = failure.encode(error, is_late=message.seconds < math.inf)
-        await self._send(peer, protocol.ERROR, message.call, body)
+        await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         """The peer may be gone: then there is nobody to be told, and others find out."""
@@ -227,7 +226,8 @@ class Server:
 
     async def _call_in_time(self, peer: int, message: Message, *call: Any) -> Any:
         if not message.seconds:
-            raise DeadlineError(f"{message.name} was called after its caller's deadline")
+            raise LateError(f"{message.name} was called after its caller's deadline")
+        ends_s = now_s() + message.seconds
         late = asyncio.timeout(message.seconds)
         try:
             with deadline(message.seconds):
@@ -236,7 +236,11 @@ class Server:
         except TimeoutError:
             if not late.expired():
                 raise
-            raise DeadlineError(f"{message.name} was cancelled at its caller's deadline") from None
+            raise LateError(f"{message.name} was cancelled at its caller's deadline") from None
+        except DeadlineError as error:  # what it called was late
+            if now_s() < ends_s:
+                raise
+            raise LateError(str(error)) from None
 
     async def _call(
         self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
