@@ -136,10 +136,12 @@ def contributors(story: Story) -> Iterator[Breach]:
 
 
 def quorum(story: Story) -> Iterator[Breach]:
-    """A round has at least as many contributors as had to arrive to open it, but for ranks that have ended."""
-    quitter = story.case.quitter
+    """A round has at least as many contributors as had to arrive to open it, but for ranks that have ended.
+
+    A call that was given up stands for a round, too: so one rank may need a round more than all others.
+    """
     for call in _calls(story):
-        ended = quitter is not None and story.ended(quitter, call.round)
+        ended = sum(story.ended(rank, call.round) for rank in range(story.case.size))
         if call.reduction.active < (least := story.case.quorum - ended):
             yield Breach(call.round, call.rank, f"{call.reduction.active} contributed, at least {least} must have")
 
