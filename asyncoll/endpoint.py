@@ -167,6 +167,8 @@ class Endpoint:
 
     def noticed(self, error: PeerLostError, post: Callable[[Callable[[], None]], None]) -> AsyncollError:
         """A rank is gone, as was noticed in memory, in any thread; `post` calls on this loop. Returns what to raise."""
+        if (known := self.failures.of(WORLD)) is not None:
+            return error_of(known)
         cause, last_seen_s = error.cause, error.last_seen_s
         rank = self.membership.culprit(error.rank, self.arena.ranks if self.arena is not None else ())
         post(lambda: self.lost(rank, cause, last_seen_s))

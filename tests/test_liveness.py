@@ -45,6 +45,19 @@ def test_what_one_rank_notices_all_are_told(size):
         assert (raised[rank].rank, raised[rank].cause, raised[rank].last_seen_s) == (size - 1, "it has no pulse", 0.5)
 
 
+def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
+    """It takes time, while whoever waits in memory has just been told."""
+
+    async def act(comm: Communicator) -> None:
+        endpoint = comm._endpoint
+        endpoint.lost(1, "it has no pulse", 0.5)
+        monkeypatch.setattr(endpoint.membership, "culprit", None)
+        error = endpoint.noticed(PeerLostError(0, "it died while it was changing shared memory"), lambda what: what())
+        assert (error.rank, error.cause) == (1, "it has no pulse")
+
+    failures(1, act, simulate)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
     async def act(comm: Communicator) -> None:
