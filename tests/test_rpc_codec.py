@@ -47,6 +47,11 @@ class Box(Generic[T]):
     inside: T
 
 
+class Linked(TypedDict):
+    at: Point
+    further: list[Linked]
+
+
 class Marked(TypedDict):
     at: Point
 
@@ -230,6 +235,10 @@ def test_annotations_that_name_a_dataclass_in_other_words(annotation, value, wro
     check(arrived, "it")
     with pytest.raises(UsageError, match="it must be"):
         check(wrong, "it")
+
+
+def test_a_typed_dict_may_name_itself():
+    assert hints.dataclasses_in([Linked]).keys() == {"Point"}
 
 
 def test_fields_are_checked():

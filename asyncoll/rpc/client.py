@@ -51,7 +51,7 @@ class Client:
     def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], what: str, patience_s: float) -> None:
         """`rank_of` says how a peer is called in errors; `what` is what is closed at the end.
 
-        `patience_s` is how long an answer may take where no deadline says less.
+        `patience_s` is how long a caller waits, for a slot as for an answer, where no deadline says less.
         """
         self._carrier = carrier
         self._what = what

@@ -29,7 +29,7 @@ class Exchange:
     ) -> None:
         """`rank_of` says how a peer is called in errors; `broken` is told of one that is no honest peer.
 
-        `what` is what is closed at the end; `patience_s` is how long an answer may take.
+        `what` is what is closed at the end; `patience_s` is how long a caller waits.
         """
         self._carrier = carrier
         self.client = Client(carrier, rank_of, what, patience_s)

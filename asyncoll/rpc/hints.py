@@ -63,13 +63,15 @@ def _plain(cls: type) -> Check:
 def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
     """The dataclasses that these annotations name, those in fields of others too."""
     found: dict[str, Expected] = {}
+    opened: list[Any] = []  # TypedDicts, which may name themselves
     pending = list(annotations)
     while pending:
         annotation = pending.pop()
         pending += typing.get_args(annotation)
         if isinstance(annotation, typing.NewType):
             pending.append(annotation.__supertype__)
-        elif typing.is_typeddict(annotation):
+        elif typing.is_typeddict(annotation) and annotation not in opened:
+            opened.append(annotation)
             pending += resolved(annotation, annotation.__qualname__).values()
         annotation = typing.get_origin(annotation) or annotation  # Box[int] comes as a Box
         if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
