@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from asyncoll.algorithms.accounting import Accounting
 from asyncoll.algorithms.blocks import NONE
 from asyncoll.algorithms.operation import Operation
 from asyncoll.algorithms.roster import Roster
 from asyncoll.algorithms.round_board import LENT, Chunk, Kept, Layout, RoundBoard
 from asyncoll.algorithms.tally import OperationStatistics, Tally
 from asyncoll.algorithms.wait_avoiding import Contribution, Delivery, Parts, Result
+from asyncoll.errors import PeerLostError
 from asyncoll.group import Group
 from asyncoll.tensors import combiner, reducer, storage
 from asyncoll.transport import Arena
@@ -84,8 +86,7 @@ class OneSidedRounds:
         self._tally = Tally(group.size)
         self._unread: deque[Kept] = deque()  # results that nobody reads any more
         self._everybody = tuple(range(group.size))
-        self._seen = 0  # the newest round that a caller here was given
-        self._lost = 0  # rounds that were to be given to callers who were cancelled
+        self._accounting: Accounting[Kept] = Accounting()
         self._calls = 0  # begun
         self._turn = 0  # over, in order
         self._over: set[int] = set()  # over before their turn
@@ -143,7 +144,7 @@ class OneSidedRounds:
 
     def _begin(self) -> _Visit:
         """Decide whether this call is in time for a round."""
-        rounds, came_ns, aim = self._rounds, self._now_ns(), self._seen + 1
+        rounds, came_ns, aim = self._rounds, self._now_ns(), self._accounting.aim
         with self._board:
             while self._unread:
                 rounds.drop(self._unread.popleft())
@@ -338,11 +339,10 @@ class OneSidedRounds:
                 newest = rounds.latest
                 *missed, kept = rounds.keep(max(visit.aim, newest - self.operation.history), newest, self._rank)
         result = self._result(kept)
-        self._seen = result.number
         included = visit.ticket == result.taken if self._keeps else visit.ticket <= result.taken
         lag = result.number - visit.aim
         self._tally.count_call(lag, included=included, next_has_begun=False)
-        skipped, self._lost = lag - len(missed) + self._lost, 0
+        missed, skipped = self._accounting.deliver(kept.number, missed)
         older = tuple([self._result(record) for record in missed])
         return HeldDelivery(result, included, skipped, older, (kept, *missed))
 
@@ -366,10 +366,12 @@ class OneSidedRounds:
 
     def take_back(self, delivery: Delivery) -> None:
         """As `WaitAvoiding.take_back`."""
-        if self.operation.history and self._seen == delivery.result.number:
-            self._seen -= delivery.rounds
-        else:
-            self._lost += delivery.rounds
+        kept: list[Kept] = []
+        if self.operation.history:
+            numbers = [result.number for result in delivery.results]
+            with contextlib.suppress(PeerLostError), self._board:
+                kept = [record for number in numbers for record in self._rounds.keep(number, number, self._rank)]
+        self._accounting.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
     def _drop(self, kept: Sequence[Kept]) -> None:
         if kept:

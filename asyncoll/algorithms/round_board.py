@@ -102,8 +102,9 @@ class RoundBoard:
         self._begun = self._records + self._kept_rounds * self._stride
         self._counts = self._begun + _BEGINNINGS
         blocks = self._counts + size + 1
-        # A rank may fill one, have one staged, one in a round and one granted to it, and read as many as are kept.
-        limit = size * (2 * operation.history + 12) + 16
+        # A rank may fill one, have one staged, one in a round and one granted to it, and read as many as are kept. It
+        # may hold as many again for the call after one that was cancelled.
+        limit = size * (3 * operation.history + 12) + 16
         context = digest(communicator, "rounds", operation.name)
         self.board = roster.enter(context, operation.fingerprint(), blocks + Blocks.words(limit))
         self.words = self.board.words

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from asyncoll.algorithms.accounting import Accounting
 from asyncoll.algorithms.operation import Operation
 from asyncoll.algorithms.tally import OperationStatistics, Tally
 from asyncoll.endpoint import Endpoint
@@ -70,9 +71,9 @@ class Delivery:
     missed: tuple[Result, ...]  # what `history` has kept of the rounds before `result`, oldest first
 
     @property
-    def rounds(self) -> int:
-        """How many rounds it tells of."""
-        return 1 + len(self.missed) + self.skipped
+    def results(self) -> tuple[Result, ...]:
+        """All results that it hands out, oldest first."""
+        return (*self.missed, self.result)
 
 
 class WaitAvoiding(ABC):
@@ -91,8 +92,7 @@ class WaitAvoiding(ABC):
         self._staged: Parts | None = None
         self._spare: Parts | None = None  # memory that nobody uses any more
         self._submitted = 0  # contributions staged here so far
-        self._seen = 0  # the newest round that a caller here was given
-        self._lost = 0  # rounds that were to be given to callers who were cancelled
+        self._accounting: Accounting[Result] = Accounting()
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # to a caller who may not have read it yet
@@ -124,7 +124,7 @@ class WaitAvoiding(ABC):
         self._endpoint.failures.check(self._group.communicator)
         self._handed = None
         self._tally.came(self._endpoint.now_s())
-        aim = self._seen + 1
+        aim = self._accounting.aim
         if self._latest.number < aim or self._is_awaited():
             ticket = self._stage(contribution, may_lend=True)
             result = await self._take_part(self._number)
@@ -132,24 +132,22 @@ class WaitAvoiding(ABC):
             ticket = self._stage(contribution)
             self._offer()
             result = self._latest
-        self._seen = result.number
         # A model that a newer one has replaced before the round began is not in it.
         included = ticket == result.taken if self.operation.group_size else ticket <= result.taken
         lag = result.number - aim
         self._tally.count_call(lag, included=included, next_has_begun=self._has_begun())
-        missed = tuple(old for old in self._history if aim <= old.number < result.number)
-        skipped, self._lost = lag - len(missed) + self._lost, 0
-        return Delivery(result, included, skipped, missed)
+        kept = [old for old in self._history if aim <= old.number < result.number]
+        missed, skipped = self._accounting.deliver(result.number, kept)
+        return Delivery(result, included, skipped, tuple(missed))
 
     def take_back(self, delivery: Delivery) -> None:
         """The caller was cancelled when its answer was ready, and does not get it: the next call tells of its rounds.
 
-        It gives their results as `missed`, where history may have them, and otherwise counts them as skipped.
+        It gives their results as `missed`, where `history` still has them, and otherwise counts them as skipped.
         """
-        if self.operation.history and self._seen == delivery.result.number:
-            self._seen -= delivery.rounds
-        else:
-            self._lost += delivery.rounds
+        here = (*self._history, self._latest) if self.operation.history else ()
+        kept = [result for result in delivery.results if any(result is other for other in here)]
+        self._accounting.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (they are this rank's own)
         """The results have been read."""
@@ -227,7 +225,7 @@ class WaitAvoiding(ABC):
         kept = self._history
         oldest = result if not kept.maxlen else kept[0] if len(kept) == kept.maxlen else None
         kept.append(result)
-        if oldest is not None and oldest is not self._handed:
+        if oldest is not None and oldest is not self._handed and not self._accounting.owes(oldest):
             self._spare = oldest.parts
 
     def _send(self, place: int, number: int, step: int, payload: Buffer = b"") -> None:
