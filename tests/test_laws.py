@@ -25,6 +25,7 @@ from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 from asyncoll.testing.laws.worlds import MEMORY, SIMULATED, read_record, tell, write_record
 
+CALLS = draw("solo", 1, 0).calls  # that a rank may make
 SEEDS = 120  # for each kind, over all sizes: what two cores do in half a minute
 
 # -- they hold -----------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ def test_the_worlds_put_the_laws_to_the_test(kind, transport):
     assert any(call.wait_s > 500 for call in calls)
     assert any(call.missed for call in calls) == (kind in ("solo", "majority", "quorum"))
     assert any(story.cancelled for story in stories) == (kind != "group")
+    assert any(not call.alone for call in calls)
     cases = [story.case for story in stories]
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
@@ -97,7 +99,7 @@ def test_same_seed_same_world():
 
 def tensors(comm, x):
     """Of every bucket, what is behind the padding: by number of the call and rank."""
-    return [bucket[-16 * comm.size :].reshape(16, comm.size) for bucket in (x if isinstance(x, list) else [x])]
+    return [bucket[-CALLS * comm.size :].reshape(CALLS, comm.size) for bucket in (x if isinstance(x, list) else [x])]
 
 
 def own(comm, x):
@@ -262,10 +264,10 @@ def test_a_call_given_up_may_have_been_the_part_in_a_synchronous_round():
     def told(index, aim, number, holds):
         total = np.zeros((1, case.calls, 1), np.int64)
         total[0, holds] = 1
-        return Call(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0)
+        return Call(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0, True)
 
     calls = [told(1, 1, 4, []), told(2, 5, 5, [1, 2])]  # and call 0, given up, was in round 3
-    assert not list(staleness(Story(case, [calls], [Cancelled(0, 0, 1)])))
+    assert not list(staleness(Story(case, [calls], [Cancelled(0, 0, 1, 1)])))
     assert [breach.what for breach in staleness(Story(case, [calls], []))] == [
         "its contribution of call 1 entered round 5, and was due by round 3"
     ]

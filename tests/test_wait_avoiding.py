@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 
-from asyncoll import AVG, MAX, SUM, AbortedError
+from asyncoll import AVG, MAX, SUM, AbortedError, Reduction
 from asyncoll.testing import Network, run_ranks, simulate
 
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
@@ -270,3 +271,33 @@ def test_rounds_that_end_at_once_do_not_spoil_a_result_that_is_being_handed_out(
     prompt, *others = simulated(4, main, Network(latency_s=1e-5, jitter_s=1e-2), seed).results
     for values in others:
         assert all(value == prompt[number] for number, value in values.items() if number in prompt)
+
+
+# -- what is told of which round -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("history", [0, 16])
+def test_each_round_is_told_once_although_a_call_among_others_is_cancelled(simulated, size, history):
+    """Three calls are under way; one is cancelled, at a rank and a moment that are different in every world."""
+
+    async def main(comm, turns, victim):
+        calls = [asyncio.ensure_future(comm.solo_allreduce(np.ones(3), history=history)) for _ in range(3)]
+        if comm.rank == turns % comm.size:
+            for _ in range(turns):
+                await asyncio.sleep(1e-4 if comm.size > 1 else 0)
+            calls[victim].cancel()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers = [answer for answer in answers if isinstance(answer, Reduction)]
+        answers.append(await comm.solo_allreduce(np.zeros(3), history=history))
+        assert all(len(answer.missed) <= history for answer in answers)
+        return len(answers), sum(1 + len(answer.missed) + answer.skipped for answer in answers), answers[-1].round
+
+    given_up = 0
+    for turns in range(24):
+        for victim in range(3):
+            world = simulated(size, partial(main, turns=turns, victim=victim), Network(latency_s=1e-4))
+            for answers, told, newest in world.results:
+                given_up += 4 - answers
+                assert told == newest
+    assert given_up

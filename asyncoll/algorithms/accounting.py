@@ -25,7 +25,9 @@ R = TypeVar("R", bound=Numbered)
 class Accounting(Generic[R]):
     """The accounts of one operation at one rank. `take_back` may be called in any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: int) -> None:
+        """A call tells of the results of the last `history` rounds before its own, and skips the older ones."""
+        self._history = history
         self._seen = 0  # the newest round of all deliveries
         self._owed: deque[tuple[Sequence[R], int]] = deque()  # of each answer taken back: its results, its other rounds
 
@@ -34,19 +36,22 @@ class Accounting(Generic[R]):
         """The round that the next call aims at."""
         return self._seen + 1
 
-    def deliver(self, number: int, missed: Sequence[R]) -> tuple[list[R], int]:
+    def deliver(self, number: int, missed: Sequence[R]) -> tuple[list[R], int, list[R]]:
         """A call is given the result of round `number`, and `missed` of the rounds between its aim and that one.
 
-        Returns all missed results that the call tells of, oldest first, and the number of rounds that it skips.
+        Returns all missed results that the call tells of, oldest first, the number of rounds that it skips, and the
+        results among those, which nobody needs any more.
         """
-        told, skipped = list(missed), number - self.aim - len(missed)
+        results, skipped = list(missed), number - self.aim - len(missed)
         while self._owed:
-            results, others = self._owed.popleft()
-            told += results
+            owed, others = self._owed.popleft()
+            results += owed
             skipped += others
-        told.sort(key=lambda result: result.number)
+        results.sort(key=lambda result: result.number)
+        told = [result for result in results if result.number >= number - self._history]
+        dropped = results[: len(results) - len(told)]
         self._seen = number
-        return told, skipped
+        return told, skipped + len(dropped), dropped
 
     def take_back(self, results: Sequence[R], others: int) -> None:
         """An answer did not reach its caller. It told of these results, which can be told again, and `others` more."""

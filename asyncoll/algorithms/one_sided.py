@@ -86,7 +86,7 @@ class OneSidedRounds:
         self._tally = Tally(group.size)
         self._unread: deque[Kept] = deque()  # results that nobody reads any more
         self._everybody = tuple(range(group.size))
-        self._accounting: Accounting[Kept] = Accounting()
+        self._accounting: Accounting[Kept] = Accounting(operation.history)
         self._calls = 0  # begun
         self._turn = 0  # over, in order
         self._over: set[int] = set()  # over before their turn
@@ -342,7 +342,8 @@ class OneSidedRounds:
         included = visit.ticket == result.taken if self._keeps else visit.ticket <= result.taken
         lag = result.number - visit.aim
         self._tally.count_call(lag, included=included, next_has_begun=False)
-        missed, skipped = self._accounting.deliver(kept.number, missed)
+        missed, skipped, dropped = self._accounting.deliver(kept.number, missed)
+        self._drop(dropped)
         older = tuple([self._result(record) for record in missed])
         return HeldDelivery(result, included, skipped, older, (kept, *missed))
 

@@ -92,7 +92,7 @@ class WaitAvoiding(ABC):
         self._staged: Parts | None = None
         self._spare: Parts | None = None  # memory that nobody uses any more
         self._submitted = 0  # contributions staged here so far
-        self._accounting: Accounting[Result] = Accounting()
+        self._accounting: Accounting[Result] = Accounting(operation.history)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # to a caller who may not have read it yet
@@ -137,7 +137,7 @@ class WaitAvoiding(ABC):
         lag = result.number - aim
         self._tally.count_call(lag, included=included, next_has_begun=self._has_begun())
         kept = [old for old in self._history if aim <= old.number < result.number]
-        missed, skipped = self._accounting.deliver(result.number, kept)
+        missed, skipped, _ = self._accounting.deliver(result.number, kept)
         return Delivery(result, included, skipped, tuple(missed))
 
     def take_back(self, delivery: Delivery) -> None:

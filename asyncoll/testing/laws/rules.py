@@ -163,18 +163,54 @@ def synchrony(story: Story) -> Iterator[Breach]:
 def history(story: Story) -> Iterator[Breach]:
     """A rank late by at most `history` rounds gets each result that it missed, once, oldest first.
 
-    `skipped` counts the older ones, so no round between two calls of a rank is unaccounted for.
+    `skipped` counts the older ones, so no round between two calls of a rank is unaccounted for. Among overlapping
+    calls, the rounds of one that was given up may be told by any later one.
     """
     values = {number: value for number, value, _ in _sums(story)}
-    for call in _calls(story):
-        late = call.round - call.aim
-        kept = min(late, story.case.history)
-        if (len(call.missed), call.reduction.skipped) != (kept, late - kept):
-            told = f"{len(call.missed)} missed results and skipped={call.reduction.skipped}"
-            yield Breach(call.round, call.rank, f"it aimed at round {call.aim} and was given {told}")
-        for number, result in zip(range(call.round - kept, call.round), call.missed, strict=False):
-            if number in values and not np.array_equal(result[0], values[number]):
-                yield Breach(number, call.rank, f"call {call.index} was given something else as its missed result")
+    for calls in story.calls:
+        for call in calls:
+            if all(other.alone for other in calls):
+                yield from _completes(call, values, story.case.history)
+            else:
+                yield from _matches(call, values)
+        if story.case.kind != "group":  # whose results may be the same again
+            yield from _balances(calls)
+
+
+def _completes(call: Call, values: dict[int, Array], history: int) -> Iterator[Breach]:
+    """It tells of every round since the call before."""
+    late = call.round - call.aim
+    kept = min(late, history)
+    if (len(call.missed), call.reduction.skipped) != (kept, late - kept):
+        told = f"{len(call.missed)} missed results and skipped={call.reduction.skipped}"
+        yield Breach(call.round, call.rank, f"it aimed at round {call.aim} and was given {told}")
+    for number, result in zip(range(call.round - kept, call.round), call.missed, strict=False):
+        if number in values and not np.array_equal(result[0], values[number]):
+            yield Breach(call.round, call.rank, f"call {call.index} was given something else as its missed result")
+
+
+def _matches(call: Call, values: dict[int, Array]) -> Iterator[Breach]:
+    """Missed results are those of older rounds, oldest first."""
+    older = iter([number for number in values if number < call.round])
+    if any(number not in values for number in range(1, call.round)):  # some were given to nobody but as missed results
+        return
+    for result in call.missed:
+        if not any(np.array_equal(result[0], values[number]) for number in older):
+            yield Breach(call.round, call.rank, f"call {call.index} was given something else as its missed result")
+
+
+def _balances(calls: list[Call]) -> Iterator[Breach]:
+    """Whenever no other call is under way, each round so far was told once."""
+    told: list[Array] = []
+    count = 0
+    for call in calls:
+        count += 1 + len(call.missed) + call.reduction.skipped
+        for result in (call.sum, *call.missed):
+            if result.any() and any(np.array_equal(result, other) for other in told):
+                yield Breach(call.round, call.rank, f"call {call.index} was given a result that it had been given")
+            told.append(result)
+        if call.alone and count != call.round:
+            yield Breach(call.round, call.rank, f"after call {call.index} it has been told of {count} rounds")
 
 
 def liveness(story: Story) -> Iterator[Breach]:
@@ -208,10 +244,11 @@ def _due(story: Story, call: Call | Cancelled) -> int:
     That is the next one, but each call that this rank had given up since it last heard of a round may have been its
     part in one of those.
     """
+    turn = call.turn if isinstance(call, Cancelled) else call.aim
     before = [each for each in story.cancelled if each.rank == call.rank and each.index < call.index]
-    given_up = sum(each.aim == call.aim for each in before)
+    given_up = sum(each.turn == turn for each in before)
     sync_every = story.case.sync_every
-    return ((call.aim - 1) // sync_every + 1 + given_up) * sync_every
+    return ((turn - 1) // sync_every + 1 + given_up) * sync_every
 
 
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:

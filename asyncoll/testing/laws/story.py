@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
 _CANCELS = 4  # calls at most that the impatient rank of a world gives up
+_OVERLAPS = (1, 1, 2, 4)  # calls of one rank that may be under way at the same time
 _STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
 NAP_S = 1000.0  # longer than all the rest of a world
 
@@ -66,6 +67,7 @@ class Case:
     quits_after: int  # so many calls
     impatient: int | None  # the rank that cancels some of its calls
     network: Network
+    overlap: int  # the most calls that a rank has under way at the same time
     rounds: int = _ROUNDS
 
     @property
@@ -80,7 +82,7 @@ class Case:
     @property
     def calls(self) -> int:
         """How many calls a rank may make: each answer is of a newer round than the one before."""
-        return self.rounds + _CANCELS
+        return self.rounds + _CANCELS + max(_OVERLAPS) - 1
 
     def is_synchronous(self, number: int) -> bool:
         return number % self.sync_every == 0
@@ -121,6 +123,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         quits_after=one_of(1, 3, 6),
         impatient=one_of(None, rank()) if kind != "group" and size > 1 else None,
         network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
+        overlap=one_of(*_OVERLAPS),
     )
 
 
@@ -134,7 +137,8 @@ class Call:
     sum: Array
     missed: tuple[Array, ...]
     reduction: Reduction  # without the tensors of the missed results
-    wait_s: float
+    wait_s: float  # 0 unless it was alone
+    alone: bool  # no other call of its rank was under way when it was made
 
     @property
     def round(self) -> int:
@@ -145,13 +149,24 @@ class Call:
         return self.reduction.included
 
 
+class Answer(NamedTuple):
+    """What a call returned: the fields of `Call` after the first three."""
+
+    sum: Array
+    missed: tuple[Array, ...]
+    reduction: Reduction
+    wait_s: float
+    alone: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A call that was given up."""
+    """A call that was given up. Its contribution stays in."""
 
     rank: int
     index: int
-    aim: int
+    aim: int  # the round after the newest that its rank had been given when it was made
+    turn: int  # the round after the newest that the calls before it were given: it may have waited for those
 
 
 Part = tuple[list[Call], list[Cancelled]]  # what one rank has done, in order
@@ -180,34 +195,100 @@ class Story:
 
 async def take_part(comm: Communicator, case: Case) -> Part:
     """Call at random moments until the last round is seen, and keep every answer."""
-    generator = np.random.default_rng([case.seed, comm.rank])
-    step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
-    now = asyncio.get_running_loop().time
-    calls: list[Call] = []
-    cancelled: list[Cancelled] = []
-    seen = 0
-    while seen < case.rounds and not (comm.rank == case.quitter and len(calls) == case.quits_after):
-        await asyncio.sleep(generator.exponential(step_s))
-        if comm.rank == case.sleeper and len(calls) == case.nap_before:
-            await asyncio.sleep(NAP_S)
-        index = len(calls) + len(cancelled)
-        contribution = _contribution(case, comm, index)
+    return await _Trainer(comm, case).run()
+
+
+class _Trainer:
+    """One rank of a case."""
+
+    def __init__(self, comm: Communicator, case: Case) -> None:
+        self._comm = comm
+        self._case = case
+        self._generator = np.random.default_rng([case.seed, comm.rank])
+        self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
+        self._begun = 0  # calls, or at least their tasks
+        self._answers: dict[int, Answer] = {}  # by index of the call
+        self._given_up: dict[int, int] = {}  # by index of the call: what it aimed at, at the earliest
+
+    async def run(self) -> Part:
+        case, rank = self._case, self._comm.rank
+        while self._seen() < case.rounds and not (rank == case.quitter and len(self._answers) >= case.quits_after):
+            await asyncio.sleep(self._generator.exponential(self._step_s))
+            if rank == case.sleeper and len(self._answers) == case.nap_before:
+                await asyncio.sleep(NAP_S)
+            await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
+        return self._part()
+
+    def _seen(self) -> int:
+        return max((answer.reduction.round for answer in self._answers.values()), default=0)
+
+    async def _call_together(self, count: int) -> None:
+        """So many calls, all under way at the same time. The impatient rank may give one of them up."""
+        first, self._begun = self._begun, self._begun + count
+        calls = [asyncio.create_task(self._call(first + number, alone=count == 1)) for number in range(count)]
+        if self._comm.rank == self._case.impatient and len(self._given_up) < _CANCELS:
+            victim = int(self._generator.integers(count))
+            if self._generator.random() < 0.5:
+                self._cancel_at_answer(int(self._generator.integers(victim + 1)), calls[victim])
+            else:
+                await asyncio.wait(calls, timeout=float(self._generator.exponential(_STEP_S)))
+                calls[victim].cancel()
+        await asyncio.wait(calls)
+        for call in calls:
+            if not call.cancelled():  # before its first step: then it made no call
+                call.result()
+
+    def _cancel_at_answer(self, others: int, call: asyncio.Task[None]) -> None:
+        """Cancel `call` when an answer is ready, after so many others; if it is its own, before its caller gets it.
+
+        Nothing but the runtime knows this moment, so its method is shadowed until then.
+        """
+        operations, answer, loop = self._comm._operations, self._comm._operations.contribute, asyncio.get_running_loop()
+        left = others
+
+        async def contribute(*arguments: Any) -> Reduction:
+            nonlocal left
+            reduction = await answer(*arguments)
+            if left == 0:
+                if asyncio.get_running_loop() is loop:
+                    call.cancel()
+                else:
+                    loop.call_soon_threadsafe(call.cancel)
+            left -= 1
+            return reduction
+
+        operations.contribute = contribute  # type: ignore[assignment, method-assign]
+        call.add_done_callback(lambda _: vars(operations).pop("contribute", None))
+
+    async def _call(self, index: int, *, alone: bool) -> None:
+        case, aim, now = self._case, self._seen() + 1, asyncio.get_running_loop().time
+        contribution = _contribution(case, self._comm, index)
         given, began = _counts(contribution, case), now()
-        hurried = comm.rank == case.impatient and len(cancelled) < _CANCELS
-        patience_s = float(generator.exponential(_STEP_S)) if hurried else None
         try:
-            reduction = await asyncio.wait_for(_OPERATIONS[case.kind](comm, contribution, case), patience_s)
-        except TimeoutError:
-            cancelled.append(Cancelled(comm.rank, index, seen + 1))
+            reduction = await _OPERATIONS[case.kind](self._comm, contribution, case)
+        except asyncio.CancelledError:
+            self._given_up[index] = aim
             _scribble(contribution)
-            continue
+            return
         value, waited_s = _counts(contribution, case), now() - began
         if not reduction.active:  # a group that had nothing to give leaves the tensors as they are
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        calls.append(Call(comm.rank, index, seen + 1, value, missed, replace(reduction, missed=()), waited_s))
-        seen = reduction.round
-    return calls, cancelled
+        self._answers[index] = Answer(value, missed, replace(reduction, missed=()), waited_s if alone else 0.0, alone)
+
+    def _part(self) -> Part:
+        """A call aims at the round after the newest that the calls before it were given."""
+        calls: list[Call] = []
+        cancelled: list[Cancelled] = []
+        aim = 1
+        for index in range(self._begun):
+            if index in self._given_up:
+                cancelled.append(Cancelled(self._comm.rank, index, self._given_up[index], aim))
+            elif index in self._answers:
+                answer = self._answers[index]
+                calls.append(Call(self._comm.rank, index, aim, *answer))
+                aim = answer.reduction.round + 1
+        return calls, cancelled
 
 
 def _contribution(case: Case, comm: Communicator, index: int) -> Any:
