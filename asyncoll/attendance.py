@@ -84,8 +84,8 @@ class Attendance:
         return visit
 
     def leave(self, visit: Visit) -> None:
-        """It is over."""
-        del self._visits[visit]
+        """It is over. Idempotent."""
+        self._visits.pop(visit, None)
         self._idle_since_s = deadlines.now_s()
 
     # -- on the runtime's loop --------------------------------------------------------------------

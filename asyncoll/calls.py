@@ -93,6 +93,7 @@ class Calls:
         self._group = group
         self._runner = runner
         self._number = 0
+        self._unstarted: Signature | None = None  # numbered
         self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self.ledger = Ledger()
@@ -107,9 +108,15 @@ class Calls:
             endpoint.membership.on_trace(self._trace)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
-        """The next call. The caller's checks are done: whatever raises UsageError comes before this."""
+        """The next call. The caller's checks are done: whatever raises UsageError comes before this.
+
+        A signal handler may have raised between the number of the last call and its start. The others wait for it.
+        """
+        if self._unstarted is not None:
+            self.abort(f"{self._unstarted} was interrupted before it had begun")
         self._number += 1
-        return Signature(operation, self._number, dtype, count, detail, site)
+        self._unstarted = call = Signature(operation, self._number, dtype, count, detail, site)
+        return call
 
     def start(
         self,
@@ -120,17 +127,23 @@ class Calls:
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, with so many bytes of this rank's; returns what waits for it.
 
-        `discarded` is called, on any thread, if that is cancelled: the call may have been over already.
+        `discarded` is called, on any thread, if that is cancelled or never awaited: the call may be over by then.
         """
         self.check_open()
         visit = self._attendance.enter(call, call.number)
-        if self._hall is None:
-            lead = self._group.communicator
-            return self._by_message(call, visit, lead, lambda lane: body(MessageCall(lane)), discarded)
-        self._recent.append(call)
-        self._hall.begin(call.number)
-        work = self._in_memory(self._hall, call, visit, body)
-        return self._start_in_memory(work, call.__str__, nbytes, discarded)
+        try:
+            self._unstarted = None
+            if self._hall is None:
+                lead = self._group.communicator
+                return self._by_message(call, visit, lead, lambda lane: body(MessageCall(lane)), discarded)
+            self._recent.append(call)
+            self._hall.begin(call.number)
+            work = self._in_memory(self._hall, call, visit, body)
+            return self._start_in_memory(work, call.__str__, nbytes, discarded)
+        except BaseException as error:
+            self._attendance.leave(visit)
+            self.abort(f"{call} was interrupted: {error!r}")
+            raise
 
     def start_round(
         self, call: Round, body: Coroutine[Any, Any, T], discarded: Callable[[], None]
@@ -149,9 +162,13 @@ class Calls:
             finally:
                 self._attendance.leave(visit)
 
-        if self._hall is None:
-            return self._runner.start(work(), discarded)
-        return self._start_in_memory(work(), call.__str__, call.operation.nbytes, discarded)
+        try:
+            if self._hall is None:
+                return self._runner.start(work(), discarded)
+            return self._start_in_memory(work(), call.__str__, call.operation.nbytes, discarded)
+        except BaseException:
+            self._attendance.leave(visit)
+            raise
 
     def _start_in_memory(
         self, body: Coroutine[Wait, None, T], what: Callable[[], str], nbytes: int, discarded: Callable[[], None]

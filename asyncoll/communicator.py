@@ -460,7 +460,7 @@ class Communicator:
                 raise NonFiniteError(tuple(self._group.ranks[place] for place in error.ranks)) from None
 
         def discarded() -> None:
-            self._calls.abort(f"{call} was cancelled")  # if it was over, only this rank does not know its result
+            self._calls.abort(f"{call} was cancelled, or never awaited")  # only this rank does not know its result
 
         return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
 
@@ -539,10 +539,14 @@ class Communicator:
     def _pairwise(
         self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
-        number = self._calls.number_pair(source, dest, tag)
         detail = f"from rank {source} to rank {dest}, tag {tag}"
-        call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
-        return self._calls.start_pair(call, source, dest, tag, body)
+        try:
+            number = self._calls.number_pair(source, dest, tag)
+            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
+            return self._calls.start_pair(call, source, dest, tag, body)
+        except BaseException as error:  # a signal handler's: this rank's next message is not what its peer waits for
+            self._calls.abort(f"send/recv {detail} was interrupted: {error!r}")
+            raise
 
     def _wait_avoiding(
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int

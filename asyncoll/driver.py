@@ -8,6 +8,7 @@ between ranks that are all there is over without any other thread, or the loop, 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, TypeVar
 
 from asyncoll.transport import Arena, Wait
@@ -64,6 +65,9 @@ class Work(Generic[T]):
             self._result = stop.value
             self.is_over = True
         except BaseException as error:
+            if getcoroutinestate(self._body) != CORO_CLOSED:  # a signal handler raised after the step
+                self._step(self._body.throw, error)
+                return
             self._error = error
             self.is_over = True
 

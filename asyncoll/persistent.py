@@ -47,18 +47,25 @@ class Reduction:
 
 
 class Receipt:
-    """What one call was given, in case that it cannot be handed to its caller any more."""
+    """What one call was given, in case that it cannot be handed to its caller any more.
+
+    `sign` and `take_back` may be called in two threads at the same time, and in any order.
+    """
 
     def __init__(self) -> None:
-        self._given: tuple[Rounds, Delivery] | None = None
+        self._given: list[tuple[Rounds, Delivery]] = []
+        self._is_unwanted = False
 
     def sign(self, operation: Rounds, delivery: Delivery) -> None:
-        self._given = operation, delivery
+        self._given.append((operation, delivery))
+        if self._is_unwanted:
+            self.take_back()
 
     def take_back(self) -> None:
-        """The caller was cancelled."""
-        if self._given is not None:
-            operation, delivery = self._given
+        """Nobody gets what the call was given, or will be."""
+        self._is_unwanted = True
+        with contextlib.suppress(IndexError):  # nothing has been given, or the other thread takes it back
+            operation, delivery = self._given.pop()
             operation.take_back(delivery)
 
 

@@ -16,11 +16,13 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
+from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any, Protocol, TypeVar
 
 import uvloop
 
 from asyncoll.driver import Work
+from asyncoll.interruption import handlers_may_raise, may_interrupt
 from asyncoll.timer import Timer
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
@@ -34,6 +36,7 @@ SWITCH_INTERVAL_S = 0.0005
 # done meanwhile.
 TAKEOVER_S = 0.0005
 
+_AGAIN_S = 0.01  # between two attempts to wake a caller in whose thread signal handlers may raise
 _ENDING_S = 1.0  # for work that is cancelled at the end and waits for peers to leave its memory, which may be dead
 
 
@@ -49,7 +52,8 @@ class Runner(Protocol):
 
         Cancelling that coroutine cancels `work`, which has by then taken its first step, and waits until it has
         stopped: nothing of the caller's memory is in use afterwards. Then `discarded` is called on the runtime's loop,
-        as `work` may have been done already, and nobody gets its result. If nobody awaits it, `work` runs to its end.
+        as `work` may have been done already, and nobody gets its result. An exception of a signal handler does the
+        same. If nobody awaits it, `work` runs to its end, and `discarded` is called, too.
         """
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
@@ -66,24 +70,28 @@ class _Begun(Coroutine[Any, Any, T]):
     """What waits for work that has begun.
 
     A task that is cancelled before its first step throws a plain coroutine away. This one takes the step first, so that
-    the work hears of it and lets go of the caller's memory.
+    the work hears of it and lets go of the caller's memory. If nobody ever awaits it, the work runs to its end, and its
+    answer is discarded: on the runtime's loop, as an object may end anywhere.
     """
 
-    def __init__(self, waiting: Coroutine[Any, Any, T], discarded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        waiting: Coroutine[Any, Any, T],
+        discarded: Callable[[], None],
+        runtime_loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._waiting = waiting
         self._discarded = discarded
-        self._has_stepped = False
+        self._runtime_loop = runtime_loop
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._waiting.__await__()
+        return (yield from self._waiting.__await__())  # a generator keeps this object until its end
 
     def send(self, value: Any) -> Any:
-        self._has_stepped = True
         return self._waiting.send(value)
 
     def throw(self, error: Any, *more: Any) -> Any:
-        if not self._has_stepped:
-            self._has_stepped = True
+        if getcoroutinestate(self._waiting) == CORO_CREATED:
             try:
                 self._waiting.send(None)
             except StopIteration:  # the answer was there, and nobody gets it
@@ -94,12 +102,18 @@ class _Begun(Coroutine[Any, Any, T]):
     def close(self) -> None:
         self._waiting.close()
 
+    def __del__(self) -> None:
+        if getcoroutinestate(self._waiting) == CORO_CREATED:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
+                self._runtime_loop.call_soon_threadsafe(self._discarded)
+
 
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        return _Begun(_join(asyncio.get_running_loop().create_task(work), discarded), discarded)
+        loop = asyncio.get_running_loop()
+        return _Begun(_join(loop.create_task(work), discarded), discarded, loop)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return self.start(work.finish(), discarded)
@@ -157,28 +171,35 @@ class ProgressThread:
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         crossing = _Crossing(self._loop)
+        begun = _Begun(crossing.outcome(discarded), discarded, self._loop)
         crossing.begin(work)
-        return _Begun(crossing.outcome(discarded), discarded)
+        return begun
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        if may_interrupt():
+            return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Begun(work.finish(), discarded)
+            return _Begun(work.finish(), discarded, self._loop)
         self._unclaimed[work] = asyncio.get_running_loop(), self._turn
         self._set_timer()
-        return _Begun(self._claim(work, discarded), discarded)
+        return _Begun(self._claim(work, discarded), discarded, self._loop)
 
     async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
         """The caller has come to wait for it."""
-        claimed = self._unclaimed.pop(work, None) is not None
-        try:
-            if claimed:
+        if self._unclaimed.pop(work, None) is None:
+            crossing = self._taken.pop(work)
+        elif may_interrupt():  # since the call
+            crossing = _Crossing(self._loop)
+            crossing.begin(work.finish())
+        else:
+            try:
                 return await work.finish()
-            outcome: T = await self._taken.pop(work).outcome(_ignore)
-            return outcome
-        except asyncio.CancelledError:
-            discarded()  # here: the caller's next call may begin before the runtime's loop turns
-            raise
+            except asyncio.CancelledError:
+                discarded()  # here: the caller's next call may begin before the runtime's loop turns
+                raise
+        outcome: T = await crossing.outcome(discarded)
+        return outcome
 
     def _set_timer(self) -> None:
         """After something was left unclaimed. It takes long, so not once for each."""
@@ -229,13 +250,19 @@ async def _cancel_the_rest() -> None:
 
 
 class _Crossing:
-    """One piece of work on the runtime's loop, and its outcome on the caller's."""
+    """One piece of work on the runtime's loop, and its outcome on the caller's.
+
+    Signal handlers may raise in the caller's thread at any step. So nothing depends on a step there that is made once:
+    what wakes the caller is repeated until it has run to its end.
+    """
 
     def __init__(self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop | None = None) -> None:
         """`here` is the caller's, by default the one that runs."""
         self._there = there
         self._here = here or asyncio.get_running_loop()
         self._outcome: asyncio.Future[Any] = self._here.create_future()
+        self._end: asyncio.Future[None] | None = None  # for a caller that does not want the outcome any more
+        self._is_told = False  # the caller's loop knows how the work has ended
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -243,13 +270,23 @@ class _Crossing:
 
     async def outcome(self, discarded: Callable[[], None]) -> Any:
         try:
-            return await _shielded(self._outcome)
-        except asyncio.CancelledError:
+            return await self._outcome
+        except BaseException as error:
+            if self._is_told and not self._outcome.cancelled() and error is self._outcome.exception():
+                raise
             if not self._there.is_closed():  # or the runtime has ended, and its work with it
                 self._there.call_soon_threadsafe(self._cancel)
-                await _settled(self._outcome)
+                if not isinstance(error, GeneratorExit):  # after which there is no waiting
+                    await self._ended()
                 self._there.call_soon_threadsafe(discarded)
             raise
+
+    async def _ended(self) -> None:
+        """Wait until the work is over, however often the waiter is interrupted."""
+        while not self._is_told:
+            self._end = self._here.create_future()
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self._end
 
     def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:
         """On the runtime's loop."""
@@ -257,23 +294,32 @@ class _Crossing:
         self._task.add_done_callback(self._done)
 
     def _cancel(self) -> None:
-        assert self._task is not None
-        self._there.call_soon(self._task.cancel)  # after its first step
+        if self._task is not None:  # or an interruption came before `begin`
+            self._there.call_soon(self._task.cancel)  # after its first step
 
     def _done(self, task: asyncio.Task[Any]) -> None:
+        """Tell the caller's loop, and look later whether it knows."""
+        if self._is_told:
+            return
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
             self._here.call_soon_threadsafe(self._settle, task)
+            if handlers_may_raise():
+                self._there.call_later(_AGAIN_S, self._done, task)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
-        if self._outcome.cancelled():
-            return
-        if task.cancelled():
-            self._outcome.cancel()
+        outcome = self._outcome
+        if outcome.done():
+            pass
+        elif task.cancelled():
+            outcome.cancel()
         elif (error := task.exception()) is not None:
-            self._outcome.set_exception(error)
-            self._outcome.exception()  # mark it as seen: the caller may have been cancelled
+            outcome.set_exception(error)
+            outcome.exception()  # mark it as seen: the caller may have been cancelled
         else:
-            self._outcome.set_result(task.result())
+            outcome.set_result(task.result())
+        self._is_told = True
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
 
 
 async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:

@@ -27,7 +27,8 @@ ROOMS: dict[str, set[str]] = {
     "matching": {"errors", "tensors", "wire"},
     "shapes": {"errors", "tensors"},
     "schedule": set(),
-    "transport.board": set(),
+    "interruption": set(),
+    "transport.board": {"errors"},
     "transport": {"errors", "tensors", "wire", "transport.board"},
     "transport.addresses": {"errors"},
     "transport.inproc": {"transport"},
@@ -87,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
     "attendance": {"wire", "deadlines", "endpoint", "group"},
     "timer": set(),
     "driver": {"transport"},
-    "progress": {"driver", "timer", "transport.virtual_time"},
+    "progress": {"driver", "interruption", "timer", "transport.virtual_time"},
     # algorithms
     "algorithms": set(),
     "algorithms.dense": {"group", "matching", "tensors"},

@@ -138,11 +138,8 @@ class HostArena:
     def _directory(self) -> Iterator[Array]:
         """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
         mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self.patience)
-        mutex.acquire()
-        try:
+        with mutex:
             yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
-        finally:
-            mutex.release()
 
     def _lock_of_directory(self) -> memoryview:
         return self.view(_LOCK, MUTEX_BYTES).data

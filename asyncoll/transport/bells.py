@@ -63,12 +63,16 @@ class Bell:
 
     def _heard(self) -> None:
         """Whichever loop hears it first silences the bell, so it must rouse the sleepers of all."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
-        here = asyncio.get_running_loop()
-        for sleeper in tuple(self.sleepers):
-            if sleeper.loop is here:
-                sleeper.rouse()
-                continue
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is left to be roused
-                sleeper.loop.call_soon_threadsafe(sleeper.rouse)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+            here = asyncio.get_running_loop()
+            for sleeper in tuple(self.sleepers):
+                if sleeper.loop is here:
+                    sleeper.rouse()
+                    continue
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is left to be roused
+                    sleeper.loop.call_soon_threadsafe(sleeper.rouse)
+        except BaseException:  # a signal handler's: it is heard again
+            os.eventfd_write(self._descriptor, 1)
+            raise

@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
 
+from asyncoll.errors import AsyncollError
+
 
 class Mutex(Protocol):
     """A lock that survives the death of its owner."""
@@ -24,6 +26,9 @@ class Mutex(Protocol):
         """Raises PeerLostError, now and ever after, once an owner has died: what it was changing is half done."""
 
     def release(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Give the lock back, if this thread has it, and let nobody have it again: an exception has come between."""
 
 
 class Bells(Protocol):
@@ -65,10 +70,17 @@ class Board:
         self._ringing: list[int] = []
 
     def __enter__(self) -> Board:
-        self._mutex.acquire()
+        try:
+            self._mutex.acquire()
+        except BaseException:  # a signal handler may raise just after the lock is taken
+            self._mutex.abandon()
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, AsyncollError):  # words may be half changed
+            self._mutex.abandon()
+            return
         if not self._ringing:
             self._mutex.release()
             return

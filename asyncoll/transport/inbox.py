@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.transport import Arena, Board
 
 RING_BYTES = 1 << 18
@@ -26,7 +26,7 @@ _RING = 4
 PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # then it fits into an empty ring, wherever that begins
 
 
-class ShutError(Exception):
+class ShutError(AsyncollError):
     """The owner of the inbox has closed it."""
 
 

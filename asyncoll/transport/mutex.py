@@ -8,16 +8,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 
-from asyncoll.errors import PeerLostError
-from asyncoll.processes import is_stopped
+from asyncoll.errors import AsyncollError, PeerLostError
+from asyncoll.processes import is_gone, is_stopped
 
 MUTEX_BYTES = 64
-# Where the place of its holder stands, or ~place of one who died. A pthread_mutex_t has 40 bytes, or 48 on ARM.
+# Where the place of its holder stands; ~place of one that died; _INTERRUPTED - place of one that an exception has
+# interrupted. A pthread_mutex_t has 40 bytes, or 48 on ARM.
 _HOLDER = 56
+_INTERRUPTED = -(1 << 32)
 _PROCESS_SHARED = 1
 _ROBUST = 1
 _CHECKING = 2  # a thread that locks twice gets an error, instead of waiting for itself
@@ -29,7 +32,7 @@ _try_lock = _holding_gil.pthread_mutex_trylock
 _unlock = _holding_gil.pthread_mutex_unlock
 _unlock.restype = None
 _timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
-_THREAD = (1 << 30) - 1  # the bits of its first word that say who has it: the kernel needs them there, too, at a death
+_THREAD = (1 << 30) - 1  # the bits of its first word that name the owner: the kernel needs them there, too, at a death
 _SLICE_S = 0.05  # of waiting: timedlock goes by the clock on the wall, which may be set meanwhile
 
 
@@ -82,12 +85,31 @@ class RobustMutex:
         if failure:
             raise OSError(failure, "cannot make a robust mutex")
 
+    def __enter__(self) -> None:
+        try:
+            self.acquire()
+        except BaseException:  # a signal handler may raise just after the lock is taken
+            self.abandon()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, AsyncollError):
+            self.release()
+        else:
+            self.abandon()
+
     def acquire(self) -> None:
         if failure := _try_lock(self._mutex):
             self._insist(failure)
         if self._holder[0] < 0:
             self._refuse()
         self._holder[0] = self._place
+
+    def abandon(self) -> None:
+        """Give the lock back, if this thread has it. What it guards is half done, so nobody gets it any more."""
+        if self._futex[0] & _THREAD == threading.get_native_id():
+            self._holder[0] = _INTERRUPTED - self._place
+            self.release()
 
     def _insist(self, failure: int) -> None:
         """Get the lock, whatever it takes."""
@@ -97,6 +119,9 @@ class RobustMutex:
             if self._holder[0] >= 0:
                 self._holder[0] = ~self._holder[0]
             failure = _holding_gil.pthread_mutex_consistent(self._mutex)
+        if failure == errno.EDEADLK:  # an exception has kept this thread from giving it back
+            self.abandon()
+            failure = _try_lock(self._mutex)
         if failure:
             raise OSError(failure, "cannot lock shared memory")
 
@@ -105,12 +130,23 @@ class RobustMutex:
         waited_since_s = _now()
         while (failure := self._wait_a_slice()) == errno.ETIMEDOUT:
             waited_s, holder = _now() - waited_since_s, self._holder[0]
-            is_over = waited_s >= self._patience.seconds and is_stopped(self._futex[0] & _THREAD)
-            if is_over and 0 <= holder < len(self._ranks):
+            if waited_s >= self._patience.seconds and 0 <= holder < len(self._ranks) and (cause := self._why_never()):
                 self._patience.seconds = 0.0  # there is none left for the next time
-                cause = "its process was stopped while it was changing shared memory"
                 raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
         return failure
+
+    def _why_never(self) -> str:
+        """Why the owner will not give the lock back; empty if it may.
+
+        A thread that has ended is looked for once a rank is known to be lost: of a process that had unmapped the memory
+        before its end, the kernel does not tell.
+        """
+        owner = self._futex[0] & _THREAD
+        if is_stopped(owner):
+            return "its process was stopped while it was changing shared memory"
+        if owner and self._patience.seconds == 0.0 and is_gone(owner):
+            return "it ended while it was changing shared memory"
+        return ""
 
     def _wait_a_slice(self) -> int:
         until = time.clock_gettime(time.CLOCK_REALTIME) + _SLICE_S
@@ -118,9 +154,12 @@ class RobustMutex:
         return int(_timed_lock(self._mutex, ctypes.byref(_TimeSpec(int(whole), int(1e9 * fraction)))))
 
     def _refuse(self) -> None:
-        holder = ~self._holder[0]
+        holder = self._holder[0]
         self.release()
-        raise PeerLostError(self._ranks[holder], "it died while it was changing shared memory")
+        if holder <= _INTERRUPTED:
+            cause = "an exception interrupted it while it was changing shared memory"
+            raise PeerLostError(self._ranks[_INTERRUPTED - holder], cause)
+        raise PeerLostError(self._ranks[~holder], "it died while it was changing shared memory")
 
 
 def _now() -> float:

@@ -89,6 +89,7 @@ class _WatchedMutex:
         self._mutex = mutex
         self._passing = passing
         self.release = mutex.release
+        self.abandon = mutex.abandon
 
     def acquire(self) -> None:
         self._passing()
