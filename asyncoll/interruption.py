@@ -18,10 +18,7 @@ _SIGNALS = tuple(int(number) for number in signal.valid_signals())
 # The handlers of event loops only make a note, and asyncio's for SIGINT cancels the main task the first time.
 _LOOPS = ("asyncio.", "uvloop.")
 
-_known: tuple[tuple[object, ...], bool] = (
-    (),
-    False,
-)  # the handlers at the last look, and whether any of them may raise
+_known: tuple[tuple[object, ...], bool] = ((), False)  # the handlers at the last look, and whether one may raise
 
 
 def may_interrupt() -> bool:

@@ -62,7 +62,7 @@ def exactly_once(story: Story) -> Iterator[Breach]:
 def conservation(story: Story) -> Iterator[Breach]:
     """What was submitted is what was summed: all rounds together hold every contribution of every call.
 
-    A call that is cancelled has submitted, too.
+    A call that is cancelled has submitted, too; one that an exception of a signal handler has ended may have.
     """
     case = story.case
     given = {number for number, _, _ in _sums(story)}
@@ -73,6 +73,8 @@ def conservation(story: Story) -> Iterator[Breach]:
     for _, value, _ in _sums(story):
         total += value
     for call in _submitted(story):
+        if isinstance(call, Cancelled) and call.unsure and not total[call.index, call.rank]:
+            continue
         total[call.index, call.rank] -= 1
         if total[call.index, call.rank] < 0 and not unknown and _due(story, call) <= case.rounds:
             yield Breach(call.aim, call.rank, f"its contribution of call {call.index} is in no round")
@@ -168,13 +170,14 @@ def history(story: Story) -> Iterator[Breach]:
     """
     values = {number: value for number, value, _ in _sums(story)}
     for calls in story.calls:
+        alarmed = {each.rank for each in story.cancelled if each.unsure}
         for call in calls:
-            if all(other.alone for other in calls):
+            if all(other.alone for other in calls) and call.rank not in alarmed:
                 yield from _completes(call, values, story.case.history)
             else:
                 yield from _matches(call, values)
         if story.case.kind != "group":  # whose results may be the same again
-            yield from _balances(calls)
+            yield from _balances(calls, alarmed)
 
 
 def _completes(call: Call, values: dict[int, Array], history: int) -> Iterator[Breach]:
@@ -199,8 +202,11 @@ def _matches(call: Call, values: dict[int, Array]) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"call {call.index} was given something else as its missed result")
 
 
-def _balances(calls: list[Call]) -> Iterator[Breach]:
-    """Whenever no other call is under way, each round so far was told once."""
+def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:
+    """Whenever no other call is under way, each round so far was told once.
+
+    An answer may have reached its caller, and an exception of a signal handler have come before the next step.
+    """
     told: list[Array] = []
     count = 0
     for call in calls:
@@ -209,7 +215,7 @@ def _balances(calls: list[Call]) -> Iterator[Breach]:
             if result.any() and any(np.array_equal(result, other) for other in told):
                 yield Breach(call.round, call.rank, f"call {call.index} was given a result that it had been given")
             told.append(result)
-        if call.alone and count != call.round:
+        if count > call.round or (call.alone and count != call.round and call.rank not in alarmed):
             yield Breach(call.round, call.rank, f"after call {call.index} it has been told of {count} rounds")
 
 

@@ -7,6 +7,7 @@ its own: a sum shows exactly whose contributions, of which call, are in it.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
 _CANCELS = 4  # calls at most that the impatient rank of a world gives up
+_ALARM_S = 0.0005  # between the beginning of a call and the signal, on average: about as long as a call takes
 _OVERLAPS = (1, 1, 2, 4)  # calls of one rank that may be under way at the same time
 _STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
 NAP_S = 1000.0  # longer than all the rest of a world
@@ -68,6 +70,7 @@ class Case:
     impatient: int | None  # the rank that cancels some of its calls
     network: Network
     overlap: int  # the most calls that a rank has under way at the same time
+    alarmed: int | None  # the rank whose signal handler raises in some of its calls, where it is a process of its own
     rounds: int = _ROUNDS
 
     @property
@@ -124,6 +127,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         impatient=one_of(None, rank()) if kind != "group" and size > 1 else None,
         network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
         overlap=one_of(*_OVERLAPS),
+        alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
     )
 
 
@@ -161,12 +165,13 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A call that was given up. Its contribution stays in."""
+    """A call that was given up. Its contribution stays in, unless that is unsure."""
 
     rank: int
     index: int
     aim: int  # the round after the newest that its rank had been given when it was made
     turn: int  # the round after the newest that the calls before it were given: it may have waited for those
+    unsure: bool = False  # an exception came, perhaps before the call was made
 
 
 Part = tuple[list[Call], list[Cancelled]]  # what one rank has done, in order
@@ -198,6 +203,20 @@ async def take_part(comm: Communicator, case: Case) -> Part:
     return await _Trainer(comm, case).run()
 
 
+class AlarmError(Exception):
+    """What the signal handler of a case raises."""
+
+
+def _ring(*_: object) -> None:
+    raise AlarmError
+
+
+def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What a signal handler raises while the loop runs a callback ends that callback, and goes to the log."""
+    if not isinstance(context.get("exception"), AlarmError):
+        loop.default_exception_handler(context)
+
+
 class _Trainer:
     """One rank of a case."""
 
@@ -208,7 +227,7 @@ class _Trainer:
         self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # calls, or at least their tasks
         self._answers: dict[int, Answer] = {}  # by index of the call
-        self._given_up: dict[int, int] = {}  # by index of the call: what it aimed at, at the earliest
+        self._aims: dict[int, int] = {}  # by index of the call: the round that it aimed at, at the earliest
 
     async def run(self) -> Part:
         case, rank = self._case, self._comm.rank
@@ -216,17 +235,25 @@ class _Trainer:
             await asyncio.sleep(self._generator.exponential(self._step_s))
             if rank == case.sleeper and len(self._answers) == case.nap_before:
                 await asyncio.sleep(NAP_S)
-            await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
+            if rank == case.alarmed:
+                await self._call_alarmed()
+            else:
+                await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         return self._part()
+
+    def _given_up(self) -> list[int]:
+        """While no call is under way."""
+        return [index for index in self._aims if index not in self._answers]
 
     def _seen(self) -> int:
         return max((answer.reduction.round for answer in self._answers.values()), default=0)
 
     async def _call_together(self, count: int) -> None:
         """So many calls, all under way at the same time. The impatient rank may give one of them up."""
+        is_impatient = self._comm.rank == self._case.impatient and len(self._given_up()) < _CANCELS
         first, self._begun = self._begun, self._begun + count
         calls = [asyncio.create_task(self._call(first + number, alone=count == 1)) for number in range(count)]
-        if self._comm.rank == self._case.impatient and len(self._given_up) < _CANCELS:
+        if is_impatient:
             victim = int(self._generator.integers(count))
             if self._generator.random() < 0.5:
                 self._cancel_at_answer(int(self._generator.integers(victim + 1)), calls[victim])
@@ -237,6 +264,19 @@ class _Trainer:
         for call in calls:
             if not call.cancelled():  # before its first step: then it made no call
                 call.result()
+
+    async def _call_alarmed(self) -> None:
+        """One call, in which a signal handler may raise, in the main thread and between any two steps of Python."""
+        index, self._begun = self._begun, self._begun + 1
+        is_alarmed = len(self._given_up()) < _CANCELS
+        asyncio.get_running_loop().set_exception_handler(_ignore_alarms)
+        signal.signal(signal.SIGALRM, _ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, float(self._generator.exponential(_ALARM_S)) if is_alarmed else 0)
+            await self._call(index, alone=True)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except AlarmError:
+            pass  # it rings once
 
     def _cancel_at_answer(self, others: int, call: asyncio.Task[None]) -> None:
         """Cancel `call` when an answer is ready, after so many others; if it is its own, before its caller gets it.
@@ -261,13 +301,13 @@ class _Trainer:
         call.add_done_callback(lambda _: vars(operations).pop("contribute", None))
 
     async def _call(self, index: int, *, alone: bool) -> None:
-        case, aim, now = self._case, self._seen() + 1, asyncio.get_running_loop().time
+        case, now = self._case, asyncio.get_running_loop().time
+        self._aims[index] = self._seen() + 1
         contribution = _contribution(case, self._comm, index)
         given, began = _counts(contribution, case), now()
         try:
             reduction = await _OPERATIONS[case.kind](self._comm, contribution, case)
         except asyncio.CancelledError:
-            self._given_up[index] = aim
             _scribble(contribution)
             return
         value, waited_s = _counts(contribution, case), now() - began
@@ -281,13 +321,14 @@ class _Trainer:
         calls: list[Call] = []
         cancelled: list[Cancelled] = []
         aim = 1
-        for index in range(self._begun):
-            if index in self._given_up:
-                cancelled.append(Cancelled(self._comm.rank, index, self._given_up[index], aim))
-            elif index in self._answers:
+        for index in sorted(self._aims):  # without those whose tasks were cancelled before their first steps
+            if index in self._answers:
                 answer = self._answers[index]
                 calls.append(Call(self._comm.rank, index, aim, *answer))
                 aim = answer.reduction.round + 1
+            else:
+                unsure = self._comm.rank == self._case.alarmed
+                cancelled.append(Cancelled(self._comm.rank, index, self._aims[index], aim, unsure))
         return calls, cancelled
 
 

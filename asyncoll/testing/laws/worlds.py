@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ _TIMEOUT_S = 120  # a case takes about a second: in a world that takes so long, 
 def tell(case: Case, transport: str) -> Story:
     """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
     if transport in (SIMULATED, MEMORY):
+        case = replace(case, alarmed=None)
         main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
         report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
         return _story(case, report.results, report.messages)
     case = _in_real_time(case)
     if transport in PROCESSES:
         return _story(case, _launch(case, PROCESSES[transport]), 0)
+    case = replace(case, alarmed=None)
     return _story(case, run_ranks(case.size, lambda comm: take_part(comm, case), transport), 0)
 
 
@@ -81,6 +84,7 @@ def _run_job(arguments: list[str]) -> None:
 def rank_main() -> None:
     """The program of a rank."""
     kind, seed, folder = sys.argv[1:]
+    warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody awaits, as a signal handler has raised
 
     async def main(comm: Communicator) -> tuple[int, Part]:
         return comm.rank, await take_part(comm, _in_real_time(draw(kind, comm.size, int(seed))))
