@@ -143,13 +143,20 @@ def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simula
 
 @pytest.mark.parametrize("size", [3, 5, 6])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_what_is_frozen_is_rank_0s_to_the_bit(trainer: str, size: int) -> None:
+@pytest.mark.parametrize("is_all_frozen", [False, True])
+def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
         torch.manual_seed(comm.rank)
         model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Linear(50, 1))
-        model[0].requires_grad_(False)
+        (model if is_all_frozen else model[0]).requires_grad_(False)
         before = bits(model[0].weight)
-        async for _ in TRAINERS[trainer](comm, model, momentum(model), batches(comm, model), rounds=ROUNDS):
+
+        async def gradient(round_: int) -> None:
+            if not is_all_frozen:
+                model(torch.ones(3, 4)).square().mean().backward()
+            await asyncio.sleep(1.0 + comm.rank)
+
+        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
             pass
         return before, bits(model[0].weight)
 
@@ -285,7 +292,7 @@ class Cache(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > len(self.table):
             self.table = torch.arange(float(len(x)))
-        return self.layer(x[:, None]) * self.table[: len(x), None]
+        return self.layer(x[:, None]) + self.table[: len(x), None]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -294,13 +301,15 @@ def test_buffers_may_grow_at_each_rank_for_itself(trainer: str) -> None:
         model = Cache()
 
         async def gradient(round_: int) -> None:
-            model(torch.ones(3 - comm.rank)).sum().backward()
+            model(torch.ones(6 - comm.rank)).sum().backward()
 
-        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
-            pass
+        async for done in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
+            if done.round % 2 == comm.rank % 2 and done.round < ROUNDS:  # a validation with longer inputs
+                with torch.inference_mode():
+                    model(torch.ones(6 + done.round))
         return len(model.table)
 
-    assert simulate(3, main).results == [3, 3, 3]
+    assert simulate(3, main).results == [10, 10, 10]
 
 
 def train_with(change: Callable[[Any], Optimizing | None]) -> None:

@@ -214,10 +214,11 @@ async def _from_root(comm: asyncoll.Communicator, described: Any, packed: Tensor
 
 
 def _assign(buffer: Tensor, value: Tensor) -> None:
-    if buffer.shape == value.shape and 0 not in buffer.stride():
-        buffer.detach().copy_(value)
-    else:  # a cache of another size, or expanded, so that its elements share memory
-        buffer.data = value
+    with torch.inference_mode():  # a buffer that was made in that mode, in a validation, can be changed in no other
+        if buffer.shape == value.shape and 0 not in buffer.stride():
+            buffer.copy_(value)
+        else:  # a cache of another size, or expanded, so that its elements share memory
+            buffer.set_(value)  # type: ignore[call-overload]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
