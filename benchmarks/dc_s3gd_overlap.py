@@ -264,7 +264,7 @@ async def gradients(comm: asyncoll.Communicator, parameters: int, rounds: int, c
 
 
 async def iterations(network: Network, trainer: str, parameters: int, rounds: int, compute: Callable[[], None]) -> Cost:
-    """A trainer's iterations from update to update; the first one has no allreduce to wait for."""
+    """A trainer's iterations from yield to yield, but the last: DC-S3GD makes no gradient in it."""
     model, meter = model_of(parameters), Meter()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
@@ -273,8 +273,10 @@ async def iterations(network: Network, trainer: str, parameters: int, rounds: in
         assert model.weight.grad is not None
         model.weight.grad.fill_(network.rank + 1)
 
-    async for _ in TRAINERS[trainer](network, model, optimizer, gradient, rounds=WARMUP + rounds):
+    async for done in TRAINERS[trainer](network, model, optimizer, gradient, rounds=WARMUP + rounds + 1):
         meter.stop()
+        if done.round == WARMUP + rounds:
+            break
     return await meter.cost(network._comm)
 
 

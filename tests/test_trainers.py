@@ -405,7 +405,7 @@ def test_who_lost_least_is_the_source(losses: list[int], source: int | None, opt
             flat.gradients.fill_(1.0 + comm.rank)
             optimizer.step()
         before = state(model, optimizer)
-        await resynchronise(comm, flat, optimizer, losses[comm.rank])
+        await resynchronise(comm, model, flat, optimizer, losses[comm.rank])
         return before, state(model, optimizer)
 
     results = run_ranks(3, main)
@@ -413,14 +413,20 @@ def test_who_lost_least_is_the_source(losses: list[int], source: int | None, opt
     assert [after for _, after in results] == (befores if source is None else [befores[source]] * 3)
 
 
-def test_a_state_that_is_no_tensor_cannot_be_resynchronised() -> None:
-    async def main(comm: asyncoll.Communicator) -> None:
+def test_a_state_of_numbers_is_resynchronised_and_an_object_is_an_error() -> None:
+    async def main(comm: asyncoll.Communicator) -> int:
         model = torch.nn.Linear(2, 1)
         optimizer = momentum(model)
-        optimizer.state[model.weight]["steps"] = 7
-        await resynchronise(comm, asyncoll.flatten(model), optimizer, lost=1)
+        flat = asyncoll.flatten(model)
+        optimizer.state[model.weight]["steps"] = 7 - comm.rank
+        await resynchronise(comm, model, flat, optimizer, lost=1)
+        steps: int = optimizer.state[model.weight]["steps"]
+        assert steps == 7
+        optimizer.state[model.weight]["steps"] = object()
+        await resynchronise(comm, model, flat, optimizer, lost=1)
+        return steps
 
-    with pytest.raises(asyncoll.UsageError, match="SGD keeps 'steps' as a int"):
+    with pytest.raises(asyncoll.UsageError, match="SGD keeps 'steps' as a object"):
         run_ranks(2, main)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import torch
 
 import asyncoll
+from trainers.replicas import share, share_buffers
 
 
 async def allreduce_sgd(
@@ -22,16 +23,19 @@ async def allreduce_sgd(
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
     gradients are zero when it is called; `schedule(round)` is called before the result of the round is applied.
-    All ranks leave each round with the same parameters, to the bit.
+
+    All ranks start with the model and the optimizer of rank 0, and leave each round with the same model, to the bit;
+    its buffers are rank 0's (see `replicas.py`). So a loop that all ranks leave early, after the same round, leaves one
+    model too.
     """
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    flat = await share(comm, model, optimizer)  # w is the same everywhere
     for t in range(1, rounds + 1):
         flat.zero_gradients()
         await gradient(t)  # G_local = mean gradient of b local samples at w
         await comm.allreduce(flat.gradients, op=asyncoll.AVG)  # G = sum of G_local / P, when the slowest is here
         schedule(t)
         optimizer.step()  # w = w + U(G, w, t)
+        await share_buffers(comm, model)
         yield complete(comm, t)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import asyncoll
 from trainers.allreduce_sgd import complete
+from trainers.replicas import share, share_buffers, weights
 
 _PIECE = 1 << 16  # elements: the sum of more squares in single precision would swallow small ones
 
@@ -30,42 +31,44 @@ async def dc_s3gd(
     schedule: Callable[[int], None] = lambda round_: None,
     lambda0: float = 0.2,
 ) -> AsyncIterator[asyncoll.Reduction]:
-    """Train `model` for `rounds` rounds; yields after each local step.
+    """Train `model` for `rounds` rounds; yields after each average.
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
     gradients are zero when it is called, and an allreduce runs meanwhile. `schedule(round)` is called before the
-    step of the round. Between rounds this rank's model is the average of the round before plus its own step; all
-    leave with the last average. `lambda0` = 0 leaves the gradients uncorrected.
+    step of the round. `lambda0` = 0 leaves the gradients uncorrected.
+
+    All ranks start with the model and the optimizer of rank 0. A round ends when its steps have been averaged: at each
+    yield, all ranks have that average as their parameters, to the bit, and nothing is in flight. So a loop that all
+    ranks leave early, after the same round, leaves one set of parameters. The model then has the gradient of the next
+    step already, which the caller must leave alone. Buffers are each rank's own until training ends; then all ranks get
+    rank 0's (see `replicas.py`). To share them earlier, every rank would have to wait for rank 0 in each round.
 
     The paper sums the steps and adds that sum to weights which each rank updates for itself, so that rounding lets
     the ranks' averages creep apart. We average the weights: mean(w̄ + Δw_i) = w̄ + sum(Δw_i) / N (equation 8), and
     every rank takes w̄ from the allreduce, with the same bits.
     """
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # w_i = w̄
+    flat = await share(comm, model, optimizer)  # w_i = w̄
     if rounds < 1:
         return
     await gradient(1)  # g_i = ∇l(w_i)
-    schedule(1)
-    optimizer.step()  # w_i = w̄ + Δw_i, Δw_i = U(g_i)
-    yield complete(comm, 1)
     mean, distance = torch.empty_like(flat.gradients), torch.empty_like(flat.gradients)  # reused: fresh memory is slow
-    for t in range(2, rounds + 1):
-        w, g = flat.parameters[: flat.gradients.numel()], flat.gradients  # frozen parameters stay as they are
+    for t in range(1, rounds + 1):
+        schedule(t)
+        optimizer.step()  # w_i = w̄ + Δw_i, Δw_i = U(g̃_i) (equation 12)
+        w, g = weights(flat), flat.gradients
         mean.copy_(w)
         averaged = comm.allreduce(mean, op=asyncoll.AVG)  # has started; the model is free for the gradient
         try:
             flat.zero_gradients()
-            await gradient(t)  # g_i = ∇l(w̄ + Δw_i)
+            if t < rounds:
+                await gradient(t + 1)  # g_i = ∇l(w̄ + Δw_i)
         finally:
             await averaged  # whatever became of the gradient: the peers count on this call
         torch.sub(mean, w, out=distance)  # D_i = mean - w_i (equation 9)
         compensate(g, distance, lambda0)
-        w.copy_(mean)
-        schedule(t)
-        optimizer.step()  # w_i = w_i + D_i + U(g̃_i) (equations 11 and 12)
+        w.copy_(mean)  # w_i = w_i + D_i (equation 11)
         yield complete(comm, t)  # nothing is in flight here, so a caller may stop, or call collectives
-    await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # all leave with one model
+    await share_buffers(comm, model)
 
 
 def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 import asyncoll
-from trainers.replicas import resynchronise
+from trainers.replicas import average, resynchronise, share
 
 Partial = Literal["solo", "majority", "quorum"]
 
@@ -51,13 +51,16 @@ async def eager_sgd(
     history of `sync_every` rounds cannot be overrun.) Without history, models drift apart, and `average_every`
     rounds (0: only at the end) they are averaged.
 
+    All ranks start with the model and the optimizer of rank 0, and end with one model, whose buffers are rank 0's (see
+    `replicas.py`). A loop that is left early leaves each rank's model as it is. With history all models are equal after
+    a synchronous round. All ranks see that round, so it is the place to leave: `if done.synchronous and ...: break`.
+
     A second training on one communicator needs another `name`.
     """
     if history and average_every:
         raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
     partial_allreduce = _partial_allreduce(comm, partial, candidates, quorum, seed)
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    flat = await share(comm, model, optimizer)  # w is the same everywhere
     t = 0  # the newest round seen: the clock of all ranks, while local steps drift apart
     lost = 0  # results that this rank will never see, since all replicas were equal
     while t < rounds:
@@ -76,16 +79,16 @@ async def eager_sgd(
         # paper makes them equal every few epochs (section 5). We average, and count boundaries of rounds, not
         # local steps: each rank averages once for each boundary that it crosses, so all do equally often.
         for _ in range(t // average_every, reduction.round // average_every) if average_every else ():
-            await comm.allreduce(flat.parameters, op=asyncoll.AVG)
+            await average(comm, model, flat)
         if history and reduction.synchronous:  # all ranks are here, after the same round
-            await resynchronise(comm, flat, optimizer, lost)
+            await resynchronise(comm, model, flat, optimizer, lost)
             lost = 0
         t = reduction.round
         yield reduction
     if history:
-        await resynchronise(comm, flat, optimizer, lost)
+        await resynchronise(comm, model, flat, optimizer, lost)
     else:
-        await comm.allreduce(flat.parameters, op=asyncoll.AVG)  # all leave with one model
+        await average(comm, model, flat)  # all leave with one model
 
 
 def _partial_allreduce(

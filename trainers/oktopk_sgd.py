@@ -16,6 +16,7 @@ import torch
 import asyncoll
 from trainers.allreduce_sgd import complete
 from trainers.overlap import BUCKET_BYTES, overlapped_sgd
+from trainers.replicas import share, share_buffers
 
 Algorithm = Literal["oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense", "dense-overlapped"]
 Accumulate = Literal["updates", "gradients"]
@@ -45,7 +46,10 @@ async def oktopk_sgd(
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does; gradients
     are zero when it is called. `schedule(round)` is called once the gradient is there, before its learning rate counts.
-    All ranks leave each round with the same parameters, to the bit.
+
+    All ranks start with the model and the optimizer of rank 0, and leave each round with the same model, to the bit;
+    its buffers are rank 0's (see `replicas.py`). So a loop that all ranks leave early, after the same round, leaves one
+    model too.
 
     `accumulate` says what is kept back, and so how the result u of the allreduce becomes a step:
 
@@ -78,8 +82,7 @@ async def oktopk_sgd(
             async for done in overlapped:
                 yield done
         return
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    flat = await share(comm, model, optimizer)  # w is the same everywhere
     residual = comm.empty(flat.gradients.numel(), flat.gradients.dtype).zero_()  # ε = 0
     for t in range(1, rounds + 1):
         flat.zero_gradients()
@@ -99,6 +102,7 @@ async def oktopk_sgd(
         )  # u and idx; ε = acc, but 0 at idx
         observe(t, total)
         _apply(flat, optimizer, total, comm.size, accumulate)
+        await share_buffers(comm, model)
         yield complete(comm, t)
 
 

@@ -15,6 +15,7 @@ import torch
 
 import asyncoll
 from trainers.allreduce_sgd import complete
+from trainers.replicas import share, share_buffers
 
 BUCKET_BYTES = 4 << 20  # a call costs about as much as moving 1 MiB by message; torch's DDP takes 25 MiB, for GPUs
 
@@ -31,12 +32,13 @@ async def overlapped_sgd(
 ) -> AsyncGenerator[asyncoll.Reduction, None]:
     """Train `model` for `rounds` rounds as `allreduce_sgd` does; yields after each update.
 
+    All ranks start with the model and the optimizer of rank 0, and leave each round with one model, to the bit.
+
     `gradient(round)` calls `backward()` once, on the thread of its loop, and leaves the gradients alone afterwards:
     they are on their way. If it raises, or is cancelled, the communicator is aborted, as described at `Overlap`.
     `schedule(round)` is called before the result of the round is applied.
     """
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # w is the same everywhere
+    flat = await share(comm, model, optimizer)  # w is the same everywhere
     with Overlap(comm, model, flat, bucket_bytes) as overlap:
         for t in range(1, rounds + 1):
             flat.zero_gradients()
@@ -44,6 +46,7 @@ async def overlapped_sgd(
                 await gradient(t)
             schedule(t)
             optimizer.step()
+            await share_buffers(comm, model)
             yield complete(comm, t)  # nothing is in flight here
 
 

@@ -1,41 +1,229 @@
-"""Replicas that are equal to the bit, again: what a rank needs after it has missed results for good."""
+"""What makes the ranks' models equal: at the start, at the end, and after a rank has missed results for good.
+
+Every trainer treats the parts of a model, and the optimizer, by the same rules:
+
+- Start: all ranks take rank 0's parameters, buffers and optimizer (its state, and the hyper-parameters in its
+  `param_groups`), to the bit. So it is enough that rank 0 loads a checkpoint.
+- Frozen parameters (`requires_grad` False) are not touched after that.
+- Buffers, such as the statistics of BatchNorm, of all dtypes: while a rank trains, they follow its own batches. At the
+  end, and wherever a trainer waits for all ranks and makes their parameters equal, all ranks take rank 0's, to the bit,
+  as in torch's DistributedDataParallel. They are not averaged: no integer has an average, (c + c + c) / 3 may differ
+  from a constant c, and a mask of the lowest finite numbers would overflow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import asyncoll
 
+_PLAIN = (bool, int, float, str, type(None))
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+async def share(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> asyncoll.Flat:
+    """Flatten the model, and give every rank the model and the optimizer of rank 0, to the bit.
+
+    Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer is of
+    another type or has other parameter groups; and if the optimizer keeps a state that cannot be sent.
+    """
+    flat = asyncoll.flatten(model)
+    await _check_same(comm, model, optimizer)
+    await comm.broadcast(flat.parameters)
+    await share_buffers(comm, model)
+    await _share_optimizer(comm, optimizer, root=0)
+    return flat
+
+
+async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0; one that has another shape here, such as a cache, takes rank 0's shape."""
+    buffers = dict(model.named_buffers())  # read each time: modules replace buffers by new tensors
+    if not buffers:
+        return
+    layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
+    packed = torch.cat([_bytes(buffer) for buffer in buffers.values()]) if comm.rank == 0 else _NOTHING
+    layout, packed = await _from_root(comm, layout, packed, root=0)
+    if comm.rank == 0:
+        return
+    theirs = {f"buffer {name}": dtype for name, (dtype, _) in layout.items()}
+    _compare({f"buffer {name}": _dtype(buffer) for name, buffer in buffers.items()}, theirs, comm.rank)
+    start = 0
+    for name, (_, shape) in layout.items():
+        stop = start + torch.Size(shape).numel() * buffers[name].itemsize
+        value = packed[start:stop].clone().view(buffers[name].dtype).view(shape)  # a copy, as views must be aligned
+        _assign(buffers[name], value)
+        start = stop
+
+
+async def average(comm: asyncoll.Communicator, model: torch.nn.Module, flat: asyncoll.Flat) -> None:
+    """Make the models of all ranks equal: the mean of their trained parameters, and rank 0's buffers."""
+    await comm.allreduce(weights(flat), op=asyncoll.AVG)
+    await share_buffers(comm, model)
+
+
+def weights(flat: asyncoll.Flat) -> Tensor:
+    """What an update touches: frozen parameters are equal everywhere, and averaging them would round them."""
+    return flat.parameters[: flat.gradients.numel()]
+
 
 async def resynchronise(
-    comm: asyncoll.Communicator, flat: asyncoll.Flat, optimizer: torch.optim.Optimizer, lost: int
+    comm: asyncoll.Communicator,
+    model: torch.nn.Module,
+    flat: asyncoll.Flat,
+    optimizer: torch.optim.Optimizer,
+    lost: int,
 ) -> None:
-    """Make models and optimizer states equal to the bit if any rank has `lost` results; else nobody sends a model.
+    """Make replicas equal to the bit: all get rank 0's buffers and, if any rank has `lost` results, one state.
 
-    Every rank calls it at the same round, after at least one step. The source is the lowest of the ranks that lost
-    least: if somebody lost nothing, that is the state of a run in which nobody did.
+    Every rank calls it at the same round, after at least one step. The parameters and the optimizer are those of the
+    lowest of the ranks that lost least: if a rank lost nothing, that is the state of a run in which no rank did.
     """
+    await share_buffers(comm, model)
     losses = (await comm.allgather(torch.tensor(lost))).tolist()
     if not any(losses):
         return
     source = losses.index(min(losses))
     await comm.broadcast(flat.parameters, root=source)
-    for tensor in _state(optimizer):
-        await comm.broadcast(tensor, root=source)
+    await _share_optimizer(comm, optimizer, root=source)
 
 
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The state's tensors (momentum, Adam's moments and step), in the same order at every rank."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, Tensor):
-                yield value
-            elif value is not None:
-                raise asyncoll.UsageError(
-                    f"{type(optimizer).__name__} keeps {name!r} as a {type(value).__name__}, which cannot be "
-                    "broadcast: use an optimizer whose state is tensors, or a history that is never overrun "
-                    "(at least sync_every)"
-                )
+async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = {"the optimizer": type(optimizer).__name__}
+    for name, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        own[f"parameter {name}"] = f"{_dtype(parameter)} of shape {list(parameter.shape)}, {trained}"
+    own |= {f"buffer {name}": _dtype(buffer) for name, buffer in model.named_buffers()}
+    for place, group in enumerate(optimizer.param_groups):
+        members = [names.get(parameter, "a tensor outside of the model") for parameter in group["params"]]
+        own[f"parameter group {place}"] = ", ".join(members)
+    theirs, _ = await _from_root(comm, own, _NOTHING, root=0)
+    _compare(own, theirs, comm.rank)
+
+
+def _compare(own: dict[str, str], theirs: dict[str, str], rank: int) -> None:
+    for what in own | theirs:
+        here, there = own.get(what, "missing"), theirs.get(what, "missing")
+        if here != there:
+            raise asyncoll.UsageError(
+                f"{what} is {here} on rank {rank}, but {there} on rank 0: "
+                "build the same model, and the same optimizer, on all ranks"
+            )
+
+
+async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Give every rank the hyper-parameters and the state of the optimizer of rank `root`.
+
+    A hyper-parameter that cannot be sent, such as a function, stays each rank's own.
+    """
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    tensors: list[Tensor] = []
+    described: dict[str, list[dict[str, Any]]] = {"groups": [], "states": []}
+    if comm.rank == root:
+        described["groups"] = [_options(group, tensors) for group in groups]
+        described["states"] = [_state(optimizer, parameter, tensors) for parameter in parameters]
+    described, _ = await _from_root(comm, described, _NOTHING, root)
+    if comm.rank != root:
+        for group, options in zip(groups, described["groups"], strict=True):
+            values = {name: _decoded(value, group.get(name), tensors) for name, value in options.items()}
+            values["params"] = group["params"]
+            group.clear()
+            group.update(values)
+        for parameter, state in zip(parameters, described["states"], strict=True):
+            own = optimizer.state.pop(parameter, {})
+            if state:  # some optimizers begin a state only where there is no entry
+                values = {name: _decoded(value, own.get(name), tensors) for name, value in state.items()}
+                optimizer.state[parameter] = values
+    for tensor in tensors:
+        await comm.broadcast(tensor, root=root)
+
+
+def _options(group: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    options = {}
+    for name, value in group.items():
+        if name == "params":
+            continue
+        found: list[Tensor] = []
+        try:
+            options[name] = _encoded(value, found)
+            tensors += found
+        except TypeError:
+            options[name] = {"own": []}
+    return options
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: list[Tensor]) -> dict[str, Any]:
+    state = {}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        try:
+            state[name] = _encoded(value, tensors)
+        except TypeError as error:
+            raise asyncoll.UsageError(
+                f"{type(optimizer).__name__} keeps {name!r} as a {type(value).__name__}, which cannot be sent to other "
+                "ranks: use an optimizer whose state is tensors, numbers, strings, and lists, tuples and dicts of them"
+            ) from error
+    return state
+
+
+def _encoded(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` for JSON. A tensor is appended to `tensors`, and only its dtype and shape are encoded."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": [_dtype(value), list(value.shape)]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_encoded(item, tensors) for item in value]}
+    if type(value) is dict:
+        return {"dict": [[_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, _PLAIN):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _decoded(value: Any, own: Any, tensors: list[Tensor]) -> Any:
+    """The value that was encoded; a tensor is memory that its broadcast fills: `own`, if it is of the same kind."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "own":
+        return own
+    if kind == "tensor":
+        dtype, shape = getattr(torch, content[0]), content[1]
+        fits = isinstance(own, Tensor) and own.dtype == dtype and list(own.shape) == shape
+        tensors.append(own if fits else torch.empty(shape, dtype=dtype))
+        return tensors[-1]
+    if kind == "dict":
+        return {_decoded(key, None, tensors): _decoded(item, None, tensors) for key, item in content}
+    items = [_decoded(item, None, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+async def _from_root(comm: asyncoll.Communicator, described: Any, packed: Tensor, root: int) -> tuple[Any, Tensor]:
+    """The description of rank `root`, as JSON represents it, and its bytes; this rank's may have other lengths."""
+    text = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
+    lengths = torch.tensor([len(text), len(packed)])
+    await comm.broadcast(lengths, root=root)
+    whole = torch.cat([text, packed]) if comm.rank == root else torch.empty(int(lengths.sum()), dtype=torch.uint8)
+    await comm.broadcast(whole, root=root)
+    text, packed = whole.split(lengths.tolist())
+    return json.loads(text.numpy().tobytes()), packed
+
+
+def _assign(buffer: Tensor, value: Tensor) -> None:
+    with torch.inference_mode():  # a buffer that was made in that mode, in a validation, can be changed in no other
+        if buffer.shape == value.shape and 0 not in buffer.stride():
+            buffer.copy_(value)
+        else:  # a cache of another size, or expanded, so that its elements share memory
+            buffer.set_(value)  # type: ignore[call-overload]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

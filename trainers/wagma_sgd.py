@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import asyncoll
+from trainers.replicas import share, share_buffers, weights
 
 Order = Literal["step-then-average", "average-then-step"]
 
@@ -37,7 +38,8 @@ async def wagma_sgd(
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
     gradients are zero when it is called, and `round` is the one it aims at. `schedule(round)` is called before the
-    local step with that gradient. The optimizer's state stays local.
+    local step with that gradient. All ranks start with the model and the optimizer of rank 0; afterwards the state of
+    the optimizer stays local.
 
     Groups have `group_size` ranks, by default the square root of all, rounded up; `fixed` ones never change (the
     paper's ablation). Every `sync_every`-th round (τ; 0: none) averages over all ranks and waits for them, and all
@@ -47,14 +49,17 @@ async def wagma_sgd(
     `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's own
     model (both flat): how far they are apart is this rank's part of the consensus distance.
 
+    Buffers are each rank's own; with each average over all ranks, all ranks get rank 0's (see `replicas.py`). A loop
+    that is left early leaves each rank's model as it is. With "step-then-average" all models are equal after a
+    synchronous round. All ranks see that round, so it is the place to leave: `if done.synchronous and ...: break`.
+
     A second training on one communicator needs another `name`.
     """
     if order not in ("step-then-average", "average-then-step"):
         raise asyncoll.UsageError(f"order is step-then-average or average-then-step, not {order!r}")
     if group_size is None:
         group_size = math.isqrt(comm.size - 1) + 1  # S = sqrt(P), section IV
-    flat = asyncoll.flatten(model)
-    await comm.broadcast(flat.parameters)  # W is the same everywhere
+    flat = await share(comm, model, optimizer)  # W is the same everywhere
     t = 0  # the newest round seen: the clock of all ranks, while local steps drift apart
     while t < rounds:
         flat.zero_gradients()
@@ -62,7 +67,7 @@ async def wagma_sgd(
         schedule(t + 1)
         if order == "step-then-average":
             optimizer.step()  # lines 6-7: W' = W + U(G, W, t)
-        own = _weights(flat)
+        own = weights(flat)
         total = own.clone()
         reduction = await comm.group_allreduce(
             total, group_size=group_size, name=name, fixed=fixed, sync_every=sync_every
@@ -70,15 +75,17 @@ async def wagma_sgd(
         average = merge(total, own, reduction)
         if reduction.synchronous:
             observe(reduction.round, own, average)
+            await share_buffers(comm, model)
         own.copy_(average)
         if order == "average-then-step":
             optimizer.step()
         t = reduction.round
         yield reduction
-    own = _weights(flat)
+    own = weights(flat)
     mean = await comm.allreduce(own.clone(), op=asyncoll.AVG)
     observe(t, own, mean)
     own.copy_(mean)  # all leave with one model
+    await share_buffers(comm, model)
 
 
 def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:
@@ -88,8 +95,3 @@ def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:
     if reduction.included:
         return total / reduction.active  # line 11, and line 16, where all ranks are active
     return (total + own) / (reduction.active + 1)  # line 13: `total` holds an older model of mine
-
-
-def _weights(flat: asyncoll.Flat) -> Tensor:
-    """What an update touches: frozen parameters are equal everywhere and stay as they are."""
-    return flat.parameters[: flat.gradients.numel()]

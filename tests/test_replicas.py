@@ -1,0 +1,390 @@
+"""What the ranks' models have in common: at the start, at the end, and where a loop is left early."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PATIENCE_S, SIZES
+
+import asyncoll
+from asyncoll.testing import run_ranks, simulate
+from asyncoll.transport.simulated import Network
+from trainers.allreduce_sgd import allreduce_sgd
+from trainers.dc_s3gd import dc_s3gd
+from trainers.eager_sgd import eager_sgd
+from trainers.oktopk_sgd import oktopk_sgd
+from trainers.overlap import overlapped_sgd
+from trainers.wagma_sgd import wagma_sgd
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = Path(__file__).parent / "scripts" / "one_model.py"
+ROUNDS = 6
+
+Optimizing = Callable[[Any], torch.optim.Optimizer]
+State = dict[str, bytes]
+
+EQUAL_IN_EACH_ROUND: dict[str, Callable[..., Any]] = {
+    "synchronous": allreduce_sgd,
+    "overlapped": functools.partial(overlapped_sgd, bucket_bytes=64),
+    "sparse": functools.partial(oktopk_sgd, density=0.3, accumulate="gradients"),
+}
+EQUAL_IN_SYNCHRONOUS_ROUNDS: dict[str, Callable[..., Any]] = {
+    "eager with history": functools.partial(eager_sgd, history=3, sync_every=4),
+    "eager beyond history": functools.partial(eager_sgd, history=1, sync_every=4),
+    "wagma": functools.partial(wagma_sgd, sync_every=4),
+}
+TRAINERS: dict[str, Callable[..., Any]] = {
+    **EQUAL_IN_EACH_ROUND,
+    **EQUAL_IN_SYNCHRONOUS_ROUNDS,
+    "eager": eager_sgd,
+    "eager with averages": functools.partial(eager_sgd, partial="majority", average_every=2),
+    "wagma, average first": functools.partial(wagma_sgd, sync_every=4, order="average-then-step"),
+    "dc_s3gd": dc_s3gd,
+}
+
+
+class Mixed(torch.nn.Module):
+    """All that a model may keep: trained, frozen and tied parameters, and buffers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, momentum=None))
+        self.tied = torch.nn.Linear(4, 4)
+        self.tied.weight = self.body[0].weight
+        self.register_buffer("features", torch.randn(4, 3).T, persistent=False)
+        self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+        self.register_buffer("positions", torch.arange(3).expand(2, 3))
+        self.register_buffer("seen", torch.rand(5) < 0.5)
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("level", torch.rand(3).bfloat16())
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("unused", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.level = self.level * 0.9 + float(x.mean())  # a new tensor in place of the old one
+        return self.tied(self.body(self.frozen(x))) @ self.features.T
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.8, 0.99))
+
+
+OPTIMIZERS = [momentum, adam]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def parameters(model: torch.nn.Module) -> State:
+    return {name: bits(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole(model: torch.nn.Module) -> State:
+    return parameters(model) | {name: bits(buffer) for name, buffer in model.named_buffers()}
+
+
+def state(optimizer: torch.optim.Optimizer) -> str:
+    """Hyper-parameters, and every bit of the state."""
+    kept = {
+        index: {name: bits(value) if isinstance(value, torch.Tensor) else value for name, value in sorted(of.items())}
+        for index, of in optimizer.state_dict()["state"].items()
+    }
+    return f"{optimizer.state_dict()['param_groups']} {kept}"
+
+
+def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Callable[[int], Any]:
+    """Gradients of random batches; ranks differ in speed, so that some are late."""
+    samples = torch.Generator().manual_seed(comm.rank)
+
+    async def gradient(round_: int) -> None:
+        model(torch.randn(3, 4, generator=samples)).square().mean().backward()
+        await asyncio.sleep(1.0 + 2.5 * ((comm.rank + round_) % 5 == 0))
+
+    return gradient
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[State, State]:
+        torch.manual_seed(comm.rank)
+        model = Mixed()
+        before = whole(model)
+        gradient = batches(comm, model)
+        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
+            pass
+        return before, whole(model)
+
+    results = simulated(size, main, Network(jitter_s=1e-3)).results
+    first, last = results[0]
+    assert all(after == last for _, after in results)
+    assert first["body.1.running_mean"] != last["body.1.running_mean"]
+    constant = ["frozen.0.weight", "frozen.0.bias", "features", "mask", "positions", "seen", "empty", "phase"]
+    assert {name: last[name] for name in constant} == {name: first[name] for name in constant}
+
+
+@pytest.mark.parametrize("size", [3, 5, 6])
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("is_all_frozen", [False, True])
+def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Linear(50, 1))
+        (model if is_all_frozen else model[0]).requires_grad_(False)
+        before = bits(model[0].weight)
+
+        async def gradient(round_: int) -> None:
+            if not is_all_frozen:
+                model(torch.ones(3, 4)).square().mean().backward()
+            await asyncio.sleep(1.0 + comm.rank)
+
+        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
+            pass
+        return before, bits(model[0].weight)
+
+    results = simulate(size, main).results
+    assert all(after == results[0][0] for _, after in results)
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("loaded", [{0}, {1, 2}], ids=["rank 0 alone", "all but rank 0"])
+def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], trainer: str, optimizing: Optimizing) -> None:
+    """What the other ranks have loaded makes no difference."""
+
+    def trained(loaded: set[int]) -> list[tuple[State, str]]:
+        async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
+            torch.manual_seed(0)
+            model = Mixed()
+            optimizer = optimizing(model)
+            if comm.rank in loaded:
+                for _ in range(3):  # as after load_state_dict
+                    optimizer.zero_grad()
+                    model(torch.randn(3, 4)).square().mean().backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+                optimizer.param_groups[0].update(lr=0.02, initial_lr=0.1)
+            async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
+                pass
+            return whole(model), state(optimizer)
+
+        return simulate(3, main).results
+
+    everyone = {0, 1, 2}
+    assert trained(loaded) == trained(everyone if 0 in loaded else set())
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
+def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(trainer: str, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
+        model = Mixed()
+        optimizer = optimizing(model)
+        if comm.rank == 0:
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
+            pass
+        return parameters(model), state(optimizer)
+
+    results = simulate(4, main).results
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("trainer", EQUAL_IN_EACH_ROUND)
+def test_a_loop_left_early_leaves_one_model(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
+    async def main(comm: asyncoll.Communicator) -> State:
+        model = Mixed()
+        async for done in EQUAL_IN_EACH_ROUND[trainer](comm, model, momentum(model), batches(comm, model), rounds=9):
+            if done.round == 4:
+                break
+        return whole(model)
+
+    results = simulated(size, main).results
+    assert all(after == results[0] for after in results)
+
+
+@pytest.mark.parametrize(("stop", "leave"), [(1, "break"), (4, "aclose"), (9, "break")])
+@pytest.mark.parametrize("size", SIZES)
+def test_dc_s3gd_left_early_leaves_the_average(size: int, stop: int, leave: str, simulated: Callable[..., Any]) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[State, float]:
+        model = Mixed()
+        steps = dc_s3gd(comm, model, momentum(model), batches(comm, model), rounds=9)
+        async for done in steps:
+            if done.round == stop:
+                break
+        if leave == "aclose":
+            await steps.aclose()  # type: ignore[attr-defined]
+        return parameters(model), float(await comm.allreduce(torch.ones(1)))
+
+    results = simulated(size, main).results
+    assert all(result == (results[0][0], size) for result in results)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("trainer", EQUAL_IN_SYNCHRONOUS_ROUNDS)
+def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size: int) -> None:
+    async def main(comm: asyncoll.Communicator) -> State:
+        model = Mixed()
+        steps = EQUAL_IN_SYNCHRONOUS_ROUNDS[trainer](comm, model, momentum(model), batches(comm, model), rounds=15)
+        async for done in steps:
+            if done.synchronous and done.round >= 8:
+                break
+        return whole(model)
+
+    results = simulate(size, main, Network(jitter_s=1e-3)).results
+    assert all(after == results[0] for after in results)
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "sparse"])
+def test_one_rank_is_plain_training_buffers_included(trainer: str, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
+        torch.manual_seed(1)
+        model = Mixed()
+        optimizer = optimizing(model)
+        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
+            pass
+        return whole(model), state(optimizer)
+
+    async def plain(comm: asyncoll.Communicator) -> tuple[State, str]:
+        torch.manual_seed(1)
+        model = Mixed()
+        optimizer = optimizing(model)
+        gradient = batches(comm, model)
+        for round_ in range(1, ROUNDS + 1):
+            optimizer.zero_grad()
+            await gradient(round_)
+            optimizer.step()
+        return whole(model), state(optimizer)
+
+    assert simulate(1, main).results == simulate(1, plain).results
+
+
+class Cache(torch.nn.Module):
+    """Keeps a table that grows with the longest input, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)))
+        return self.layer(x[:, None]) + self.table[: len(x), None]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_buffers_may_grow_at_each_rank_for_itself(trainer: str) -> None:
+    async def main(comm: asyncoll.Communicator) -> int:
+        model = Cache()
+
+        async def gradient(round_: int) -> None:
+            model(torch.ones(6 - comm.rank)).sum().backward()
+
+        async for done in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
+            if done.round % 2 == comm.rank % 2 and done.round < ROUNDS:  # a validation with longer inputs
+                with torch.inference_mode():
+                    model(torch.ones(6 + done.round))
+        return len(model.table)
+
+    assert simulate(3, main).results == [10, 10, 10]
+
+
+def train_with(change: Callable[[Any], Optimizing | None]) -> None:
+    """Synchronous SGD of three ranks; rank 2 changes its model, or has another optimizer."""
+
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        optimizing = (change(model) if comm.rank == 2 else None) or momentum
+        async for _ in allreduce_sgd(comm, model, optimizing(model), batches(comm, model), rounds=2):
+            pass
+
+    run_ranks(3, main)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: adam, "the optimizer is Adam on rank 2, but SGD on rank 0"),
+        (
+            lambda model: model[0].requires_grad_(False) and None,
+            "parameter 0.weight is .* frozen on rank 2, but .* trained",
+        ),
+        (lambda model: model.append(torch.nn.Linear(1, 1)) and None, "parameter 3.weight is .* on rank 2, but missing"),
+        (
+            lambda model: model.register_buffer("b", torch.ones(1)),
+            "buffer b is float32 on rank 2, but missing on rank 0",
+        ),
+        (
+            lambda model: lambda model: torch.optim.SGD(list(model.parameters())[::-1], lr=0.1),
+            "parameter group 0 is 2.bias, .* on rank 2, but 0.weight, .* on rank 0",
+        ),
+    ],
+)
+def test_another_model_or_optimizer_is_an_error_that_names_it(change: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(asyncoll.UsageError, match=words):
+        train_with(change)
+
+
+def test_a_state_that_cannot_be_sent_is_an_error_that_names_it() -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = torch.nn.Linear(4, 1)
+        optimizer = momentum(model)
+        optimizer.state[model.weight]["plan"] = object()
+        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=2):
+            pass
+
+    with pytest.raises(asyncoll.UsageError, match="SGD keeps 'plan' as a object"):
+        run_ranks(2, main)
+
+
+def test_numbers_lists_and_tensors_of_any_kind_are_shared() -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5 - comm.rank / 8))
+        optimizer.param_groups[0]["hook"] = main  # of a type that stays each rank's own
+        if comm.rank == 0:
+            kept = {"steps": 7, "best": float("inf"), "pairs": [(1, 2.5), (True, None)], "name": "a", "by": {"x": (3,)}}
+            tensors = {"empty": torch.empty(0), "flags": torch.tensor([True, False]), "old": [torch.ones(2).half()]}
+            optimizer.state[model.weight] = kept | tensors
+            optimizer.param_groups[0]["betas"] = (0.5, 0.1 + 0.2)
+        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=0):
+            pass
+        return optimizer.state[model.weight], optimizer.param_groups[0]
+
+    results = run_ranks(3, main)
+    for kept, options in results:
+        assert repr(kept) == repr(results[0][0])
+        assert {**options, "params": None} == {**results[0][1], "params": None}
+
+
+@pytest.mark.slow
+def test_in_real_processes_all_end_with_one_model() -> None:
+    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"(\w+) (\w+): model (\w+)", done.stdout)
+    assert len(lines) == 15
+    assert len(set(lines)) == 5
