@@ -37,6 +37,7 @@ class ActivatedRounds(WaitAvoiding):
 
     def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
         self._lent = False  # what is staged is the memory of the caller who waits
+        self._lent_to = 0  # the newest round that has reduced in the memory of its caller
         self._early: dict[int, list[int]] = {}  # signals for later rounds, by round
         self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
         super().__init__(endpoint, group, operation, describe)
@@ -64,14 +65,14 @@ class ActivatedRounds(WaitAvoiding):
         self._lent = False
 
     async def _reclaim(self, number: int) -> None:
+        """Take the caller's memory back. Only a round that reduces in it has to end first.
+
+        That takes no caller: a round takes what is lent once every rank that it waits for is there.
+        """
         self._keep_staged()
-        while (
-            number == self._number
-            and self._has_begun()
-            and not self._endpoint.failures.has_failed(self._group.communicator)
-        ):
+        while self._lent_to == self._number and not self._endpoint.failures.has_failed(self._group.communicator):
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
-                await done  # it may run in the caller's memory
+                await done
         if self._latest.lent:
             own = [part.copy() for part in self._latest.parts]
             self._latest = self._latest._replace(parts=own, lent=False)
@@ -84,7 +85,7 @@ class ActivatedRounds(WaitAvoiding):
         self._arrivals = self._gone = 0  # as told to this rank, if it is drawn
         self._drawn = () if self.operation.opening is Opening.SOLO else self.operation.drawn(number, size)
         if self.operation.is_synchronous(number):
-            plan = synchronous()
+            plan = synchronous(size)
         else:
             plan = activation(size, flood=self.operation.group_size > 0)
         self._schedule: Schedule[Step] = plan.fresh()
@@ -166,6 +167,8 @@ class ActivatedRounds(WaitAvoiding):
     async def _reduce(self, number: int) -> None:
         contributes, taken = self._staged is not None, self._submitted
         parts, lent = self._take()
+        if lent:
+            self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
         attendance = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
