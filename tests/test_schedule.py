@@ -96,7 +96,6 @@ def test_in_a_synchronous_round_no_rank_reduces_before_every_rank_has_opened_it(
         assert all(REDUCE in schedule.fired for schedule in ranks)
 
 
-
 def spread(size: int, initiators: list[int], seed: int, partner: Partner) -> tuple[set[int], Counter]:
     """Open a round at `initiators` and deliver in random order; the ranks that take part, and messages by edge."""
     draw = random.Random(seed)

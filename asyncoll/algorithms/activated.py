@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncoll.algorithms import dense
-from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, heard, synchronous
+from asyncoll.algorithms import dense, wait_avoiding
+from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.endpoint import Endpoint
@@ -26,6 +26,7 @@ from asyncoll.wire import Buffer
 # Steps of signals that are no edges of the tree: what the drawn ranks of a round are told.
 ARRIVED = 255  # I am here
 GONE = 254  # I make no more calls, so do not wait for me
+REACHED = 253  # To the ranks that signal this one: it has come to the round with that number.
 
 
 class ActivatedRounds(WaitAvoiding):
@@ -40,6 +41,10 @@ class ActivatedRounds(WaitAvoiding):
         self._lent_to = 0  # the newest round that has reduced in the memory of its caller
         self._early: dict[int, list[int]] = {}  # signals for later rounds, by round
         self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
+        # By place, of the ranks that this one signals: the newest round that they are known to have reached. Groups
+        # that share no rank do not wait for each other, so one could run ahead of another without end.
+        self._reached = dict.fromkeys(_neighbours(group, 1), 0) if operation.group_size else {}
+        self._held: dict[Step, None] = {}  # steps of the armed round, which is too far ahead to take part in
         super().__init__(endpoint, group, operation, describe)
 
     # -- contributions ----------------------------------------------------------------------------
@@ -155,12 +160,38 @@ class ActivatedRounds(WaitAvoiding):
             self._fire(OPEN)
 
     def _fire(self, step: Step) -> None:
+        if self._is_far_ahead():
+            self._held[step] = None
+            return
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
                 self._send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
             elif fired == REDUCE:
                 self._tally.began(self._endpoint.now_s())
                 self._endpoint.spawn(self._reduce(self._number), self._group.communicator)
+
+    # -- staying in reach -------------------------------------------------------------------------
+
+    def _is_far_ahead(self) -> bool:
+        """Whether a signal for the armed round may be more than a rank accepts that has not come so far."""
+        return self._number > min(self._reached.values(), default=self._number) + wait_avoiding.EARLY_MAX
+
+    def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
+        place = self._places.get(source)
+        if step != REACHED or fingerprint != self._fingerprint or place not in self._reached:
+            super()._heard(source, number, step, fingerprint, payload)
+            return
+        self._reached[place] = max(self._reached[place], number)
+        if not self._is_far_ahead():
+            held, self._held = self._held, {}
+            for kept in held:
+                self._fire(kept)
+
+    def _report(self) -> None:
+        """Tell the ranks that signal this one how far it has come: often enough that they do not wait for that."""
+        if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
+            for place in _neighbours(self._group, -1):
+                self._send(place, self._number, REACHED)
 
     # -- executing it -----------------------------------------------------------------------------
 
@@ -204,5 +235,11 @@ class ActivatedRounds(WaitAvoiding):
 
     def _publish(self, result: Result) -> None:
         super()._publish(result)
+        self._report()
         for step in self._early.pop(self._number, []):
             self._heed(step)
+
+
+def _neighbours(group: Group, direction: int) -> list[int]:
+    """Places that are an edge of the activation away: those that this rank signals (1), or that signal it (-1)."""
+    return [(group.rank + direction * (1 << edge)) % group.size for edge in edges(group.size)]
