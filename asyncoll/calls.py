@@ -26,7 +26,7 @@ from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolE
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
-from asyncoll.transport.board import Wait, failure
+from asyncoll.transport.board import Turn, Wait, failure
 from asyncoll.wire import Dispute, digest
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class Calls:
             raise
 
     def _start_in_memory(
-        self, body: Coroutine[Wait, None, T], what: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+        self, body: Coroutine[Wait | Turn, None, T], what: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
         """Start what awaits nothing but conditions of memory. If it is long, it is the runtime's from the start."""
         assert self._hall is not None

@@ -1,8 +1,8 @@
 """Who drives a coroutine in memory: the caller who awaits it, or the runtime if nobody does.
 
-Such a coroutine awaits nothing but conditions of shared memory (`transport.board.until`), so it belongs to no loop and
-may be driven by any, one after another. Its first steps are taken at the call, in the caller's own thread: a call
-between ranks that are all there is over without any other thread, or the loop, having turned.
+Such a coroutine awaits nothing but conditions of shared memory and turns (`transport.board.until`, `turn_of`), so it
+belongs to no loop and may be driven by any, one after another. Its first steps are taken at the call, in the caller's
+own thread: a call between ranks that are all there is over without any other thread, or the loop, having turned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, TypeVar
 
-from asyncoll.transport import Arena, Wait
+from asyncoll.transport import Arena, Turn, Wait
 
 T = TypeVar("T")
 
@@ -22,14 +22,14 @@ class Work(Generic[T]):
     __slots__ = ("__weakref__", "_arena", "_body", "_check", "_error", "_result", "_wait", "_what", "is_over")
 
     def __init__(
-        self, arena: Arena, body: Coroutine[Wait, None, T], check: Callable[[], None], what: Callable[[], str]
+        self, arena: Arena, body: Coroutine[Wait | Turn, None, T], check: Callable[[], None], what: Callable[[], str]
     ) -> None:
         """`check` raises if there is nothing to wait for any more; `what` describes the work."""
         self._arena = arena
         self._body = body
         self._check = check
         self._what = what
-        self._wait: Wait | None = None
+        self._wait: Wait | Turn | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_over = False
@@ -47,7 +47,10 @@ class Work(Generic[T]):
             self.begin()
         while self._wait is not None:
             try:
-                await self._arena.wait(self._wait, self._check, self._what)
+                if isinstance(self._wait, Turn):
+                    await self._arena.queue(self._wait, self._check, self._what)
+                else:
+                    await self._arena.wait(self._wait, self._check, self._what)
             except BaseException as error:
                 self._check = _nothing  # it has said what it had to say: what waits now is cleaning up
                 self._step(self._body.throw, error)
@@ -57,7 +60,7 @@ class Work(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
-    def _step(self, step: Callable[[Any], Wait], argument: object) -> None:
+    def _step(self, step: Callable[[Any], Wait | Turn], argument: object) -> None:
         self._wait = None
         try:
             self._wait = step(argument)

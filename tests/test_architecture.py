@@ -32,10 +32,10 @@ ROOMS: dict[str, set[str]] = {
     "transport": {"errors", "tensors", "wire", "transport.board"},
     "transport.addresses": {"errors"},
     "transport.inproc": {"transport"},
-    "transport.inproc_arena": {"errors", "tensors", "transport.board"},
     "transport.heap": set(),
     "transport.mutex": {"errors", "processes"},
-    "transport.bells": set(),
+    "transport.bells": {"transport.board"},
+    "transport.inproc_arena": {"errors", "tensors", "transport.bells", "transport.board"},
     "transport.pages": {"errors"},
     "transport.part": {"errors", "tensors", "transport.board"},
     "transport.arena": {

@@ -20,6 +20,7 @@ SCRIPTS = (
     "dc_s3gd_overlap",
     "group_propagation",
     "hyperplane",
+    "long_run",
     "rpc",
     "simulated_scale",
     "skewed_arrivals",

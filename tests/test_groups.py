@@ -182,3 +182,23 @@ def test_a_group_with_nothing_to_give_leaves_the_tensor_alone(simulated):
         return reduction.active, x.tolist()
 
     assert simulated(3, main).results == [(1, [1.0] * 3), (0, [2.0] * 3), (0, [3.0] * 3)]
+
+
+@pytest.mark.parametrize("sync_every", [0, 30])
+@pytest.mark.parametrize(("size", "group_size"), [(2, 1), (5, 1), (4, 2), (6, 2), (13, 4)])
+def test_a_group_that_runs_far_ahead_waits_for_the_others(size, group_size, sync_every, simulated, monkeypatch):
+    """A rank keeps signals of so many later rounds and no more, so nobody may be further ahead of it."""
+    monkeypatch.setattr("asyncoll.algorithms.wait_avoiding.EARLY_MAX", 4)
+
+    async def main(comm):
+        newest = 0
+        while newest < 100:
+            x = np.ones(1)
+            reduction = await comm.group_allreduce(x, group_size=group_size, fixed=True, sync_every=sync_every)
+            newest = reduction.round
+            if sync_every and newest % sync_every == 0:
+                assert x[0] == size
+        return newest
+
+    network = Network(latency_s=1e-5, jitter_s=5e-3)
+    assert min(simulated(size, main, network, seed=1).results) >= 100

@@ -75,13 +75,25 @@ def test_fresh_schedules_share_nothing_that_fires():
     assert plan.fired == set()
 
 
-def test_a_synchronous_round_is_opened_by_each_rank_for_itself():
-    assert synchronous().fresh().fire(OPEN) == [OPEN, REDUCE]
-
-
 # -- the activation tree -------------------------------------------------------------------------
 
 Partner = Callable[[int, int], int]
+
+
+@pytest.mark.parametrize("size", range(1, 34))
+def test_in_a_synchronous_round_no_rank_reduces_before_every_rank_has_opened_it(size):
+    for seed in range(20):
+        draw = random.Random(seed)
+        ranks = [synchronous(size).fresh() for _ in range(size)]
+        flying = [(rank, OPEN) for rank in range(size)]
+        while flying:
+            rank, step = flying.pop(draw.randrange(len(flying)))
+            for fired in ranks[rank].fire(step):
+                if fired.kind == "forward":
+                    flying.append(((rank + (1 << fired.edge)) % size, heard(fired.edge)))
+            if any(OPEN not in schedule.fired for schedule in ranks):
+                assert not any(REDUCE in schedule.fired for schedule in ranks)
+        assert all(REDUCE in schedule.fired for schedule in ranks)
 
 
 def spread(size: int, initiators: list[int], seed: int, partner: Partner) -> tuple[set[int], Counter]:

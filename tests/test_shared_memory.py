@@ -19,11 +19,12 @@ import torch
 from conftest import SIZES
 from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 
-from asyncoll import AVG, MAX, PROD, SUM, AbortedError
+from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError
 from asyncoll.algorithms.blocks import Blocks
 from asyncoll.algorithms.sizes import VARIABLE
 from asyncoll.tensors import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.transport import Board
 
 SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays come in many pieces
 LIMITS = [limit + more for limit in {0, SHORT, CHUNK, WINDOW, 2 * WINDOW} for more in (-4, 0, 4) if limit + more >= 0]
@@ -486,3 +487,45 @@ def test_blocks_are_used_again(kind, monkeypatch):
     few, many = blocks(150), blocks(600)
     assert few > 0
     assert many <= few + 4
+
+
+def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_alone(monkeypatch):
+    """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
+    slept = 0
+    sleep = Board.sleep
+
+    def count(board: Board, bell: int) -> None:
+        nonlocal slept
+        slept += 1
+        sleep(board, bell)
+
+    monkeypatch.setattr(Board, "sleep", count)
+
+    async def main(comm: Communicator, calls: int) -> None:
+        arrays = [np.ones(3) for _ in range(calls)]
+        await asyncio.gather(*[comm.allreduce(x) for x in arrays])
+        assert all((x == comm.size).all() for x in arrays)
+
+    def sleeps(calls: int) -> float:
+        nonlocal slept
+        slept = 0
+        simulate(3, lambda comm: main(comm, calls), Network(jitter_s=1e-3), shared_memory=True)
+        return slept / calls
+
+    assert sleeps(800) < 2 * sleeps(50)
+
+
+def test_calls_that_wait_for_earlier_ones_fail_with_their_communicator(run):
+    """None of them is left waiting for its turn."""
+
+    async def main(comm: Communicator) -> int:
+        part = await comm.split(0)
+        if comm.rank == 1:
+            call = asyncio.ensure_future(part.barrier())  # the others' first call, as another operation
+            await asyncio.gather(call, return_exceptions=True)
+            return 0
+        calls = [part.allreduce(np.ones(3)) for _ in range(50)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        return sum(isinstance(outcome, MismatchError) for outcome in outcomes)
+
+    assert run(3, main) == [50, 0, 50]

@@ -273,6 +273,40 @@ def test_rounds_that_end_at_once_do_not_spoil_a_result_that_is_being_handed_out(
         assert all(value == prompt[number] for number, value in values.items() if number in prompt)
 
 
+@pytest.mark.parametrize("kind", ["short", "long", "long with history", "short group", "long group"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_caller_gives_up_a_synchronous_round_while_a_rank_is_late(size, kind, simulated):
+    """The wait ends before the late rank has come. The contribution is in the round once, and `x` stays as it is."""
+    count = 5 if "short" in kind else 200_000
+    everybody_gave_up = asyncio.Barrier(size)
+
+    async def main(comm):
+        def call(x):
+            if "group" in kind:
+                return comm.group_allreduce(x, group_size=2, sync_every=1)
+            return comm.solo_allreduce(x, sync_every=1, history=3 * ("history" in kind))
+
+        late = comm.rank == size - 1
+        x = np.full(count, comm.rank + 1.0)
+        if not late:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await call(x)
+            x[:] = -1  # it is the caller's again
+        await everybody_gave_up.wait()  # for ever, if the wait for the late rank did not end
+        y = x if late else np.zeros(count)
+        first = await call(y)
+        assert late or (x == -1).all()
+        assert (first.round, first.active, first.skipped) == (1, size, 0)
+        if "group" not in kind:  # there the second contribution may replace the first
+            assert (y == size * (size + 1) / 2).all()
+        second = await call(z := np.zeros(count))
+        assert (second.round, second.skipped, second.missed) == (2, 0, ())
+        return y[0], z[0]
+
+    assert len(set(simulated(size, main).results)) == 1
+
+
 # -- what is told of which round -------------------------------------------------------------------
 
 

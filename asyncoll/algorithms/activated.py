@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncoll.algorithms import dense
-from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, heard, synchronous
+from asyncoll.algorithms import dense, wait_avoiding
+from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
 from asyncoll.algorithms.operation import Opening, Operation
 from asyncoll.algorithms.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.endpoint import Endpoint
@@ -26,6 +26,7 @@ from asyncoll.wire import Buffer
 # Steps of signals that are no edges of the tree: what the drawn ranks of a round are told.
 ARRIVED = 255  # I am here
 GONE = 254  # I make no more calls, so do not wait for me
+REACHED = 253  # To the ranks that signal this one: it has come to the round with that number.
 
 
 class ActivatedRounds(WaitAvoiding):
@@ -37,8 +38,13 @@ class ActivatedRounds(WaitAvoiding):
 
     def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
         self._lent = False  # what is staged is the memory of the caller who waits
+        self._lent_to = 0  # the newest round that has reduced in the memory of its caller
         self._early: dict[int, list[int]] = {}  # signals for later rounds, by round
         self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
+        # By place, of the ranks that this one signals: the newest round that they are known to have reached. Groups
+        # that share no rank do not wait for each other, so one could run ahead of another without end.
+        self._reached = dict.fromkeys(_neighbours(group, 1), 0) if operation.group_size else {}
+        self._held: dict[Step, None] = {}  # steps of the armed round, which is too far ahead to take part in
         super().__init__(endpoint, group, operation, describe)
 
     # -- contributions ----------------------------------------------------------------------------
@@ -64,14 +70,14 @@ class ActivatedRounds(WaitAvoiding):
         self._lent = False
 
     async def _reclaim(self, number: int) -> None:
+        """Take the caller's memory back. Only a round that reduces in it has to end first.
+
+        That takes no caller: a round takes what is lent once every rank that it waits for is there.
+        """
         self._keep_staged()
-        while (
-            number == self._number
-            and self._has_begun()
-            and not self._endpoint.failures.has_failed(self._group.communicator)
-        ):
+        while self._lent_to == self._number and not self._endpoint.failures.has_failed(self._group.communicator):
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
-                await done  # it may run in the caller's memory
+                await done
         if self._latest.lent:
             own = [part.copy() for part in self._latest.parts]
             self._latest = self._latest._replace(parts=own, lent=False)
@@ -84,7 +90,7 @@ class ActivatedRounds(WaitAvoiding):
         self._arrivals = self._gone = 0  # as told to this rank, if it is drawn
         self._drawn = () if self.operation.opening is Opening.SOLO else self.operation.drawn(number, size)
         if self.operation.is_synchronous(number):
-            plan = synchronous()
+            plan = synchronous(size)
         else:
             plan = activation(size, flood=self.operation.group_size > 0)
         self._schedule: Schedule[Step] = plan.fresh()
@@ -154,6 +160,9 @@ class ActivatedRounds(WaitAvoiding):
             self._fire(OPEN)
 
     def _fire(self, step: Step) -> None:
+        if self._is_far_ahead():
+            self._held[step] = None
+            return
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
                 self._send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
@@ -161,11 +170,36 @@ class ActivatedRounds(WaitAvoiding):
                 self._tally.began(self._endpoint.now_s())
                 self._endpoint.spawn(self._reduce(self._number), self._group.communicator)
 
+    # -- staying in reach -------------------------------------------------------------------------
+
+    def _is_far_ahead(self) -> bool:
+        """Whether a signal for the armed round may be more than a rank accepts that has not come so far."""
+        return self._number > min(self._reached.values(), default=self._number) + wait_avoiding.EARLY_MAX
+
+    def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
+        place = self._places.get(source)
+        if step != REACHED or fingerprint != self._fingerprint or place not in self._reached:
+            super()._heard(source, number, step, fingerprint, payload)
+            return
+        self._reached[place] = max(self._reached[place], number)
+        if not self._is_far_ahead():
+            held, self._held = self._held, {}
+            for kept in held:
+                self._fire(kept)
+
+    def _report(self) -> None:
+        """Tell the ranks that signal this one how far it has come: often enough that they do not wait for that."""
+        if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
+            for place in _neighbours(self._group, -1):
+                self._send(place, self._number, REACHED)
+
     # -- executing it -----------------------------------------------------------------------------
 
     async def _reduce(self, number: int) -> None:
         contributes, taken = self._staged is not None, self._submitted
         parts, lent = self._take()
+        if lent:
+            self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
         attendance = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
@@ -201,5 +235,11 @@ class ActivatedRounds(WaitAvoiding):
 
     def _publish(self, result: Result) -> None:
         super()._publish(result)
+        self._report()
         for step in self._early.pop(self._number, []):
             self._heed(step)
+
+
+def _neighbours(group: Group, direction: int) -> list[int]:
+    """Places that are an edge of the activation away: those that this rank signals (1), or that signal it (-1)."""
+    return [(group.rank + direction * (1 << edge)) % group.size for edge in edges(group.size)]

@@ -52,10 +52,19 @@ def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
     return schedule
 
 
-@lru_cache(maxsize=1)
-def synchronous() -> Schedule[Step]:
-    """The schedule of a round that everybody opens for itself: an ordinary allreduce."""
+@lru_cache(maxsize=64)
+def synchronous(size: int) -> Schedule[Step]:
+    """The schedule of a round that waits for every rank; take a `fresh` one for each round.
+
+    The same edges carry a dissemination barrier: a rank uses edge j once it is open itself and has heard all edges
+    below j. A rank that has heard all of its edges knows that every rank is open. No rank reduces before that, so a
+    late rank finds no reduction under way that uses the memory of a caller.
+    """
     schedule: Schedule[Step] = Schedule()
     schedule.add(OPEN)
-    schedule.add(REDUCE, after=[OPEN])
+    for edge in edges(size):
+        schedule.add(heard(edge))
+    for edge in edges(size):
+        schedule.add(Step("forward", edge), after=[OPEN, *map(heard, range(edge))])
+    schedule.add(REDUCE, after=[OPEN, *map(heard, edges(size))])
     return schedule

@@ -17,7 +17,7 @@ from asyncoll.algorithms.sizes import Sizes
 from asyncoll.errors import AsyncollError
 from asyncoll.tensors import Array
 from asyncoll.transport import Arena, Board
-from asyncoll.transport.board import until
+from asyncoll.transport.board import Turn, turn_of, until
 
 # Words of a meeting, and of each rank's part in it.
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
@@ -59,6 +59,7 @@ class Hall:
         self._slots: dict[int, tuple[int, Array]] = {}  # with their addresses, by turn
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
+        self._turns: dict[int, Turn] = {}  # by the call whose end they wait for
         self.known_free = 0  # the tag of a meeting whose place was seen to be free
 
     def begin(self, number: int) -> None:
@@ -73,9 +74,19 @@ class Hall:
     def end(self, number: int) -> None:
         """Call `number` is over here."""
         self._unfinished.discard(number)
-        if self._unfinished:
-            with self.board as board:
-                board.wake()  # calls of this rank may wait for its place
+        turn = self._turns.pop(number, None)
+        if turn is not None:
+            turn.come()
+
+    async def wait_for(self, number: int) -> None:
+        """Wait until call `number` is over here, so that its place is free for another."""
+        if self.is_over(number):
+            return
+        turn = self._turns[number] = Turn()
+        if self.is_over(number):  # it has ended this moment, in another thread, and may not have seen the turn
+            self._turns.pop(number, None)
+        else:
+            await turn_of(turn)
 
     def meeting(self, number: int, count: int, fingerprint: int) -> Meeting:
         """The meeting after `count` others of call `number`."""
@@ -92,7 +103,7 @@ class Hall:
         return turn * self._stride
 
     def is_over(self, number: int) -> bool:
-        """Whether call `number` is over here, so that its place is free for another."""
+        """Whether call `number` is over here."""
         return number not in self._unfinished
 
     def slot(self, turn: int, nbytes: int) -> tuple[int, Array]:

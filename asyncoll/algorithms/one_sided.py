@@ -30,7 +30,7 @@ from asyncoll.errors import PeerLostError
 from asyncoll.group import Group
 from asyncoll.tensors import combiner, reducer, storage
 from asyncoll.transport import Arena
-from asyncoll.transport.board import breathe, until
+from asyncoll.transport.board import Turn, breathe, turn_of, until
 
 LENT_MIN_BYTES = 1 << 16  # a copy of less costs less than finding out whether it is registered
 
@@ -90,6 +90,7 @@ class OneSidedRounds:
         self._calls = 0  # begun
         self._turn = 0  # over, in order
         self._over: set[int] = set()  # over before their turn
+        self._turns: dict[int, Turn] = {}  # of the calls that wait for those before them
 
     # -- a call -----------------------------------------------------------------------------------
 
@@ -109,11 +110,15 @@ class OneSidedRounds:
             self._end_turn(turn)
 
     async def _queue(self, turn: int, contribution: Contribution) -> None:
+        mine = self._turns[turn] = Turn()
         try:
-            await until(self._board, lambda: self._turn == turn)
+            if self._turn != turn:  # looked at after the entry was made: the call before may end in another thread
+                await turn_of(mine)
         except asyncio.CancelledError:
             await self._put(contribution, _Visit(0, 0, 0, []))
             raise
+        finally:
+            self._turns.pop(turn, None)
 
     def _end_turn(self, turn: int) -> None:
         """Call `turn` is over; if it was its turn, another's comes. Caller and runtime may do this at the same time."""
@@ -126,9 +131,8 @@ class OneSidedRounds:
         self._turn = following
         if following in self._over:  # it ended this moment, and did not find that it was its turn
             self._end_turn(following)
-        elif following < self._calls:
-            with self._board as board:
-                board.wake()
+        elif (waiting := self._turns.pop(following, None)) is not None:
+            waiting.come()
 
     async def _call(self, contribution: Contribution) -> HeldDelivery:
         visit = self._begin()

@@ -19,7 +19,7 @@ import numpy as np
 from asyncoll.algorithms.meeting import Hall, Meeting
 from asyncoll.tensors import Array, Reduce, ReduceOp, reducer
 from asyncoll.traffic import Traffic
-from asyncoll.transport.board import breathe, failure, until
+from asyncoll.transport.board import breathe, failure
 
 Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
 
@@ -330,9 +330,8 @@ class SharedCall:
     async def _next(self) -> Meeting:
         """The next meeting of the call, once there is room for it."""
         hall = self._hall
-        before = self._number - hall.sizes.calls  # had its meetings in the same place
-        if not self._count and not hall.is_over(before):
-            await until(hall.board, lambda: hall.is_over(before))
+        if not self._count:
+            await hall.wait_for(self._number - hall.sizes.calls)  # it had its meetings in the same place
         meeting = hall.meeting(self._number, self._count, self._fingerprint)
         self._count += 1
         await meeting.free()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors import Array
-from asyncoll.transport.board import Board, Wait
+from asyncoll.transport.board import Board, Turn, Wait
 from asyncoll.wire import MAX_FRAME_BYTES, Buffer
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Buffer",
     "Receiver",
     "Transport",
+    "Turn",
     "Wait",
     "check_frames",
     "peers_view",
@@ -126,6 +127,9 @@ class Arena(Protocol):
         `check` raises if there is nothing to wait for any more; it is asked whenever `alarm` has been called. `what`
         says what is waited for, in case it is waited for for ever. Cancelling it has no effect but that.
         """
+
+    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        """Return once `turn` has come; one at a time waits for it. `check` and `what` as above."""
 
     def alarm(self) -> None:
         """All who wait here, at this rank, ask their `check`. From any thread."""

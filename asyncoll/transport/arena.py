@@ -18,8 +18,8 @@ import numpy as np
 
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors import Array
-from asyncoll.transport.bells import Bell
-from asyncoll.transport.board import BELLS, Board, Wait, board_bytes
+from asyncoll.transport.bells import Bell, Line
+from asyncoll.transport.board import BELLS, Board, Turn, Wait, board_bytes
 from asyncoll.transport.heap import Heap
 from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
 from asyncoll.transport.pages import check_room, commit, give_back, mib, too_much
@@ -88,6 +88,7 @@ class HostArena:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
         self._base = _pointer(self._bytes[place])
+        self._line = Line()
         self._bells = [Bell(number, self._eventfds[number]) for number in range(place * BELLS, (place + 1) * BELLS)]
 
     # -- memory -----------------------------------------------------------------------------------
@@ -202,6 +203,9 @@ class HostArena:
         finally:
             bell.leave(sleeper)
 
+    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        await self._line.wait(turn, check, what)
+
     def _sees(self, ready: Callable[[], bool]) -> bool:
         """Whether it became ready soon. Meanwhile the other tasks of this loop stand still."""
         now_s = self.now_s()
@@ -239,13 +243,14 @@ class HostArena:
 
     def alarm(self) -> None:
         self.ring(bell.number for bell in self._bells)
+        self._line.alarm()
 
     def bury(self) -> None:
         self.patience.seconds = 0.0
         self.alarm()
 
     def waiting(self) -> list[str]:
-        return [sleeper.what() for bell in self._bells for sleeper in tuple(bell.sleepers)]
+        return [sleeper.what() for bell in self._bells for sleeper in tuple(bell.sleepers)] + self._line.waiting()
 
     def close(self) -> None:
         """What others still hold, views and boards, stays mapped until they let it go, and is safe to touch."""

@@ -1,4 +1,7 @@
-"""A rank's bell: a descriptor that any process of the host can ring, and who sleeps here until somebody does."""
+"""A rank's bell: a descriptor that any process of the host can ring, and who sleeps here until somebody does.
+
+And the line of those at this rank who wait for others of it, which costs no ringing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
+
+from asyncoll.transport.board import Turn
 
 
 class Sleeper:
@@ -23,8 +28,53 @@ class Sleeper:
         return self._rung
 
     def rouse(self) -> None:
+        """On its own loop."""
         if not self._rung.done():
             self._rung.set_result(None)
+
+    def call(self) -> None:
+        """Rouse it, from any thread."""
+        if _running_loop() is self.loop:
+            self.rouse()
+            return
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left to be roused
+            self.loop.call_soon_threadsafe(self.rouse)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class Line:
+    """Those of this rank, on any loops, who wait for a turn. Whoever ends before one of them rouses that one alone."""
+
+    def __init__(self) -> None:
+        self._sleepers: dict[Sleeper, None] = {}  # changed and copied as those of a bell
+
+    async def wait(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        sleeper = Sleeper(what)
+        self._sleepers[sleeper] = None
+        try:
+            while True:
+                rung = sleeper.lie_down()
+                turn.on_come(sleeper.call)
+                if turn.has_come:
+                    return
+                check()
+                await rung
+        finally:
+            del self._sleepers[sleeper]
+
+    def alarm(self) -> None:
+        """All of them ask their `check`. From any thread."""
+        for sleeper in tuple(self._sleepers):
+            sleeper.call()
+
+    def waiting(self) -> list[str]:
+        return [sleeper.what() for sleeper in tuple(self._sleepers)]
 
 
 class Bell:
@@ -66,13 +116,8 @@ class Bell:
         try:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
-            here = asyncio.get_running_loop()
             for sleeper in tuple(self.sleepers):
-                if sleeper.loop is here:
-                    sleeper.rouse()
-                    continue
-                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is left to be roused
-                    sleeper.loop.call_soon_threadsafe(sleeper.rouse)
+                sleeper.call()
         except BaseException:  # a signal handler's: it is heard again
             os.eventfd_write(self._descriptor, 1)
             raise

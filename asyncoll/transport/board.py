@@ -5,8 +5,8 @@ board leads to. It is written before its writer leaves the lock, and read after 
 alone orders all of it, on every processor. Nothing is ever concluded from a word that was read without the lock: such a
 look is a hint that the lock is worth taking.
 
-Algorithms in memory are coroutines that await nothing but `until`. They know no loop: who drives one decides how it
-waits.
+Algorithms in memory are coroutines that await nothing but `until`, and `turn_of` where they wait for another of the
+same rank. They know no loop: who drives one decides how it waits.
 """
 
 from __future__ import annotations
@@ -120,6 +120,26 @@ class Wait(NamedTuple):
     ready: Callable[[], bool]
 
 
+class Turn:
+    """What one coroutine of this rank waits for and another ends: other ranks need not be told, nor any lock taken."""
+
+    __slots__ = ("_rouse", "has_come")
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._rouse: Callable[[], None] | None = None
+
+    def come(self) -> None:
+        """It is the waiter's turn. From any thread."""
+        self.has_come = True  # before looking for a waiter, who looks at this after it has said that it waits
+        if self._rouse is not None:
+            self._rouse()
+
+    def on_come(self, rouse: Callable[[], None]) -> None:
+        """`rouse` is called, in any thread, when it comes; look at `has_come` afterwards."""
+        self._rouse = rouse
+
+
 @types.coroutine
 def breathe(board: Board) -> Generator[Wait, None, None]:
     """Where other ranks may do anything: said once for each piece of long work.
@@ -152,3 +172,10 @@ def until(board: Board, ready: Callable[[], bool]) -> Generator[Wait, None, None
             if ready():
                 return
     yield Wait(board, ready)
+
+
+@types.coroutine
+def turn_of(turn: Turn) -> Generator[Turn, None, None]:
+    """Wait until `turn` has come."""
+    if not turn.has_come:
+        yield turn

@@ -10,7 +10,8 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors import Array
-from asyncoll.transport.board import BELLS, Board, Wait, board_bytes
+from asyncoll.transport.bells import Line
+from asyncoll.transport.board import BELLS, Board, Turn, Wait, board_bytes
 
 
 def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[InprocArena]:
@@ -60,6 +61,7 @@ class InprocArena:
         self._pause_s = pause_s
         self._boards: dict[int, Board] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], str]] = {}
+        self._line = Line()
 
     def allocate(self, nbytes: int) -> int:
         memory = self._memory
@@ -116,6 +118,9 @@ class InprocArena:
                 board.sleep(self.place * BELLS)
             await self._rung(what)
 
+    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        await self._line.wait(turn, check, what)
+
     async def _rung(self, what: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
         self._memory.sleepers.setdefault(self.place * BELLS, set()).add(future)
@@ -128,12 +133,13 @@ class InprocArena:
 
     def alarm(self) -> None:
         self._memory.ring([self.place * BELLS])
+        self._line.alarm()
 
     def bury(self) -> None:
         self.alarm()
 
     def waiting(self) -> list[str]:
-        return [what() for what in self._waiting.values()]
+        return [what() for what in self._waiting.values()] + self._line.waiting()
 
     def close(self) -> None:
         self._boards.clear()
