@@ -11,7 +11,6 @@ communicator, because its peers cannot be left waiting; cancelling a wait-avoidi
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from asyncoll.algorithms.oktopk import Rules
 from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.selection import Feedback
 from asyncoll.algorithms.tally import OperationStatistics
+from asyncoll.arguments import real, text, whole
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Round, Signature, Site
 from asyncoll.endpoint import Endpoint
@@ -278,7 +278,7 @@ class Communicator:
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
         operand = tensors.operand(x)
-        dest, tag = self._peer(dest, "dest"), _whole(tag, "tag")
+        dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
         async def body(lane: Lane) -> None:
             await lane.send(dest, 0, operand.flat)
@@ -288,7 +288,7 @@ class Communicator:
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
         operand = tensors.operand(x, writable=True)
-        source, tag = self._peer(source, "source"), _whole(tag, "tag")
+        source, tag = self._peer(source, "source"), whole(tag, "tag")
 
         async def body(lane: Lane) -> T:
             await lane.recv(source, 0, operand.flat)
@@ -398,7 +398,7 @@ class Communicator:
         log(size) / log(group_size) rounds (`asyncoll.algorithms.grouping`); `fixed` groups never change.
         Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
         """
-        size = _whole(group_size, "group_size")
+        size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
         return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
@@ -444,10 +444,12 @@ class Communicator:
         then: a gradient that was added to the residual must be looked at before, or the residual restored.
         """
         operand = tensors.operand(x, writable=True)
-        periods = _whole(thresholds_every, "thresholds_every"), _whole(regions_every, "regions_every")
-        rules = Rules(*periods, feedback, global_threshold)
+        name, algorithm = text(name, "name"), text(algorithm, "algorithm")
+        periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
+        rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
+        share = real(density, "density")
         self._calls.check_open()
-        operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.shape, rules))
+        operation = self._sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
             self._calls.check()  # what ended the call that is under way, rather than that it is
         chosen = operation.choose(operand)
@@ -485,8 +487,8 @@ class Communicator:
         Every rank must call it. The new one numbers its own calls; it closes with the world, and what it uses of shared
         memory (some MiB once it has been used) is given back then: make few, and use them again.
         """
-        color = None if color is None else _whole(color, "color")
-        key = _whole(key, "key")
+        color = None if color is None else whole(color, "color")
+        key = whole(key, "key")
         call = self._call("split", None)
 
         async def body(form: Form) -> Communicator | None:
@@ -548,11 +550,10 @@ class Communicator:
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
         contribution = bundle(x)
-        numbers = tuple((rule, _whole(value, rule)) for rule, value in rules.items())
+        name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
+        numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
         layout, boundaries = contribution.layout, contribution.boundaries
-        if not isinstance(name, str) or not isinstance(op, ReduceOp):
-            tensors.check_reduction(op, layout[0][0])
-            raise UsageError(f"name must be a string, got {name!r:.50}")
+        tensors.check_reduction(op, layout[0][0])
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
         self._calls.check_open()
         self.registry.give_back()
@@ -582,7 +583,7 @@ class Communicator:
         return rows, operand.flat.size // rows if rows else 0
 
     def _place(self, rank: object, what: str) -> int:
-        place = _whole(rank, what)
+        place = whole(rank, what)
         if not 0 <= place < self.size:
             raise UsageError(f"{what} {place} is not one of the ranks 0 to {self.size - 1}")
         return place
@@ -609,17 +610,6 @@ def _operation(
     operation = Operation(name, layout, op, opening, fixed=fixed, buckets=buckets, **dict(rules))
     check_operation(operation, size)
     return operation
-
-
-def _whole(value: object, what: str) -> int:
-    """`value` as a Python int (a numpy integer prints, and so hashes, differently); UsageError if it is none."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
-    if not -(1 << 63) <= number < 1 << 63:
-        raise UsageError(f"{what} {number} does not fit into 64 bits")
-    return number
 
 
 def _site() -> Site:

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "asyncoll"
 ROOMS: dict[str, set[str]] = {
     # ground and protocol
     "errors": set(),
+    "arguments": {"errors"},
     "keys": {"errors"},
     "processes": set(),
     "tensors": {"errors"},
@@ -95,7 +96,7 @@ ROOMS: dict[str, set[str]] = {
     "algorithms.sizes": {"errors"},
     "algorithms.meeting": {"errors", "tensors", "transport", "transport.board", "algorithms.sizes"},
     "algorithms.shared": {"tensors", "traffic", "transport.board", "algorithms.meeting"},
-    "algorithms.selection": {"errors", "tensors"},
+    "algorithms.selection": {"arguments", "errors", "tensors"},
     "algorithms.forms": {"algorithms.by_message", "algorithms.shared"},
     "algorithms.sparse": {"errors", "tensors", "algorithms.forms", "algorithms.selection"},
     "algorithms.oktopk": {"tensors", "algorithms.forms", "algorithms.selection", "algorithms.sparse"},
@@ -227,7 +228,7 @@ ROOMS: dict[str, set[str]] = {
     "rpc.by_message": {"errors", "tensors", "wire", "group", "switchboard", "rpc.carrier", "rpc.segments"},
     "rpc.codec": {"errors", "tensors", "rpc.carrier"},
     "rpc.hints": {"errors", "rpc.codec"},
-    "rpc.service": {"errors", "rpc.hints", "rpc.codec"},
+    "rpc.service": {"arguments", "errors", "rpc.hints", "rpc.codec"},
     "rpc.failure": {"errors", "rpc.codec"},
     "rpc.protocol": {"errors", "tensors", "rpc.carrier"},
     "rpc.slots": {"rpc.protocol"},
@@ -242,6 +243,7 @@ ROOMS: dict[str, set[str]] = {
         "rpc.service",
     },
     "rpc.client": {
+        "arguments",
         "errors",
         "tensors",
         "deadlines",
@@ -262,8 +264,9 @@ ROOMS: dict[str, set[str]] = {
         "rpc.server",
         "rpc.service",
     },
-    "rpc.stub": {"errors", "rpc.hints", "rpc.client", "rpc.service"},
+    "rpc.stub": {"arguments", "errors", "rpc.hints", "rpc.client", "rpc.service"},
     "rpc.ranks": {
+        "arguments",
         "errors",
         "wire",
         "endpoint",
@@ -291,6 +294,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "rpc": {"rpc.outside", "rpc.ranks", "rpc.service", "rpc.stub"},
     "communicator": {
+        "arguments",
         "errors",
         "shapes",
         "tensors",

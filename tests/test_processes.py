@@ -82,6 +82,12 @@ def test_every_collective_over_ipc(env):
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_name_of_numpy_is_the_plain_name(env, transport):
+    told = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 3, "names.py")
+    assert sorted(told.splitlines()) == [f"{rank}: 3" for rank in range(3)]
+
+
 def test_every_collective_between_hosts(env):
     with world(env, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
         for process in ranks:

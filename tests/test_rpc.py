@@ -823,7 +823,7 @@ def test_bad_ranks_and_registrations():
             with pytest.raises(UsageError, match=f"rank {rank} is not one of the ranks 0 to 1"):
                 await comm.rpc.call(rank, "echo")
         for rank in ("0", 1.0, None):
-            with pytest.raises(UsageError, match=f"a rank is a whole number, got {rank!r}"):
+            with pytest.raises(UsageError, match=f"a rank must be a whole number, got {rank!r}"):
                 await comm.rpc.call(rank, "echo")
         register = comm.rpc.register
         register(Service(comm))
@@ -856,7 +856,7 @@ def test_what_a_function_raises_is_its_own_affair():
             raise ProtocolError("from somewhere else")
 
         for name in (3, "x" * 300):
-            with pytest.raises(UsageError, match="a function is called by its name"):
+            with pytest.raises(UsageError, match=r"name of a function|function is called by"):
                 await comm.rpc.call(0, name)
         with pytest.raises(RemoteError, match="ProtocolError at rank 0: from somewhere else"):
             await comm.rpc.call(0, "deceive")

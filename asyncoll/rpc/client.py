@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncoll.arguments import text
 from asyncoll.deadlines import remaining_s
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
@@ -145,7 +146,8 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         self.check()
-        if not isinstance(name, str) or len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
+        name = text(name, "the name of a function")
+        if len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if kind == protocol.NOTIFY:

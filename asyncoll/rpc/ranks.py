@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncoll.arguments import whole
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.failures import Failure, error_of
@@ -140,10 +140,7 @@ class Rpc:
 
     def _of_world(self, rank: int) -> int:
         """Peers are ranks of the world; the caller's are places in the group."""
-        try:
-            place = operator.index(rank)
-        except TypeError:
-            raise UsageError(f"a rank is a whole number, got {rank!r:.50}") from None
+        place = whole(rank, "a rank")
         if not 0 <= place < len(self._ranks):
             raise UsageError(f"rank {place} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[place]
