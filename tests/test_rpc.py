@@ -856,7 +856,7 @@ def test_what_a_function_raises_is_its_own_affair():
             raise ProtocolError("from somewhere else")
 
         for name in (3, "x" * 300):
-            with pytest.raises(UsageError, match=r"name of a function|function is called by"):
+            with pytest.raises(UsageError, match="a function is called by its name"):
                 await comm.rpc.call(0, name)
         with pytest.raises(RemoteError, match="ProtocolError at rank 0: from somewhere else"):
             await comm.rpc.call(0, "deceive")

@@ -146,7 +146,7 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         self.check()
-        name = text(name, "the name of a function")
+        name = text(name, "a function is called by its name, which")
         if len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
