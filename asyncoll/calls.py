@@ -22,7 +22,7 @@ from asyncoll.algorithms.sizes import choose
 from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
@@ -108,6 +108,7 @@ class Calls:
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """The next call. The caller's checks are done: whatever raises UsageError comes before this."""
+        self.check_caller()
         self._number += 1
         return Signature(operation, self._number, dtype, count, detail, site)
 
@@ -122,7 +123,6 @@ class Calls:
 
         `discarded` is called, on any thread, if that is cancelled: the call may have been over already.
         """
-        self.check_open()
         visit = self._attendance.enter(call, call.number)
         if self._hall is None:
             lead = self._group.communicator
@@ -167,11 +167,11 @@ class Calls:
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
-        self.check_open()
         visit = self._attendance.enter(call, ranks=(self._group.ranks[source], self._group.ranks[dest]))
         return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
+        self.check_caller()
         pair = (source, dest, tag)
         number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
         return number
@@ -276,3 +276,17 @@ class Calls:
         """Raises ClosedError after the end of the world."""
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
+
+    def check_caller(self) -> None:
+        """Raises ClosedError after the end of the world, and UsageError in a thread without a running loop.
+
+        A call needs a loop to be awaited on. One that failed after it was numbered would be missed by all other ranks.
+        """
+        self.check_open()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "a call needs a running event loop, and this thread has none: make it inside an `async def`, and from "
+                "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
+            ) from None

@@ -3,6 +3,7 @@
 Calls are numbered in program order when they are made, not when they are awaited, so tasks may await them in any order;
 every rank must make the same calls on a communicator in the same order. A call starts at once, on the runtime's loop,
 and the coroutine it returns waits for it. Arguments are checked before a number is taken: a UsageError sends nothing.
+A call needs a running event loop: that of the program or one in another thread. `comm.rpc` needs that of the program.
 
 Every collective raises, when awaited: MismatchError if ranks called different things, PeerLostError if a rank is gone,
 AbortedError if one gave up, ClosedError after the communicator was closed. Cancelling a collective in flight aborts the
@@ -86,6 +87,7 @@ class Communicator:
     def open_rpc(self) -> Rpc:
         """Answer from now on those who call functions of this rank."""
         if self._rpc is None:
+            self._calls.check_caller()
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
             self.rpcs.append(self._rpc)
         return self._rpc
@@ -448,7 +450,7 @@ class Communicator:
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
         share = real(density, "density")
-        self._calls.check_open()
+        self._calls.check_caller()
         operation = self._sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
             self._calls.check()  # what ended the call that is under way, rather than that it is
@@ -555,7 +557,7 @@ class Communicator:
         layout, boundaries = contribution.layout, contribution.boundaries
         tensors.check_reduction(op, layout[0][0])
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
-        self._calls.check_open()
+        self._calls.check_caller()
         self.registry.give_back()
         receipt = Receipt()
         call = Round(spec, _site())

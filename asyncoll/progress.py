@@ -42,7 +42,12 @@ def _ignore() -> None:
 
 
 class Runner(Protocol):
-    """Starts coroutines on the runtime's loop."""
+    """Starts coroutines on the runtime's loop.
+
+    `home` is the loop of the program, where the runner was made. Calls may come from any running loop.
+    """
+
+    home: asyncio.AbstractEventLoop
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the coroutine that is returned waits for it.
@@ -98,6 +103,9 @@ class _Begun(Coroutine[Any, Any, T]):
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
+    def __init__(self) -> None:
+        self.home = asyncio.get_running_loop()
+
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return _Begun(_join(asyncio.get_running_loop().create_task(work), discarded), discarded)
 
@@ -142,6 +150,7 @@ class ProgressThread:
     """The runtime runs on its own thread."""
 
     def __init__(self) -> None:
+        self.home = asyncio.get_running_loop()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()

@@ -275,6 +275,7 @@ ROOMS: dict[str, set[str]] = {
         "progress",
         "rpc.by_message",
         "rpc.carrier",
+        "rpc.client",
         "rpc.exchange",
         "rpc.in_memory",
         "rpc.service",

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import random
+import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -269,6 +270,29 @@ def test_use_after_close(call):
             asyncio.run(late())
         comm.abort("too late")  # says nothing to anybody
         assert comm.statistics().rank == comm.rank
+
+
+@pytest.mark.parametrize("call", [*CALLS, "sparse"])
+def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
+    """It was numbered and then failed, so the other ranks waited for it at the end of the world."""
+    without_a_loop = CALLS | {"sparse": lambda c: c.sparse_allreduce(np.ones(2), density=1)}
+    refused = []
+
+    async def main(comm: Communicator) -> None:
+        def make() -> None:
+            with pytest.raises(UsageError, match="needs a running event loop"):
+                without_a_loop[call](comm)
+            refused.append(comm.rank)
+
+        if comm.rank == 0:
+            thread = threading.Thread(target=make)
+            thread.start()
+            thread.join()
+        assert (await comm.allreduce(np.ones(1)))[0] == 2
+        assert (await comm.solo_allreduce(np.ones(1), sync_every=1)).active == 2
+
+    run(2, main)
+    assert refused == [0]
 
 
 @anyhow

@@ -17,6 +17,7 @@ from asyncoll.progress import Runner
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.client import FOREIGN_LOOP
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.in_memory import InMemory
 from asyncoll.rpc.service import Method, Registry
@@ -48,7 +49,9 @@ class Rpc:
     """
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
-        """On the caller's loop."""
+        """On the program's loop, where all of its calls are made. Raises UsageError on another."""
+        if asyncio.get_running_loop() is not runner.home:
+            raise UsageError(FOREIGN_LOOP)
         self._ranks = group.ranks
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
