@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -470,7 +470,7 @@ class Communicator:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
         """A tensor with arbitrary content in memory that the ranks of this host share ("registered").
 
         A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it

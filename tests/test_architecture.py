@@ -166,7 +166,7 @@ ROOMS: dict[str, set[str]] = {
         "algorithms.wait_avoiding",
     },
     # facade
-    "registered": {"errors", "tensors", "transport"},
+    "registered": {"arguments", "errors", "tensors", "transport"},
     "flat": {"errors", "tensors", "registered"},
     "calls": {
         "errors",

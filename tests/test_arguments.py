@@ -187,3 +187,33 @@ def test_a_name_that_cannot_be_sent_is_refused(call, transport):
 def test_a_digest_refuses_parts_whose_repr_may_differ(part):
     with pytest.raises(TypeError, match="exact ints and strs"):
         wire.digest("world", part)
+
+
+SHAPES = [
+    (5, (5,)),
+    (np.int64(5), (5,)),
+    (np.array(5), (5,)),
+    (torch.tensor(5), (5,)),
+    ([2, np.int32(3)], (2, 3)),
+    (np.array([2, 3]), (2, 3)),
+    (torch.Size([2, 3]), (2, 3)),
+    ((), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "expected"), SHAPES)
+@pytest.mark.parametrize("dtype", ["f4", torch.float32])
+def test_a_shape_is_whole_numbers_of_any_type(shape, expected, dtype, run):
+    async def main(comm):
+        return tuple(comm.empty(shape, dtype).shape)
+
+    assert run(2, main) == [expected] * 2
+
+
+@pytest.mark.parametrize("shape", [2.0, (2, 2.0), True, None, "ab"])
+def test_a_shape_of_something_else_is_refused(shape):
+    async def main(comm):
+        with pytest.raises(UsageError, match="an extent of a shape must be a whole number"):
+            comm.empty(shape, "f4")
+
+    simulate(2, main)

@@ -254,6 +254,9 @@ LAYOUTS = {
     "numpy reversed": lambda: np.arange(5)[::-1],
     "numpy big-endian": lambda: np.arange(5, dtype=">f4"),
     "numpy 0-d": lambda: np.array(3.0),
+    "numpy matrix": lambda: np.arange(6.0).reshape(2, 3).view(np.matrix),
+    "numpy matrix transposed": lambda: np.arange(6.0).reshape(2, 3).view(np.matrix).T,
+    "numpy record array": lambda: np.arange(3.0).view(np.recarray),
     "numpy fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
 }
 
@@ -274,7 +277,7 @@ def test_every_layout_is_reduced_in_place(layout, run):
 
 
 def plain(x) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
+    return np.asarray(x) if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
 
 
 def test_what_lies_between_the_elements_is_untouched(run):

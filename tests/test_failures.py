@@ -570,6 +570,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
 # -- bad inputs ----------------------------------------------------------------------------------
 
 ones = np.ones(4)
+masked = np.ma.array(np.ones(4), mask=[0, 1, 0, 0])
 frozen = np.ones(4)
 frozen.flags.writeable = False
 BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
@@ -627,6 +628,15 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "group_size: 0": (lambda c: c.group_allreduce(ones, group_size=0), "between 1 and"),
     "group_size: 4": (lambda c: c.group_allreduce(ones, group_size=4), "between 1 and"),
     "group_size: 2.0": (lambda c: c.group_allreduce(ones, group_size=2.0), "whole number"),
+    "a masked array": (lambda c: c.allreduce(masked), "pass x.filled"),
+    "gather: a masked array": (lambda c: c.gather(masked), "pass x.filled"),
+    "alltoallv: a masked array": (lambda c: c.alltoallv([ones, ones, masked]), "pass x.filled"),
+    "send: a masked array": (lambda c: c.send(masked, 1), "pass x.filled"),
+    "recv: a masked array": (lambda c: c.recv(masked, 1), "pass x.filled"),
+    "solo: a masked array": (lambda c: c.solo_allreduce(masked), "pass x.filled"),
+    "a masked bucket": (lambda c: c.solo_allreduce([ones, masked]), "pass x.filled"),
+    "sparse: a masked array": (lambda c: c.sparse_allreduce(masked, density=1), "pass x.filled"),
+    "a tensor without memory": (lambda c: c.allreduce(torch._efficientzerotensor(3)), "without plain memory"),
     "no buckets": (lambda c: c.solo_allreduce([]), "at least one"),
     "a bucket of objects": (lambda c: c.solo_allreduce([ones, "x"]), "numpy|torch"),
     "average of whole buckets": (lambda c: c.solo_allreduce([ones, np.ones(2, int)], op=AVG), "use SUM"),
