@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.group import Group, Lane
+from asyncoll.numbering import Numbering
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
 from asyncoll.transport.board import Wait, failure
@@ -93,7 +94,7 @@ class Calls:
         self._group = group
         self._runner = runner
         self._number = 0
-        self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
+        self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # messages by (source, dest)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self.ledger = Ledger()
         self._check = partial(endpoint.failures.check, group.communicator)
@@ -172,9 +173,7 @@ class Calls:
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         self.check_caller()
-        pair = (source, dest, tag)
-        number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
-        return number
+        return self._pairs[source, dest].next(tag)
 
     def abort(self, reason: str) -> None:
         """Give up, and tell the others. From any thread."""

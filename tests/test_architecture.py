@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "wire": {"errors"},
     "traffic": set(),
     "matching": {"errors", "tensors", "wire"},
+    "numbering": {"tensors"},
     "shapes": {"errors", "tensors"},
     "schedule": set(),
     "transport.board": set(),
@@ -170,6 +171,7 @@ ROOMS: dict[str, set[str]] = {
     "flat": {"errors", "tensors", "registered"},
     "calls": {
         "errors",
+        "numbering",
         "traffic",
         "wire",
         "transport.board",
