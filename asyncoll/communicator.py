@@ -111,6 +111,8 @@ class Communicator:
         """Reduce `x` elementwise over all ranks, in place; returns `x`. Same shape and dtype at every rank.
 
         Every rank ends with the same bits. AVG is the sum divided by `size`, in the dtype of `x` (floats only).
+        Of halves it is computed in float32 and rounded once, in every form. SUM of halves may overflow on the way: by
+        message each partial sum is a half, in memory the sum alone.
         """
         operand = tensors.operand(x, writable=True)
         tensors.check_reduction(op, operand.dtype)
@@ -551,7 +553,7 @@ class Communicator:
     def _wait_avoiding(
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
-        contribution = bundle(x)
+        contribution = bundle(x, op)
         name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
         numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
         layout, boundaries = contribution.layout, contribution.boundaries

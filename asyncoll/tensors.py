@@ -41,7 +41,12 @@ DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
 
 
 class ReduceOp(enum.Enum):
-    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and"."""
+    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and".
+
+    AVG of halves (float16, bfloat16) is computed in float32 and rounded once, so an average that a half can hold is
+    never infinite; by message, and in wait-avoiding rounds, it takes 4 bytes an element. Every other reduction of
+    halves may be rounded, and overflow, at each step by message and in rounds.
+    """
 
     SUM = "sum"
     AVG = "avg"
@@ -186,6 +191,22 @@ def widened(flat: Array, dtype: str) -> Array:
         return flat
     wide: Array = _as_torch(flat, dtype).float().numpy()
     return wide
+
+
+def accumulator(op: ReduceOp, dtype: str) -> str:
+    """The dtype that `dtype` is reduced in wherever partial results travel or are kept."""
+    return "float32" if op is ReduceOp.AVG and dtype in _HALVES else dtype
+
+
+def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
+    """Put `values / divisor` into `into`, which is of `dtype`. `values` are of it too, or wider and rounded once."""
+    if values.dtype == into.dtype:
+        into[...] = values
+        if divisor != 1:
+            divide(into, dtype, divisor)
+    else:
+        wide = _as_torch(values, values.dtype.name)
+        _as_torch(into, dtype).copy_(wide / divisor if divisor != 1 else wide)
 
 
 def divide(flat: Array, dtype: str, divisor: int) -> None:

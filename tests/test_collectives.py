@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -227,6 +229,72 @@ def test_every_dtype_and_reduction(dtype, size, run):
                 torch.testing.assert_close(torch.from_numpy(y), x, rtol=0, atol=0)
 
     run(size, main)
+
+
+async def averages(comm, x):
+    """The average of all ranks' `x` by every call that has one, whole at every rank."""
+    for average in [comm.allreduce, comm.reduce]:
+        y = x.clone()
+        await average(y, op=AVG)
+        await comm.broadcast(y)
+        yield y
+    rows = await comm.allgatherv(await comm.reduce_scatter(x, op=AVG))
+    yield torch.cat(rows)
+    for number, call in enumerate([comm.solo_allreduce, comm.majority_allreduce, comm.group_allreduce]):
+        options = {"group_size": comm.size} if number == 2 else {}
+        y, z = x.clone(), torch.ones(3)
+        await call(y, op=AVG, sync_every=1, name=f"one {number}", **options)
+        yield y
+        buckets = [x.clone(), z, x.clone()]
+        await call(buckets, op=AVG, sync_every=1, name=f"buckets {number}", **options)
+        assert bool((z == 1).all())
+        yield buckets[0]
+        yield buckets[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 70_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_average_of_halves_is_rounded_once(size, count, dtype, run):
+    """By message, the average of 40000 and 40000 was infinite: the sum is no float16."""
+    draw = torch.Generator().manual_seed(size)
+    values = torch.randint(1, 256, (size, count), generator=draw) * 128  # so float32 adds up exactly, in any order
+    values[:, 0] = 40_000
+    stacked = values.to(dtype)
+    expected = (stacked.float().sum(0) / size).to(dtype)
+
+    async def main(comm):
+        return [y async for y in averages(comm, stacked[comm.rank])]
+
+    for told in run(size, main):
+        assert len(told) == 12
+        for y in told:
+            torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_a_late_rank_is_given_averages_of_halves(simulated):
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+        for _ in range(1 if comm.rank == 1 else 3):
+            x = torch.full((3,), 60_000.0, dtype=torch.float16)
+            reduction = await comm.solo_allreduce(x, op=AVG, history=3)
+        return reduction.missed
+
+    missed = simulated(2, main).results[1]
+    assert [x.tolist() for x in missed] == [[30_000] * 3] * 2
+    assert {x.dtype for x in missed} == {torch.float16}
+
+
+def test_averages_of_halves_and_floats_do_not_mix(simulated):
+    """Both are carried as float32."""
+
+    async def main(comm):
+        x = torch.ones(3, dtype=torch.float16 if comm.rank else torch.float32)
+        with pytest.raises(asyncoll.MismatchError, match="3 float16"):
+            await comm.solo_allreduce(x, op=AVG, sync_every=1)
+
+    simulated(2, main)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
