@@ -239,6 +239,7 @@ class Calls:
         finally:
             self._attendance.leave(visit)
             self.ledger.enter(call.operation, form.traffic)
+            self._endpoint.in_memory.enter(call.operation, form.traffic)
             hall.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:

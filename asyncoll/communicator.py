@@ -48,7 +48,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals since the start. Traffic is that of the rank, in all of its communicators."""
+    """Totals since the start.
+
+    Messages and bytes are those of the rank, in all of its communicators: of all messages, plus those of `calls` in
+    shared memory that have ended (what a byte is there, `Traffic` says). So they are at least the sums of `calls` over
+    the rank's communicators. In shared memory, wait-avoiding rounds and calls of functions are not counted.
+    """
 
     rank: int
     messages_sent: int
@@ -513,15 +518,16 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
-        traffic = self._endpoint.traffic
+        calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
+        traffic = [self._endpoint.traffic, *self._endpoint.in_memory.totals().values()]
         return Statistics(
             rank=self.rank,
-            messages_sent=traffic.messages_sent,
-            messages_received=traffic.messages_received,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
+            messages_sent=sum(part.messages_sent for part in traffic),
+            messages_received=sum(part.messages_received for part in traffic),
+            bytes_sent=sum(part.bytes_sent for part in traffic),
+            bytes_received=sum(part.bytes_received for part in traffic),
             operations=self._operations.statistics(),
-            calls=self._calls.ledger.totals(),
+            calls=calls,
         )
 
     def leave(self) -> Coroutine[Any, Any, None]:

@@ -362,6 +362,37 @@ def test_what_lies_between_the_elements_is_untouched(run):
         np.testing.assert_array_equal(base[1:3, ::2], 2)
 
 
+COUNTS = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_totals_of_a_rank_are_the_sums_of_its_calls(size, run):
+    """In memory, a rank that had reduced megabytes said that it had sent 13 bytes."""
+
+    async def main(comm):
+        part = await comm.split(comm.rank % 2)
+        before = comm.statistics()
+        for some in (comm, part):
+            await some.allreduce(np.ones(3))
+            await some.allreduce(np.ones(100_000))
+            await some.broadcast(np.ones(1000))
+            await some.alltoallv([np.ones(200)] * some.size)
+        sending = comm.send(np.ones(1000), (comm.rank + 1) % size) if size > 1 else None
+        if sending is not None:
+            await comm.recv(np.ones(1000), (comm.rank - 1) % size)
+            await sending
+        after, of_part = comm.statistics(), part.statistics()
+        assert all(getattr(after, count) == getattr(of_part, count) for count in COUNTS)
+        calls = [*after.calls.values(), *of_part.calls.values()]
+        for count in COUNTS:
+            total, of_calls = getattr(after, count), sum(getattr(call, count) for call in calls)
+            assert total >= of_calls
+            assert not count.startswith("bytes") or total - of_calls < 4096  # of control messages
+        return after.bytes_sent - before.bytes_sent
+
+    assert all((grown > 800_000) == (size > 1) for grown in run(size, main))
+
+
 # -- split ---------------------------------------------------------------------------------------
 
 
