@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +22,9 @@ from asyncoll.algorithms.sizes import choose
 from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.group import Group, Lane
+from asyncoll.numbering import Numbering
 from asyncoll.progress import Runner
 from asyncoll.traffic import Ledger
 from asyncoll.transport.board import Turn, Wait, failure
@@ -94,7 +95,7 @@ class Calls:
         self._runner = runner
         self._number = 0
         self._unstarted: Signature | None = None  # numbered
-        self._pairs: dict[tuple[int, int, int], int] = {}  # messages so far by (source, dest, tag)
+        self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # messages by (source, dest)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self.ledger = Ledger()
         self._check = partial(endpoint.failures.check, group.communicator)
@@ -112,6 +113,7 @@ class Calls:
 
         A signal handler may have raised between the number of the last call and its start. The others wait for it.
         """
+        self.check_caller()
         if self._unstarted is not None:
             self.abort(f"{self._unstarted} was interrupted before it had begun")
         self._number += 1
@@ -129,7 +131,6 @@ class Calls:
 
         `discarded` is called, on any thread, if that is cancelled or never awaited: the call may be over by then.
         """
-        self.check_open()
         visit = self._attendance.enter(call, call.number)
         try:
             self._unstarted = None
@@ -184,14 +185,12 @@ class Calls:
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
-        self.check_open()
         visit = self._attendance.enter(call, ranks=(self._group.ranks[source], self._group.ranks[dest]))
         return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
-        pair = (source, dest, tag)
-        number = self._pairs[pair] = self._pairs.get(pair, 0) + 1
-        return number
+        self.check_caller()
+        return self._pairs[source, dest].next(tag)
 
     def abort(self, reason: str) -> None:
         """Give up, and tell the others. From any thread."""
@@ -257,6 +256,7 @@ class Calls:
         finally:
             self._attendance.leave(visit)
             self.ledger.enter(call.operation, form.traffic)
+            self._endpoint.in_memory.enter(call.operation, form.traffic)
             hall.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:
@@ -293,3 +293,17 @@ class Calls:
         """Raises ClosedError after the end of the world."""
         if self._endpoint.closed:
             raise ClosedError("this communicator is closed")
+
+    def check_caller(self) -> None:
+        """Raises ClosedError after the end of the world, and UsageError in a thread without a running loop.
+
+        A call needs a loop to be awaited on. One that failed after it was numbered would be missed by all other ranks.
+        """
+        self.check_open()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "a call needs a running event loop, and this thread has none: make it inside an `async def`, and from "
+                "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
+            ) from None

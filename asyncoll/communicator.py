@@ -3,6 +3,7 @@
 Calls are numbered in program order when they are made, not when they are awaited, so tasks may await them in any order;
 every rank must make the same calls on a communicator in the same order. A call starts at once, on the runtime's loop,
 and the coroutine it returns waits for it. Arguments are checked before a number is taken: a UsageError sends nothing.
+A call needs a running event loop: that of the program or one in another thread. `comm.rpc` needs that of the program.
 
 Every collective raises, when awaited: MismatchError if ranks called different things, PeerLostError if a rank is gone,
 AbortedError if one gave up, ClosedError after the communicator was closed. Cancelling a collective in flight aborts the
@@ -11,12 +12,11 @@ communicator, because its peers cannot be left waiting; cancelling a wait-avoidi
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from asyncoll.algorithms.oktopk import Rules
 from asyncoll.algorithms.operation import Layout, Opening, Operation
 from asyncoll.algorithms.selection import Feedback
 from asyncoll.algorithms.tally import OperationStatistics
+from asyncoll.arguments import real, text, whole
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Round, Signature, Site
 from asyncoll.endpoint import Endpoint
@@ -47,7 +48,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals since the start. Traffic is that of the rank, in all of its communicators."""
+    """Totals since the start.
+
+    Messages and bytes are those of the rank, in all of its communicators: of all messages, plus those of `calls` in
+    shared memory that have ended (what a byte is there, `Traffic` says). So they are at least the sums of `calls` over
+    the rank's communicators. In shared memory, wait-avoiding rounds and calls of functions are not counted.
+    """
 
     rank: int
     messages_sent: int
@@ -86,6 +92,7 @@ class Communicator:
     def open_rpc(self) -> Rpc:
         """Answer from now on those who call functions of this rank."""
         if self._rpc is None:
+            self._calls.check_caller()
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
             self.rpcs.append(self._rpc)
         return self._rpc
@@ -109,6 +116,8 @@ class Communicator:
         """Reduce `x` elementwise over all ranks, in place; returns `x`. Same shape and dtype at every rank.
 
         Every rank ends with the same bits. AVG is the sum divided by `size`, in the dtype of `x` (floats only).
+        Of halves it is computed in float32 and rounded once, in every form. SUM of halves may overflow on the way: by
+        message each partial sum is a half, in memory the sum alone.
         """
         operand = tensors.operand(x, writable=True)
         tensors.check_reduction(op, operand.dtype)
@@ -278,7 +287,7 @@ class Communicator:
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
         operand = tensors.operand(x)
-        dest, tag = self._peer(dest, "dest"), _whole(tag, "tag")
+        dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
         async def body(lane: Lane) -> None:
             await lane.send(dest, 0, operand.flat)
@@ -288,7 +297,7 @@ class Communicator:
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
         operand = tensors.operand(x, writable=True)
-        source, tag = self._peer(source, "source"), _whole(tag, "tag")
+        source, tag = self._peer(source, "source"), whole(tag, "tag")
 
         async def body(lane: Lane) -> T:
             await lane.recv(source, 0, operand.flat)
@@ -398,7 +407,7 @@ class Communicator:
         log(size) / log(group_size) rounds (`asyncoll.algorithms.grouping`); `fixed` groups never change.
         Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
         """
-        size = _whole(group_size, "group_size")
+        size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
         return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
@@ -444,10 +453,12 @@ class Communicator:
         then: a gradient that was added to the residual must be looked at before, or the residual restored.
         """
         operand = tensors.operand(x, writable=True)
-        periods = _whole(thresholds_every, "thresholds_every"), _whole(regions_every, "regions_every")
-        rules = Rules(*periods, feedback, global_threshold)
-        self._calls.check_open()
-        operation = self._sparse.get(name, Specification(algorithm, density, operand.dtype, operand.shape, rules))
+        name, algorithm = text(name, "name"), text(algorithm, "algorithm")
+        periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
+        rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
+        share = real(density, "density")
+        self._calls.check_caller()
+        operation = self._sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
             self._calls.check()  # what ended the call that is under way, rather than that it is
         chosen = operation.choose(operand)
@@ -466,7 +477,7 @@ class Communicator:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
         """A tensor with arbitrary content in memory that the ranks of this host share ("registered").
 
         A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
@@ -485,8 +496,8 @@ class Communicator:
         Every rank must call it. The new one numbers its own calls; it closes with the world, and what it uses of shared
         memory (some MiB once it has been used) is given back then: make few, and use them again.
         """
-        color = None if color is None else _whole(color, "color")
-        key = _whole(key, "key")
+        color = None if color is None else whole(color, "color")
+        key = whole(key, "key")
         call = self._call("split", None)
 
         async def body(form: Form) -> Communicator | None:
@@ -507,15 +518,16 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
-        traffic = self._endpoint.traffic
+        calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
+        traffic = [self._endpoint.traffic, *self._endpoint.in_memory.totals().values()]
         return Statistics(
             rank=self.rank,
-            messages_sent=traffic.messages_sent,
-            messages_received=traffic.messages_received,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
+            messages_sent=sum(part.messages_sent for part in traffic),
+            messages_received=sum(part.messages_received for part in traffic),
+            bytes_sent=sum(part.bytes_sent for part in traffic),
+            bytes_received=sum(part.bytes_received for part in traffic),
             operations=self._operations.statistics(),
-            calls=self._calls.ledger.totals(),
+            calls=calls,
         )
 
     def leave(self) -> Coroutine[Any, Any, None]:
@@ -551,14 +563,13 @@ class Communicator:
     def _wait_avoiding(
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
-        contribution = bundle(x)
-        numbers = tuple((rule, _whole(value, rule)) for rule, value in rules.items())
+        contribution = bundle(x, op)
+        name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
+        numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
         layout, boundaries = contribution.layout, contribution.boundaries
-        if not isinstance(name, str) or not isinstance(op, ReduceOp):
-            tensors.check_reduction(op, layout[0][0])
-            raise UsageError(f"name must be a string, got {name!r:.50}")
+        tensors.check_reduction(op, layout[0][0])
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
-        self._calls.check_open()
+        self._calls.check_caller()
         self.registry.give_back()
         receipt = Receipt()
         call = Round(spec, _site())
@@ -586,7 +597,7 @@ class Communicator:
         return rows, operand.flat.size // rows if rows else 0
 
     def _place(self, rank: object, what: str) -> int:
-        place = _whole(rank, what)
+        place = whole(rank, what)
         if not 0 <= place < self.size:
             raise UsageError(f"{what} {place} is not one of the ranks 0 to {self.size - 1}")
         return place
@@ -613,17 +624,6 @@ def _operation(
     operation = Operation(name, layout, op, opening, fixed=fixed, buckets=buckets, **dict(rules))
     check_operation(operation, size)
     return operation
-
-
-def _whole(value: object, what: str) -> int:
-    """`value` as a Python int (a numpy integer prints, and so hashes, differently); UsageError if it is none."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
-    if not -(1 << 63) <= number < 1 << 63:
-        raise UsageError(f"{what} {number} does not fit into 64 bits")
-    return number
 
 
 def _site() -> Site:

@@ -17,7 +17,7 @@ from asyncoll.executions import Executions
 from asyncoll.failures import WORLD, Closed, Failures, error_of
 from asyncoll.membership import Membership
 from asyncoll.switchboard import Switchboard
-from asyncoll.traffic import Traffic
+from asyncoll.traffic import Ledger, Traffic
 from asyncoll.transport import Arena, Buffer, Transport
 
 logger = logging.getLogger("asyncoll")
@@ -36,7 +36,8 @@ class Endpoint:
         self.patience_s = patience_s
         self.rank = transport.rank
         self.size = transport.size
-        self.traffic = Traffic()
+        self.traffic = Traffic()  # by message
+        self.in_memory = Ledger()  # the same of calls in shared memory, when they have ended
         self.switchboard = Switchboard(transport, self.traffic)
         self.failures = Failures(self.switchboard)
         self.executions = Executions(transport, self.switchboard, self.failures)

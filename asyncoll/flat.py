@@ -9,6 +9,7 @@ tensor only (eager-SGD, section 5).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,15 @@ class Flat:
     touches, while a broadcast or an average of `parameters` also makes frozen layers equal. Tied parameters
     are there once.
 
-    Reading either tensor checks that the model still uses it, and raises `UsageError` if something replaced a
-    view.
+    Reading either tensor checks that the model still uses it. It raises `UsageError` if something replaced a
+    view, or if the model has a parameter that was not flattened (a new head, `load_state_dict(assign=True)`) or
+    was frozen then: no reduction would reach it, and replicas would silently differ.
     """
 
-    def __init__(self, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
         everything = (*trainable, *frozen)
+        self._model = model
+        self._found = _found(model)
         self._parameters = _flat(everything[0], sum(p.numel() for p in everything))
         self._gradients = _flat(everything[0], sum(p.numel() for p in trainable)).zero_()
         self._data_views = _views(self._parameters, everything)
@@ -49,6 +53,7 @@ class Flat:
     @property
     def parameters(self) -> Tensor:
         """All parameters, one-dimensional; writing into it changes the model."""
+        self._check_model()
         for parameter, view in self._data_views:
             if not _same_memory(parameter.data, view):
                 raise UsageError(
@@ -60,23 +65,38 @@ class Flat:
     @property
     def gradients(self) -> Tensor:
         """The gradients of all trainable parameters, one-dimensional; `backward()` adds to it."""
+        self._check_model()
         for parameter, view in self._gradient_views:
             if parameter.grad is None or not _same_memory(parameter.grad, view):
                 raise UsageError(
                     f"the gradient of a parameter of shape {_shape(parameter)} no longer lives in the flat "
                     "tensor: clear gradients with zero_gradients() or with zero_grad(set_to_none=False)"
                 )
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise UsageError(
-                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
-                    "now has a gradient: flatten the model again after unfreezing"
-                )
         return self._gradients
 
     def zero_gradients(self) -> None:
         """Clear all gradients in place; one that a step does not use stays a zero, and not None."""
         self.gradients.zero_()
+
+    def _check_model(self) -> None:
+        """Raise UsageError if the model has parameters that are not, or not fully, in the flat tensors."""
+        for parameter in self._frozen:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
+                    "is trained now: flatten the model again after unfreezing"
+                )
+        found = _found(self._model)
+        if len(found) == len(self._found) and all(map(operator.is_, found, self._found)):
+            return
+        flattened = {id(parameter) for parameter, _ in self._data_views}
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in flattened:
+                raise UsageError(
+                    f"the parameter {name} of shape {_shape(parameter)} was added to the model, or replaced, after it "
+                    "was flattened: flatten the model again, and give the optimizer its parameters"
+                )
+        self._found = found  # parameters were taken away, or moved within the model
 
 
 def flatten(model: nn.Module) -> Flat:
@@ -100,7 +120,24 @@ def flatten(model: nn.Module) -> Flat:
             names = ", ".join(sorted(map(str, kinds)))
             raise UsageError(f"one flat tensor has one {what}, but the model's parameters have several: {names}")
     trainable = [p for p in parameters if p.requires_grad]
-    return Flat(trainable, [p for p in parameters if not p.requires_grad])
+    return Flat(model, trainable, [p for p in parameters if not p.requires_grad])
+
+
+def _found(model: nn.Module) -> list[nn.Parameter | None]:
+    """What the model's modules hold as parameters.
+
+    A change of it is a hint: `model.parameters()`, which a model may define as it likes, takes five times as long.
+    """
+    found: list[nn.Parameter | None] = []
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        found += module._parameters.values()
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return found
 
 
 def _flat(like: nn.Parameter, count: int) -> Tensor:

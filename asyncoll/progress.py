@@ -45,7 +45,12 @@ def _ignore() -> None:
 
 
 class Runner(Protocol):
-    """Starts coroutines on the runtime's loop."""
+    """Starts coroutines on the runtime's loop.
+
+    `home` is the loop of the program, where the runner was made. Calls may come from any running loop.
+    """
+
+    home: asyncio.AbstractEventLoop
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the coroutine that is returned waits for it.
@@ -111,6 +116,9 @@ class _Begun(Coroutine[Any, Any, T]):
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
+    def __init__(self) -> None:
+        self.home = asyncio.get_running_loop()
+
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         loop = asyncio.get_running_loop()
         return _Begun(_join(loop.create_task(work), discarded), discarded, loop)
@@ -156,6 +164,7 @@ class ProgressThread:
     """The runtime runs on its own thread."""
 
     def __init__(self) -> None:
+        self.home = asyncio.get_running_loop()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()

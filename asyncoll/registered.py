@@ -6,13 +6,14 @@ import contextlib
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from asyncoll import tensors
+from asyncoll.arguments import whole
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena
 
@@ -35,10 +36,10 @@ class Registry:
         finally:
             _current.reset(token)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
         """A numpy array, or for a torch dtype a torch tensor, with arbitrary content."""
         name, as_torch = _dtype(dtype)
-        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        extents = tuple(whole(extent, "an extent of a shape") for extent in _extents(shape))
         if any(extent < 0 for extent in extents):
             raise UsageError(f"a shape has no negative extents: {extents}")
         flat = self._allocate(math.prod(extents) * tensors.storage(name).itemsize).view(tensors.storage(name))
@@ -61,6 +62,13 @@ class Registry:
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
         weakref.finalize(owner, self._unused.append, address)
         return owner
+
+
+def _extents(shape: Any) -> Sequence[Any]:
+    try:
+        return tuple(shape)
+    except TypeError:  # also of an array without dimensions, which looks like a sequence
+        return (shape,)
 
 
 def _ordinary(nbytes: int) -> tensors.Array:

@@ -41,7 +41,12 @@ DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
 
 
 class ReduceOp(enum.Enum):
-    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and"."""
+    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and".
+
+    AVG of halves (float16, bfloat16) is computed in float32 and rounded once, so an average that a half can hold is
+    never infinite; by message, and in wait-avoiding rounds, it takes 4 bytes an element. Every other reduction of
+    halves may be rounded, and overflow, at each step by message and in rounds.
+    """
 
     SUM = "sum"
     AVG = "avg"
@@ -188,6 +193,22 @@ def widened(flat: Array, dtype: str) -> Array:
     return wide
 
 
+def accumulator(op: ReduceOp, dtype: str) -> str:
+    """The dtype that `dtype` is reduced in wherever partial results travel or are kept."""
+    return "float32" if op is ReduceOp.AVG and dtype in _HALVES else dtype
+
+
+def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
+    """Put `values / divisor` into `into`, which is of `dtype`. `values` are of it too, or wider and rounded once."""
+    if values.dtype == into.dtype:
+        into[...] = values
+        if divisor != 1:
+            divide(into, dtype, divisor)
+    else:
+        wide = _as_torch(values, values.dtype.name)
+        _as_torch(into, dtype).copy_(wide / divisor if divisor != 1 else wide)
+
+
 def divide(flat: Array, dtype: str, divisor: int) -> None:
     """`flat /= divisor` in place: the last step of AVG."""
     if dtype in _HALVES:
@@ -266,10 +287,17 @@ def operand(x: object, *, writable: bool = False) -> Operand:
     """See `x` as a flat array.
 
     Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, where the result
-    goes back into `x` (`writable`), for read-only memory or a tensor whose elements overlap.
+    goes back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of
+    either is seen as its elements alone. A masked array, whose mask says which of them count, is refused.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return _numpy_operand(x, writable)
+    if isinstance(x, np.ma.MaskedArray):
+        raise UsageError(
+            "a masked array would be taken without its mask: pass x.filled(0), or the arrays x.data, x.mask"
+        )
+    if isinstance(x, np.ndarray):
+        return _numpy_operand(x.view(np.ndarray), writable)  # a matrix, for one, has no flat view
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_operand(x, writable)
@@ -306,8 +334,17 @@ def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
         raise UsageError(f"layout {x.layout} is not supported: pass x.to_dense()")
     if x.device.type != "cpu":
         raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
-    if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    try:
+        if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+        return _strided_operand(x, dtype)
+    except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
+        raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
+
+
+def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
+    import torch
+
     plain = x.detach()
     direct = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     packed = plain if direct else plain.resolve_conj().resolve_neg().contiguous()

@@ -35,6 +35,8 @@ _PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: SEGM
 _HEADER: Final = struct.Struct("<2sBBIQQQ")
 HEADER_BYTES: Final = _HEADER.size
 
+_DIGESTED: Final = frozenset((int, str))
+
 Buffer: TypeAlias = Any  # whatever offers the buffer protocol: bytes, memoryview, numpy array, zmq.Frame
 
 
@@ -78,8 +80,13 @@ def decode(frames: list[Buffer]) -> Header:
     return header
 
 
-def digest(*parts: object) -> int:
-    """A 64-bit name for `parts`, the same at every rank: contexts and fingerprints are made of it."""
+def digest(*parts: int | str) -> int:
+    """A 64-bit name for `parts`, the same at every rank: contexts and fingerprints are made of it.
+
+    Raises TypeError for a part that is not exactly an int or a str: a subclass may equal one and yet differ in `repr`.
+    """
+    if not _DIGESTED.issuperset(map(type, parts)):
+        raise TypeError(f"a digest is made of exact ints and strs, got {[type(part).__name__ for part in parts]}")
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 

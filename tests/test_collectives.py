@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -229,6 +231,72 @@ def test_every_dtype_and_reduction(dtype, size, run):
     run(size, main)
 
 
+async def averages(comm, x):
+    """The average of all ranks' `x` by every call that has one, whole at every rank."""
+    for average in [comm.allreduce, comm.reduce]:
+        y = x.clone()
+        await average(y, op=AVG)
+        await comm.broadcast(y)
+        yield y
+    rows = await comm.allgatherv(await comm.reduce_scatter(x, op=AVG))
+    yield torch.cat(rows)
+    for number, call in enumerate([comm.solo_allreduce, comm.majority_allreduce, comm.group_allreduce]):
+        options = {"group_size": comm.size} if number == 2 else {}
+        y, z = x.clone(), torch.ones(3)
+        await call(y, op=AVG, sync_every=1, name=f"one {number}", **options)
+        yield y
+        buckets = [x.clone(), z, x.clone()]
+        await call(buckets, op=AVG, sync_every=1, name=f"buckets {number}", **options)
+        assert bool((z == 1).all())
+        yield buckets[0]
+        yield buckets[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 70_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_average_of_halves_is_rounded_once(size, count, dtype, run):
+    """By message, the average of 40000 and 40000 was infinite: the sum is no float16."""
+    draw = torch.Generator().manual_seed(size)
+    values = torch.randint(1, 256, (size, count), generator=draw) * 128  # so float32 adds up exactly, in any order
+    values[:, 0] = 40_000
+    stacked = values.to(dtype)
+    expected = (stacked.float().sum(0) / size).to(dtype)
+
+    async def main(comm):
+        return [y async for y in averages(comm, stacked[comm.rank])]
+
+    for told in run(size, main):
+        assert len(told) == 12
+        for y in told:
+            torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_a_late_rank_is_given_averages_of_halves(simulated):
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+        for _ in range(1 if comm.rank == 1 else 3):
+            x = torch.full((3,), 60_000.0, dtype=torch.float16)
+            reduction = await comm.solo_allreduce(x, op=AVG, history=3)
+        return reduction.missed
+
+    missed = simulated(2, main).results[1]
+    assert [x.tolist() for x in missed] == [[30_000] * 3] * 2
+    assert {x.dtype for x in missed} == {torch.float16}
+
+
+def test_averages_of_halves_and_floats_do_not_mix(simulated):
+    """Both are carried as float32."""
+
+    async def main(comm):
+        x = torch.ones(3, dtype=torch.float16 if comm.rank else torch.float32)
+        with pytest.raises(asyncoll.MismatchError, match="3 float16"):
+            await comm.solo_allreduce(x, op=AVG, sync_every=1)
+
+    simulated(2, main)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_senseless_reductions_are_refused(dtype, run):
     async def main(comm):
@@ -254,6 +322,9 @@ LAYOUTS = {
     "numpy reversed": lambda: np.arange(5)[::-1],
     "numpy big-endian": lambda: np.arange(5, dtype=">f4"),
     "numpy 0-d": lambda: np.array(3.0),
+    "numpy matrix": lambda: np.arange(6.0).reshape(2, 3).view(np.matrix),
+    "numpy matrix transposed": lambda: np.arange(6.0).reshape(2, 3).view(np.matrix).T,
+    "numpy record array": lambda: np.arange(3.0).view(np.recarray),
     "numpy fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
 }
 
@@ -274,7 +345,7 @@ def test_every_layout_is_reduced_in_place(layout, run):
 
 
 def plain(x) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
+    return np.asarray(x) if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
 
 
 def test_what_lies_between_the_elements_is_untouched(run):
@@ -289,6 +360,37 @@ def test_what_lies_between_the_elements_is_untouched(run):
     for base in run(2, main):
         assert base.sum() == 8
         np.testing.assert_array_equal(base[1:3, ::2], 2)
+
+
+COUNTS = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_totals_of_a_rank_are_the_sums_of_its_calls(size, run):
+    """In memory, a rank that had reduced megabytes said that it had sent 13 bytes."""
+
+    async def main(comm):
+        part = await comm.split(comm.rank % 2)
+        before = comm.statistics()
+        for some in (comm, part):
+            await some.allreduce(np.ones(3))
+            await some.allreduce(np.ones(100_000))
+            await some.broadcast(np.ones(1000))
+            await some.alltoallv([np.ones(200)] * some.size)
+        sending = comm.send(np.ones(1000), (comm.rank + 1) % size) if size > 1 else None
+        if sending is not None:
+            await comm.recv(np.ones(1000), (comm.rank - 1) % size)
+            await sending
+        after, of_part = comm.statistics(), part.statistics()
+        assert all(getattr(after, count) == getattr(of_part, count) for count in COUNTS)
+        calls = [*after.calls.values(), *of_part.calls.values()]
+        for count in COUNTS:
+            total, of_calls = getattr(after, count), sum(getattr(call, count) for call in calls)
+            assert total >= of_calls
+            assert not count.startswith("bytes") or total - of_calls < 4096  # of control messages
+        return after.bytes_sent - before.bytes_sent
+
+    assert all((grown > 800_000) == (size > 1) for grown in run(size, main))
 
 
 # -- split ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import random
+import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -269,6 +270,29 @@ def test_use_after_close(call):
             asyncio.run(late())
         comm.abort("too late")  # says nothing to anybody
         assert comm.statistics().rank == comm.rank
+
+
+@pytest.mark.parametrize("call", [*CALLS, "sparse"])
+def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
+    """It was numbered and then failed, so the other ranks waited for it at the end of the world."""
+    without_a_loop = CALLS | {"sparse": lambda c: c.sparse_allreduce(np.ones(2), density=1)}
+    refused = []
+
+    async def main(comm: Communicator) -> None:
+        def make() -> None:
+            with pytest.raises(UsageError, match="needs a running event loop"):
+                without_a_loop[call](comm)
+            refused.append(comm.rank)
+
+        if comm.rank == 0:
+            thread = threading.Thread(target=make)
+            thread.start()
+            thread.join()
+        assert (await comm.allreduce(np.ones(1)))[0] == 2
+        assert (await comm.solo_allreduce(np.ones(1), sync_every=1)).active == 2
+
+    run(2, main)
+    assert refused == [0]
 
 
 @anyhow
@@ -546,6 +570,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
 # -- bad inputs ----------------------------------------------------------------------------------
 
 ones = np.ones(4)
+masked = np.ma.array(np.ones(4), mask=[0, 1, 0, 0])
 frozen = np.ones(4)
 frozen.flags.writeable = False
 BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
@@ -603,6 +628,15 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "group_size: 0": (lambda c: c.group_allreduce(ones, group_size=0), "between 1 and"),
     "group_size: 4": (lambda c: c.group_allreduce(ones, group_size=4), "between 1 and"),
     "group_size: 2.0": (lambda c: c.group_allreduce(ones, group_size=2.0), "whole number"),
+    "a masked array": (lambda c: c.allreduce(masked), "pass x.filled"),
+    "gather: a masked array": (lambda c: c.gather(masked), "pass x.filled"),
+    "alltoallv: a masked array": (lambda c: c.alltoallv([ones, ones, masked]), "pass x.filled"),
+    "send: a masked array": (lambda c: c.send(masked, 1), "pass x.filled"),
+    "recv: a masked array": (lambda c: c.recv(masked, 1), "pass x.filled"),
+    "solo: a masked array": (lambda c: c.solo_allreduce(masked), "pass x.filled"),
+    "a masked bucket": (lambda c: c.solo_allreduce([ones, masked]), "pass x.filled"),
+    "sparse: a masked array": (lambda c: c.sparse_allreduce(masked, density=1), "pass x.filled"),
+    "a tensor without memory": (lambda c: c.allreduce(torch._efficientzerotensor(3)), "without plain memory"),
     "no buckets": (lambda c: c.solo_allreduce([]), "at least one"),
     "a bucket of objects": (lambda c: c.solo_allreduce([ones, "x"]), "numpy|torch"),
     "average of whole buckets": (lambda c: c.solo_allreduce([ones, np.ones(2, int)], op=AVG), "use SUM"),

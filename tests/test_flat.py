@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,72 @@ def test_unfreezing_afterwards_is_noticed() -> None:
     with pytest.raises(UsageError, match="flatten the model again"):
         _ = flat.gradients
     assert flatten(model).gradients.numel() == 26
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+
+
+def new_head(model: nn.Module) -> None:
+    model[2] = nn.Linear(4, 5)  # type: ignore[operator]
+
+
+def new_layer(model: nn.Module) -> None:
+    model.add_module("last", nn.Linear(2, 2))
+
+
+def new_parameter(model: nn.Module) -> None:
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(3)))  # type: ignore[operator]
+
+
+def unfrozen(model: nn.Module) -> None:
+    model[0].requires_grad_(True)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [assign, new_head, new_layer, new_parameter, unfrozen])
+@pytest.mark.parametrize("tensor", ["parameters", "gradients"])
+def test_a_parameter_that_no_reduction_would_reach_is_noticed(tensor: str, change: Callable[[nn.Module], None]) -> None:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    flat = flatten(model)
+    change(model)
+    with pytest.raises(UsageError, match="flatten the model again"):
+        getattr(flat, tensor)
+    flat = flatten(model)
+    assert flat.parameters.numel() == sum(p.numel() for p in model.parameters())
+    assert flat.gradients.numel() == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_parameters_may_move_within_the_model_or_leave_it() -> None:
+    model = perceptron()
+    flat = flatten(model)
+    model.add_module("wrapped", nn.Sequential(model[2]))
+    model[2] = nn.Identity()
+    backward(model)
+    assert flat.gradients.any()
+    model[0] = nn.Identity()
+    assert flat.parameters.numel() == 26
+
+
+class Adapter(nn.Module):
+    """Trains a part of itself: `parameters` leaves out the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.head.named_parameters(*args, **kwargs)
+
+
+def test_a_model_says_itself_what_its_parameters_are() -> None:
+    model = Adapter()
+    flat = flatten(model)
+    model.base = nn.Linear(3, 4)
+    assert flat.parameters.numel() == 4 * 2 + 2
+    model.head = nn.Linear(4, 2)
+    with pytest.raises(UsageError, match=r"weight of shape \(2, 4\) was added to the model, or replaced"):
+        _ = flat.parameters
 
 
 def test_a_replaced_gradient_is_noticed() -> None:

@@ -82,6 +82,18 @@ def test_every_collective_over_ipc(env):
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_name_of_numpy_is_the_plain_name(env, transport):
+    told = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 3, "names.py")
+    assert sorted(told.splitlines()) == [f"{rank}: 3" for rank in range(3)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_calls_from_other_threads_are_made_or_refused(env, transport):
+    told = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 2, "threads.py")
+    assert sorted(told.splitlines()) == [f"{rank}: all right" for rank in range(2)]
+
+
 def test_every_collective_between_hosts(env):
     with world(env, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
         for process in ranks:

@@ -823,7 +823,7 @@ def test_bad_ranks_and_registrations():
             with pytest.raises(UsageError, match=f"rank {rank} is not one of the ranks 0 to 1"):
                 await comm.rpc.call(rank, "echo")
         for rank in ("0", 1.0, None):
-            with pytest.raises(UsageError, match=f"a rank is a whole number, got {rank!r}"):
+            with pytest.raises(UsageError, match=f"a rank must be a whole number, got {rank!r}"):
                 await comm.rpc.call(rank, "echo")
         register = comm.rpc.register
         register(Service(comm))

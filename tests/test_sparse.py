@@ -533,7 +533,7 @@ REFUSED = {
     "density string": (ONES, {"density": "0.1"}, "density must be a number"),
     "density none": (ONES, {"density": None}, "density must be a number"),
     "algorithm": (ONES, {"algorithm": "topk"}, "unknown algorithm 'topk': use one of oktopk"),
-    "algorithm none": (ONES, {"algorithm": None}, "unknown algorithm"),
+    "algorithm none": (ONES, {"algorithm": None}, "algorithm must be a string"),
     "name": (ONES, {"name": 3}, "name must be a string"),
     "integers": (lambda: np.ones(4, int), {}, "int64 is not defined: convert"),
     "complex": (lambda: np.ones(4, complex), {}, "complex128 is not defined: convert"),

@@ -391,6 +391,23 @@ def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: 
     assert min(active for of_rank in simulate(size, main).results for active in of_rank) >= least
 
 
+@pytest.mark.parametrize("size", range(1, 10))
+def test_a_quorum_is_a_majority_unless_it_is_given(size: int) -> None:
+    """Half of two ranks was one: every round was solo."""
+
+    async def main(comm: asyncoll.Communicator) -> list[int]:
+        model = torch.nn.Linear(2, 1)
+
+        async def gradient(round_: int) -> None:
+            model(torch.ones(1, 2)).sum().backward()
+            await asyncio.sleep(1 + 0.1 * comm.rank)  # so ranks arrive one after another
+
+        steps = eager_sgd(comm, model, momentum(model), gradient, rounds=10, partial="quorum")
+        return [done.active async for done in steps]
+
+    assert min(active for of_rank in simulate(size, main).results for active in of_rank) == size // 2 + 1
+
+
 @pytest.mark.parametrize("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)]

@@ -43,7 +43,7 @@ async def eager_sgd(
     steps than there are rounds.
 
     A round opens for the first rank ("solo"), for any of `candidates` drawn ranks ("majority"), or for the
-    `quorum`-th ("quorum"; by default half of the ranks). Every `sync_every`-th round (0: none) waits for all.
+    `quorum`-th ("quorum"; by default a majority, size // 2 + 1). Every `sync_every`-th round (0: none) waits for all.
 
     With `history`, a rank that is late by no more rounds applies every result it missed, so all replicas that have
     applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
@@ -100,8 +100,9 @@ def _partial_allreduce(
         case "majority":
             return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
         case "quorum":
-            half = (comm.size + 1) // 2
-            return functools.partial(comm.quorum_allreduce, quorum=half if quorum is None else quorum, seed=seed)
+            majority = comm.size // 2 + 1  # half of two ranks is one, which waits for nobody
+            chosen = majority if quorum is None else quorum
+            return functools.partial(comm.quorum_allreduce, quorum=chosen, seed=seed)
     raise asyncoll.UsageError(f"partial is solo, majority or quorum, not {partial!r}")
 
 

@@ -55,7 +55,7 @@ _EAGER, _WAGMA, _DC, _OKTOPK = ("eager_sgd",), ("wagma_sgd",), ("dc_s3gd",), ("o
 
 _PARTIAL = _flag(click.Choice(get_args(Partial)), "Which allreduce.", only=_EAGER)
 _CANDIDATES = _flag(_POSITIVE, "Ranks drawn for each round, any of which opens a majority.", only=_EAGER)
-_QUORUM = _flag(_POSITIVE, "Ranks that a quorum waits for (by default half of them).", only=_EAGER)
+_QUORUM = _flag(_POSITIVE, "Ranks that a quorum waits for (by default a majority).", only=_EAGER)
 _HISTORY = _flag(_NATURAL, "Results kept for late ranks, so that none is missed.", only=_EAGER)
 _AVERAGE = _flag(_NATURAL, "Rounds between averages of the models, without history (0: one at the end).", only=_EAGER)
 _SYNC = _flag(_NATURAL, "Wait for all ranks in every N-th round (0: never).", only=_EAGER + _WAGMA)

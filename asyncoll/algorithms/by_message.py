@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from asyncoll import tensors
 from asyncoll.algorithms import dense
 from asyncoll.group import Lane
-from asyncoll.tensors import Array, ReduceOp
+from asyncoll.tensors import Array, Combine, ReduceOp
 
 
 class MessageCall:
@@ -23,20 +23,23 @@ class MessageCall:
         await dense.barrier(self._lane)
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        await dense.allreduce(self._lane, x, tensors.combiner(op, dtype))
-        self._divide(x, op, dtype)
+        total, combine = self._accumulator(x, op, dtype)
+        await dense.allreduce(self._lane, total, combine)
+        self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
-        await dense.reduce(self._lane, x, tensors.combiner(op, dtype), root)
+        total, combine = self._accumulator(x, op, dtype)
+        await dense.reduce(self._lane, total, combine, root)
         if self._lane.rank == root:
-            self._divide(x, op, dtype)
+            self._finish(x, total, op, dtype)
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        own = list(chunks)
-        own[self._lane.rank] = shard
         shard[...] = chunks[self._lane.rank]
-        await dense.reduce_scatter(self._lane, own, shard, tensors.combiner(op, dtype))
-        self._divide(shard, op, dtype)
+        total, combine = self._accumulator(shard, op, dtype)
+        own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
+        own[self._lane.rank] = total
+        await dense.reduce_scatter(self._lane, own, total, combine)
+        self._finish(shard, total, op, dtype)
 
     async def broadcast(self, x: Array, root: int) -> None:
         await dense.broadcast(self._lane, x, root)
@@ -69,6 +72,16 @@ class MessageCall:
             await self._lane.wait(receive)
         self._lane.next_phase()
 
-    def _divide(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        if op is ReduceOp.AVG:
+    def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
+        """What is reduced in place, `x` or a wider copy of it, and how."""
+        carried = tensors.accumulator(op, dtype)
+        return (x if carried == dtype else tensors.widened(x, dtype)), tensors.combiner(op, carried)
+
+    def _finish(self, x: Array, total: Array, op: ReduceOp, dtype: str) -> None:
+        """Put the result into `x`."""
+        if op is not ReduceOp.AVG:
+            return
+        if total is x:
             tensors.divide(x, dtype, self._lane.size)
+        else:
+            tensors.put(x, dtype, total, self._lane.size)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll.arguments import real
 from asyncoll.errors import UsageError
 from asyncoll.tensors import Array
 
@@ -138,9 +139,9 @@ class Feedback:
 
     def __post_init__(self) -> None:
         """Raise UsageError unless it leads towards k."""
+        for name in ("low", "high", "factor"):  # ranks compare its `repr`
+            object.__setattr__(self, name, real(getattr(self, name), f"{name} of feedback"))
         numbers = (self.low, self.high, self.factor)
-        if not all(isinstance(number, (int, float)) for number in numbers):
-            raise UsageError(f"low, high and factor must be numbers, got {numbers}")
         if not (0 <= self.low <= 1 <= self.high and 1 < self.factor < math.inf):
             raise UsageError(f"feedback needs 0 <= low <= 1 <= high and a finite factor above 1, got {numbers}")
 

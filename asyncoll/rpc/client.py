@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncoll.arguments import text
 from asyncoll.deadlines import remaining_s
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
@@ -29,6 +30,10 @@ from asyncoll.tensors import Array
 R = TypeVar("R")
 Answer = tuple[Message, Sequence[Array]]
 _CREDIT_EVERY = ITEMS_MAX // 4
+FOREIGN_LOOP = (
+    "calls of functions belong to the loop that the program runs on, and this is another: make them inside an "
+    "`async def` there, and from another thread pass that to asyncio.run_coroutine_threadsafe"
+)
 
 
 class _Pending:
@@ -145,7 +150,10 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         self.check()
-        if not isinstance(name, str) or len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError(FOREIGN_LOOP)
+        name = text(name, "a function is called by its name, which")
+        if len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if kind == protocol.NOTIFY:

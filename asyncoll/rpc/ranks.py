@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncoll.arguments import whole
 from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.failures import Failure, error_of
@@ -17,6 +17,7 @@ from asyncoll.progress import Runner
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.client import FOREIGN_LOOP
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.in_memory import InMemory
 from asyncoll.rpc.service import Method, Registry
@@ -48,7 +49,9 @@ class Rpc:
     """
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
-        """On the caller's loop."""
+        """On the program's loop, where all of its calls are made. Raises UsageError on another."""
+        if asyncio.get_running_loop() is not runner.home:
+            raise UsageError(FOREIGN_LOOP)
         self._ranks = group.ranks
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
@@ -140,10 +143,7 @@ class Rpc:
 
     def _of_world(self, rank: int) -> int:
         """Peers are ranks of the world; the caller's are places in the group."""
-        try:
-            place = operator.index(rank)
-        except TypeError:
-            raise UsageError(f"a rank is a whole number, got {rank!r:.50}") from None
+        place = whole(rank, "a rank")
         if not 0 <= place < len(self._ranks):
             raise UsageError(f"rank {place} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[place]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncoll.arguments import text
 from asyncoll.errors import UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.codec import Types
@@ -136,6 +137,7 @@ class Registry:
 
         Raises UsageError if a name is taken. What has been added is there whole or not at all.
         """
+        name = None if name is None else text(name, "name")
         if inspect.isroutine(what):
             new = [Function(_checked(name or what.__name__), what)]
         elif isinstance(what, type):
@@ -158,9 +160,9 @@ class Registry:
             raise UsageError(f"no function {name[:MAX_NAME]!r}: {advice}")
         return function
 
-    def types_of(self, name: str) -> Types:
+    def types_of(self, name: object) -> Types:
         """The dataclasses that the function of that name deals in, if there is one here."""
-        function = self._functions.get(name)
+        function = self._functions.get(name) if isinstance(name, str) else None
         return function.types if function is not None else {}
 
     async def methods(self) -> list[Method]:
@@ -178,7 +180,7 @@ def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def _checked(name: str) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not all(p.isidentifier() for p in name.split(".")):
+    if not 0 < len(name) <= MAX_NAME or not all(p.isidentifier() for p in name.split(".")):
         raise UsageError(
             f"a name is an identifier of at most {MAX_NAME} characters, got {str(name)[:50]!r}: give `name`"
         )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+from asyncoll.arguments import text
 from asyncoll.errors import MismatchError, UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.client import Client
@@ -44,7 +45,7 @@ class _Stub:
     def __init__(self, peer: Peer, cls: Any, name: str | None) -> None:
         if not isinstance(cls, type):
             raise UsageError(f"a stub is described by a class, got {cls!r:.60}")
-        prefix = f"{name}." if name else ""
+        prefix = f"{text(name, 'name')}." if name else ""
         self._peer = peer
         self._what = cls.__qualname__
         self._functions = {own: _described(prefix + own, cls, own, method) for own, method in public_methods(cls)}

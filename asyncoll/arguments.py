@@ -1,0 +1,54 @@
+"""Arguments that ranks must agree on, as values of exact built-in types.
+
+A string of numpy, a member of a StrEnum or a numpy integer equals its built-in value, but has another type and another
+`repr`. Each public call converts such arguments once, before they are hashed, compared, cached or sent.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from asyncoll.errors import UsageError
+
+_BOOLS = (bool, np.bool_)
+_REALS = (int, float, np.integer, np.floating)
+
+
+def text(value: object, what: str) -> str:
+    """`value` as an exact `str`. Raises UsageError if it is no string, or one that UTF-8 cannot write."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what} must be a string, got {value!r:.50}")
+    exact = str.__str__(value)  # not str(value): a subclass may print as something else
+    try:
+        exact.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} must be Unicode text, but {exact[:50]!r} has lone surrogates: use another") from None
+    return exact
+
+
+def whole(value: object, what: str) -> int:
+    """`value` as an exact `int`. Raises UsageError if it is no integer, a bool, or does not fit into 64 bits.
+
+    numpy and torch refuse a bool where they expect an integer, too: it is most often an argument in the wrong place.
+    """
+    try:
+        if isinstance(value, _BOOLS):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, got {value!r:.50}") from None
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(f"{what} {number} does not fit into 64 bits")
+    return number
+
+
+def real(value: object, what: str) -> float:
+    """`value` as an exact `float`. Raises UsageError if it is no real number, or a bool."""
+    if isinstance(value, _BOOLS) or not isinstance(value, _REALS):
+        raise UsageError(f"{what} must be a number, got {value!r:.50}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"{what} must be a number that a float can hold, got {value!r:.50}") from None

@@ -1,0 +1,219 @@
+"""Strings and numbers that ranks must agree on meet whatever their types; what can never meet is refused."""
+
+from __future__ import annotations
+
+import enum
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from asyncoll import Feedback, UsageError, communicator, wire
+from asyncoll.testing import run_ranks, simulate
+
+
+class Printed(str):
+    """A string that prints as something else."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "<printed>"
+
+    __str__ = __repr__
+
+
+class Whole(int):
+    """A number that prints as something else."""
+
+    def __repr__(self):
+        return "<whole>"
+
+    __str__ = __repr__
+
+
+def members(base, value):
+    return base("Members", {"ONLY": value}).ONLY
+
+
+STRINGS = [
+    str,
+    np.str_,
+    Printed,
+    lambda value: members(enum.StrEnum, value),
+    lambda value: enum.Enum("Members", {"ONLY": value}, type=str).ONLY,
+]
+NUMBERS = [
+    int,
+    np.int8,
+    np.uint16,
+    np.int64,
+    np.array,
+    torch.tensor,
+    Whole,
+    lambda value: members(enum.IntEnum, value),
+]
+REALS = [float, np.float32, np.float64, np.float16]
+
+
+class Drawn:
+    """The same values at every rank, in types that each rank draws for itself."""
+
+    def __init__(self, seed, rank):
+        self._draw = random.Random(f"{seed} {rank}")
+
+    def text(self, value):
+        return self._draw.choice(STRINGS)(value)
+
+    def whole(self, value):
+        return self._draw.choice(NUMBERS)(value)
+
+    def real(self, value):
+        return self._draw.choice(REALS)(value)
+
+    def flag(self, value):
+        return self._draw.choice([bool, np.bool_, int])(value)
+
+
+async def rounds(comm, drawn):
+    """Every wait-avoiding allreduce, all ranks together: how many contributions are in the result, twice each."""
+    number, name, one = drawn.whole, drawn.text, np.ones(2)
+    for _ in range(2):
+        options = {"sync_every": number(1), "history": number(2)}
+        yield await comm.solo_allreduce(one.copy(), name=name("s"), **options)
+        options["seed"] = number(7)
+        yield await comm.majority_allreduce(one.copy(), name=name("m"), candidates=number(2), **options)
+        yield await comm.quorum_allreduce(one.copy(), name=name("q"), quorum=number(comm.size), seed=number(3))
+        options = {"group_size": number(comm.size), "fixed": drawn.flag(1), "sync_every": number(1)}
+        yield await comm.group_allreduce(one.copy(), name=name("g"), **options)
+
+
+async def sparse(comm, drawn):
+    x = np.ones(8, "f4")
+    await comm.sparse_allreduce(
+        x,
+        density=drawn.real(0.5),
+        algorithm=drawn.text("oktopk"),
+        name=drawn.text("w"),
+        thresholds_every=drawn.whole(2),
+        regions_every=drawn.whole(3),
+        feedback=Feedback(low=drawn.real(0.5), high=drawn.real(1.5), factor=drawn.real(2.0)),
+        global_threshold=drawn.text("histogram"),
+        dense=drawn.flag(1),
+    )
+
+
+async def pairs(comm, drawn):
+    """Every rank sends to the next one, under a tag."""
+    received = np.zeros(1)
+    sending = comm.send(np.full(1, comm.rank), drawn.whole((comm.rank + 1) % comm.size), drawn.whole(9))
+    await comm.recv(received.astype(int), drawn.whole((comm.rank - 1) % comm.size), drawn.whole(9))
+    await sending
+
+
+async def calls(comm, drawn):
+    for _ in range(2):
+        await comm.broadcast(np.ones(1), drawn.whole(1))
+        await comm.gather(np.ones(1), root=drawn.whole(1))
+        await sparse(comm, drawn)
+        await pairs(comm, drawn)
+    part = await comm.split(drawn.whole(5), drawn.whole(comm.rank))
+    assert (part.rank, part.size) == (comm.rank, comm.size)
+    assert (await part.allreduce(np.ones(1)))[0] == comm.size
+    comm.rpc.register(lambda: comm.rank, name=drawn.text("who"))
+    await comm.barrier()
+    for rank in range(comm.size):
+        assert await comm.rpc.call(drawn.whole(rank), drawn.text("who")) == rank
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_values_meet_whatever_their_types(seed, size, run, monkeypatch):
+    # Ranks of one process share this cache, which would hand the first rank's arguments to those that equal them.
+    monkeypatch.setattr(communicator, "_operation", communicator._operation.__wrapped__)
+
+    async def main(comm):
+        drawn = Drawn(seed, comm.rank)
+        assert [r.active async for r in rounds(comm, drawn)] == [size] * 8
+        assert set(comm.statistics().operations) == {"s", "m", "q", "g"}
+        await calls(comm, drawn)
+
+    run(size, main)
+
+
+TRUTHS = [True, np.True_]
+REFUSED = {
+    "quorum": lambda comm, value: comm.quorum_allreduce(np.ones(1), quorum=value),
+    "seed": lambda comm, value: comm.majority_allreduce(np.ones(1), seed=value),
+    "sync_every": lambda comm, value: comm.solo_allreduce(np.ones(1), sync_every=value),
+    "group_size": lambda comm, value: comm.group_allreduce(np.ones(1), group_size=value),
+    "root": lambda comm, value: comm.broadcast(np.ones(1), value),
+    "tag": lambda comm, value: comm.send(np.ones(1), 1 - comm.rank, value),
+    "color": lambda comm, value: comm.split(value),
+    "key": lambda comm, value: comm.split(0, value),
+    "thresholds_every": lambda comm, value: comm.sparse_allreduce(np.ones(1), density=1, thresholds_every=value),
+    "density": lambda comm, value: comm.sparse_allreduce(np.ones(1), density=value),
+    "factor": lambda comm, value: Feedback(factor=value),
+    "a rank": lambda comm, value: comm.rpc.stream(value, "name"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_bool_is_no_number(what):
+    async def main(comm):
+        for value in TRUTHS:
+            with pytest.raises(UsageError, match=f"{what}.* must be a (whole )?number, got .*True"):
+                REFUSED[what](comm, value)
+
+    simulate(2, main)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("call", ["solo_allreduce", "sparse_allreduce"])
+def test_a_name_that_cannot_be_sent_is_refused(call, transport):
+    options = {"density": 1} if call == "sparse_allreduce" else {}
+
+    async def main(comm):
+        with pytest.raises(UsageError, match=r"name must be Unicode text, but 'caf.udce9' has lone surrogates"):
+            getattr(comm, call)(np.ones(1), name="caf\udce9", **options)
+        with pytest.raises(UsageError, match="name must be a string, got b'w'"):
+            getattr(comm, call)(np.ones(1), name=b"w", **options)
+
+    run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("part", [np.str_("w"), Printed("w"), np.int64(1), Whole(1), True, None, 1.0, b"w"])
+def test_a_digest_refuses_parts_whose_repr_may_differ(part):
+    with pytest.raises(TypeError, match="exact ints and strs"):
+        wire.digest("world", part)
+
+
+SHAPES = [
+    (5, (5,)),
+    (np.int64(5), (5,)),
+    (np.array(5), (5,)),
+    (torch.tensor(5), (5,)),
+    ([2, np.int32(3)], (2, 3)),
+    (np.array([2, 3]), (2, 3)),
+    (torch.Size([2, 3]), (2, 3)),
+    ((), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "expected"), SHAPES)
+@pytest.mark.parametrize("dtype", ["f4", torch.float32])
+def test_a_shape_is_whole_numbers_of_any_type(shape, expected, dtype, run):
+    async def main(comm):
+        return tuple(comm.empty(shape, dtype).shape)
+
+    assert run(2, main) == [expected] * 2
+
+
+@pytest.mark.parametrize("shape", [2.0, (2, 2.0), True, None, "ab"])
+def test_a_shape_of_something_else_is_refused(shape):
+    async def main(comm):
+        with pytest.raises(UsageError, match="an extent of a shape must be a whole number"):
+            comm.empty(shape, "f4")
+
+    simulate(2, main)

@@ -1,0 +1,60 @@
+"""Messages of each tag are numbered exactly, in memory that does not grow with tags that count steps."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncoll import numbering
+from asyncoll.numbering import Numbering
+from asyncoll.testing import run_ranks
+
+LEAST, GREATEST = -(1 << 63), (1 << 63) - 1
+near = st.sampled_from([*range(-4, 9), LEAST, LEAST + 1, LEAST + 2, GREATEST - 2, GREATEST - 1, GREATEST])
+
+
+@given(st.lists(near, max_size=120), st.integers(0, 4))
+def test_every_tag_counts_for_itself(tags, recent):
+    expected, numbers = Counter(), Numbering()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbering, "_RECENT_MAX", recent)
+        for tag in tags:
+            expected[tag] += 1
+            assert numbers.next(tag) == expected[tag]
+
+
+def test_tags_that_count_steps_take_no_memory():
+    """Each took 150 bytes for ever, at either end."""
+
+    async def main(comm):
+        async def pass_on(tags):
+            for tag in tags:
+                if comm.rank == 0:
+                    await comm.send(np.ones(1), 1, tag)
+                else:
+                    await comm.recv(np.ones(1), 0, tag)
+            await comm.barrier()
+
+        await pass_on(range(1100))  # until all that is bounded has been filled
+        before = traced()
+        await pass_on(range(1100, 3100))
+        return traced() - before
+
+    tracemalloc.start(1)
+    try:
+        grown = run_ranks(2, main)
+    finally:
+        tracemalloc.stop()
+    assert max(grown) < 2 * 2000 * 30  # at both ranks together, with room for what grows and shrinks
+
+
+def traced() -> int:
+    """The bytes of Python's memory that are in use."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
