@@ -85,6 +85,7 @@ class Communicator:
 
     def open_rpc(self) -> Rpc:
         """Answer from now on those who call functions of this rank."""
+        self._calls.check_not_forked()
         if self._rpc is None:
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
             self.rpcs.append(self._rpc)
@@ -507,6 +508,7 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
+        self._calls.check_not_forked()
         traffic = self._endpoint.traffic
         return Statistics(
             rank=self.rank,
@@ -527,6 +529,7 @@ class Communicator:
 
         Local, immediate, idempotent; never blocks.
         """
+        self._calls.check_not_forked()
         self._calls.abort(str(reason))
 
     # -- inside -----------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Rpc:
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         """On the caller's loop."""
         self._ranks = group.ranks
+        self._check_not_forked = endpoint.check_not_forked
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
         broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
@@ -140,6 +141,7 @@ class Rpc:
 
     def _of_world(self, rank: int) -> int:
         """Peers are ranks of the world; the caller's are places in the group."""
+        self._check_not_forked()
         try:
             place = operator.index(rank)
         except TypeError:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncoll.errors import PeerLostError
+from asyncoll.forks import refusal
 from asyncoll.processes import is_stopped
 
 MUTEX_BYTES = 64
@@ -121,6 +122,19 @@ class RobustMutex:
         holder = ~self._holder[0]
         self.release()
         raise PeerLostError(self._ranks[holder], "it died while it was changing shared memory")
+
+
+class AbandonedMutex:
+    """A `Mutex` of the parent of this forked child, which must not take it."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def acquire(self) -> None:
+        raise refusal(self._parent)
+
+    def release(self) -> None:
+        pass
 
 
 def _now() -> float:
