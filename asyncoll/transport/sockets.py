@@ -249,6 +249,7 @@ class ServerSocket(_Socket):
 
     def abandon(self, parent: int) -> None:
         self._is_closed = True
+        forks.isolate(self._loop)
         forks.give_up_connections([self.url])
 
     def _refused(self, address: str) -> None:
@@ -373,6 +374,7 @@ class ClientSocket(_Socket):
     def abandon(self, parent: int) -> None:
         self._end(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
         self._is_closed = True
+        forks.isolate(self._loop)
         forks.give_up_connections([self._url])
 
     def _feel(self, felt: Callable[[], None]) -> None:
