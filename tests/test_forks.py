@@ -60,18 +60,10 @@ def in_a_child(act) -> str:
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize("freeze_s", ["0", "20"])
-@pytest.mark.parametrize("how", ["python", "c"])
+@pytest.mark.parametrize(("how", "freeze_s"), [("python", "0"), ("python", "20"), ("c", "0"), ("loader", "0")])
 def test_every_survivor_names_a_dead_rank_whose_child_lives(how, freeze_s, transport):
     heard = launched(transport, "dies", how, ASYNCOLL_FREEZE_S=freeze_s)
     assert heard == ["0: its child lives", "0: rank 1 is dead", "2: rank 1 is dead"]
-
-
-@pytest.mark.slow
-@both
-def test_every_survivor_names_a_dead_rank_that_had_a_loader(transport):
-    heard = launched(transport, "dies", "loader", ASYNCOLL_FREEZE_S="0")
-    assert heard == ["0: rank 1 is dead", "2: rank 1 is dead"]
 
 
 @pytest.mark.slow
