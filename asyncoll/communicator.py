@@ -473,6 +473,7 @@ class Communicator:
         A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
         lies, without copies. Where ranks share no memory it is an ordinary tensor. Views of it are registered too; its
         memory is given back with this rank's next call after the last of them is gone. Local: others need not call it.
+        A forked child has a copy of it as it was at the fork, which takes as much memory and some time.
 
         Raises UsageError if the host has not so much memory left.
         """
