@@ -22,7 +22,7 @@ from asyncoll.algorithms.sizes import choose
 from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError
 from asyncoll.group import Group, Lane
 from asyncoll.numbering import Numbering
 from asyncoll.progress import Runner
@@ -289,10 +289,14 @@ class Calls:
         self.check_open()
         self._check()
 
+    def check_not_forked(self) -> None:
+        """Raises UsageError in a forked child of this process."""
+        self._endpoint.check_not_forked()
+
     def check_open(self) -> None:
-        """Raises ClosedError after the end of the world."""
+        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
         if self._endpoint.closed:
-            raise ClosedError("this communicator is closed")
+            self._endpoint.check_open()
 
     def check_caller(self) -> None:
         """Raises ClosedError after the end of the world, and UsageError in a thread without a running loop.

@@ -91,6 +91,7 @@ class Communicator:
 
     def open_rpc(self) -> Rpc:
         """Answer from now on those who call functions of this rank."""
+        self._calls.check_not_forked()
         if self._rpc is None:
             self._calls.check_caller()
             self._rpc = Rpc(self._endpoint, self._group, self._runner)
@@ -483,6 +484,7 @@ class Communicator:
         A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
         lies, without copies. Where ranks share no memory it is an ordinary tensor. Views of it are registered too; its
         memory is given back with this rank's next call after the last of them is gone. Local: others need not call it.
+        A forked child has a copy of it as it was at the fork, which takes as much memory and some time.
 
         Raises UsageError if the host has not so much memory left.
         """
@@ -518,6 +520,7 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
+        self._calls.check_not_forked()
         calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
         traffic = [self._endpoint.traffic, *self._endpoint.in_memory.totals().values()]
         return Statistics(
@@ -539,6 +542,7 @@ class Communicator:
 
         Local, immediate, idempotent; never blocks.
         """
+        self._calls.check_not_forked()
         self._calls.abort(str(reason))
 
     # -- inside -----------------------------------------------------------------------------------

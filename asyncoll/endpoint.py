@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncoll import wire
-from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError
+from asyncoll import forks, wire
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError
 from asyncoll.executions import Executions
 from asyncoll.failures import WORLD, Closed, Failures, error_of
 from asyncoll.membership import Membership
@@ -47,9 +47,11 @@ class Endpoint:
         self._parted = False
         self.departed = False
         self.closed = False
+        self._parent: int | None = None  # whose endpoint it is, in a forked child
         self.membership.on_trace(self.executions.trace)
         if arena is not None:
             self.failures.on_any(lambda *_: arena.alarm())
+        forks.register(self)
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,6 +81,22 @@ class Endpoint:
             service.cancel()
         await asyncio.gather(*self._services, return_exceptions=True)
         await self.transport.close(flush=flush)
+
+    def check_open(self) -> None:
+        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
+        self.check_not_forked()
+        if self.closed:
+            raise ClosedError("this communicator is closed")
+
+    def check_not_forked(self) -> None:
+        """Raises UsageError in a forked child of the process that this endpoint belongs to."""
+        if self._parent is not None:
+            raise forks.refusal(self._parent)
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child: nothing can be called here any more."""
+        self.closed = True
+        self._parent = parent
 
     # -- coming and going -------------------------------------------------------------------------
 

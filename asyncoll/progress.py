@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import uvloop
 
+from asyncoll import forks
 from asyncoll.driver import Work
 from asyncoll.interruption import handlers_may_raise, may_interrupt
 from asyncoll.timer import Timer
@@ -38,6 +39,7 @@ TAKEOVER_S = 0.0005
 
 _AGAIN_S = 0.01  # between two attempts to wake a caller in whose thread signal handlers may raise
 _ENDING_S = 1.0  # for work that is cancelled at the end and waits for peers to leave its memory, which may be dead
+_abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: loops of its parent's runtime
 
 
 def _ignore() -> None:
@@ -177,6 +179,7 @@ class ProgressThread:
         self._is_timer_set = False
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
+        forks.register(self)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         crossing = _Crossing(self._loop)
@@ -236,11 +239,19 @@ class ProgressThread:
 
     def stop(self) -> None:
         """End the thread, and what was begun on it and is awaited no more."""
+        forks.unregister(self)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._timer.close()
         sys.setswitchinterval(self._switch_interval_s)
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child, which has no such thread: whoever waits for its work there has nothing to wait for."""
+        _abandoned.add(self._loop)
+        forks.isolate(self._loop)
+        forks.give_up([self._timer.fileno()])
+        forks.keep(self._loop)  # it counts as running, and so cannot be destroyed
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -283,7 +294,7 @@ class _Crossing:
         except BaseException as error:
             if self._is_told and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
-            if not self._there.is_closed():  # or the runtime has ended, and its work with it
+            if not self._there.is_closed() and self._there not in _abandoned:  # or the runtime has ended with its work
                 self._there.call_soon_threadsafe(self._cancel)
                 if not isinstance(error, GeneratorExit):  # after which there is no waiting
                     await self._ended()

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from asyncoll import tensors
+from asyncoll import forks, tensors
 from asyncoll.arguments import whole
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena
@@ -61,6 +61,7 @@ class Registry:
         # numpy refers views of views to the first array of all: not to the arena's own, but to one that goes with them.
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
         weakref.finalize(owner, self._unused.append, address)
+        forks.copy_for_children(owner)
         return owner
 
 

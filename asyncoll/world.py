@@ -8,12 +8,13 @@ import inspect
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
 import uvloop
 
+from asyncoll import forks
 from asyncoll.algorithms import dense
 from asyncoll.communicator import Communicator
 from asyncoll.endpoint import Endpoint
@@ -27,6 +28,7 @@ from asyncoll.transport.slots import SlottedTransport
 from asyncoll.wire import digest
 
 T = TypeVar("T")
+_CLAIM = "ASYNCOLL_RANK_OF"  # in the environment of a rank: its process, and the rank of which world it is
 
 
 def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
@@ -45,8 +47,15 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         async with connect() as comm:
             return await main(comm, *args)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    process = os.getpid()
+    try:
         return runner.run(joined())
+    finally:
+        if os.getpid() == process:
+            runner.close()
+        else:  # a forked child leaves: its tasks wait for threads that it does not have
+            forks.keep(runner)
 
 
 @contextlib.asynccontextmanager
@@ -61,6 +70,34 @@ async def connect() -> AsyncIterator[Communicator]:
         async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
             yield comm
         return
+    with _claimed(environment):
+        async with _joined(environment) as comm:
+            yield comm
+
+
+@contextlib.contextmanager
+def _claimed(environment: Environment) -> Iterator[None]:
+    """Processes that this one starts inherit its environment, and must not join the world as the same rank."""
+    store = f"{environment.master_addr}:{environment.master_port}"
+    world = f"{environment.rank} of {environment.size} at {environment.folder or store} {environment.run}"
+    process = str(os.getpid())
+    holder, _, claimed = os.environ.get(_CLAIM, "").partition(" ")
+    if claimed == world and holder != process:
+        raise UsageError(
+            f"RANK={environment.rank} of this world is process {holder}, which has started this one, and a rank is one "
+            "process: start this program without RANK and WORLD_SIZE in its environment to let it run alone, or with "
+            "`asyncoll launch` to give it ranks of its own"
+        )
+    os.environ[_CLAIM] = f"{process} {world}"
+    try:
+        yield
+    finally:
+        os.environ.pop(_CLAIM, None)
+
+
+@contextlib.asynccontextmanager
+async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
+    process = os.getpid()
     meeting = await asyncio.to_thread(meet, environment)
     thread = ProgressThread()
     try:
@@ -70,9 +107,10 @@ async def connect() -> AsyncIterator[Communicator]:
             with comm.registry.as_current():
                 yield comm
     finally:
-        thread.stop()
-        if meeting.folder is not None:
-            shutil.rmtree(meeting.folder, ignore_errors=True)
+        if os.getpid() == process:  # and not in a forked child, which has no such thread
+            thread.stop()
+            if meeting.folder is not None:
+                shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
 def _endpoint(meeting: Meeting, environment: Environment) -> Endpoint:
@@ -93,11 +131,17 @@ class World:
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
 
     async def __aenter__(self) -> Communicator:
+        self._process = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        forks.register(self)
         return await self._runner.start(self._join())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:  # a forked child leaves, and the rank does not
+            return
+        forks.unregister(self)
         with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
             self._comm.open_rpc()  # who has not used it answers those who call it all the same
         try:
@@ -107,6 +151,11 @@ class World:
             raise
         finally:
             await self._end(error)
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child, where the caller's loop goes on: it must do nothing to the parent's."""
+        forks.silence_signals()
+        forks.isolate(self._loop)
 
     async def _flush(self, error: BaseException | None) -> None:
         if error is None:

@@ -17,7 +17,20 @@ from click.testing import CliRunner
 from conftest import PATIENCE_S
 
 from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, cli
-from asyncoll.testing import Disconnect, Exit, HoldGil, Kill, Network, Raise, Slow, Stop, fault, run_ranks, simulate
+from asyncoll.testing import (
+    Disconnect,
+    Exit,
+    HoldGil,
+    Kill,
+    Network,
+    Orphan,
+    Raise,
+    Slow,
+    Stop,
+    fault,
+    run_ranks,
+    simulate,
+)
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
 from asyncoll.testing.faults.operations import OPERATIONS, echo
 from asyncoll.testing.faults.passages import Passages
@@ -181,7 +194,9 @@ def test_watching_leaves_nothing_behind(memory):
     world(2, main, memory)
 
 
-@pytest.mark.parametrize("what", [Kill(), Exit(), Stop(), Slow(), Disconnect()], ids=lambda what: type(what).__name__)
+@pytest.mark.parametrize(
+    "what", [Kill(), Orphan(), Exit(), Stop(), Slow(), Disconnect()], ids=lambda what: type(what).__name__
+)
 def test_what_strikes_a_process_is_refused_where_all_ranks_are_in_one(what):
     async def main(comm: Communicator) -> None:
         with fault(comm, what, rank=0):
@@ -318,6 +333,7 @@ def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):
 
 CELLS = ("kill/allreduce/inside", "exit/solo/after", "raise/alltoallv/inside", "disconnect/send_recv/inside")
 CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside", "exit/broadcast/inside")
+CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orphan/quorum/inside")
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Rpc:
         if asyncio.get_running_loop() is not runner.home:
             raise UsageError(FOREIGN_LOOP)
         self._ranks = group.ranks
+        self._check_not_forked = endpoint.check_not_forked
         self._registry = Registry()
         self._loop = asyncio.get_running_loop()
         broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
@@ -143,6 +144,7 @@ class Rpc:
 
     def _of_world(self, rank: int) -> int:
         """Peers are ranks of the world; the caller's are places in the group."""
+        self._check_not_forked()
         place = whole(rank, "a rank")
         if not 0 <= place < len(self._ranks):
             raise UsageError(f"rank {place} is not one of the ranks 0 to {len(self._ranks) - 1}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncoll.errors import UsageError
 
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PEER_PIDFD = 77  # SO_PEERPIDFD, which Python has no name for; Linux since 6.5
 _MAX_PATH = 107  # of a unix socket, in bytes
 
 
@@ -63,6 +64,28 @@ def user_behind(descriptor: int) -> int | None:
         return None
     finally:
         end.detach()
+
+
+def process_behind(descriptor: int, url: str) -> int | None:
+    """A pidfd of the process that listens at `url`, from a socket of ZeroMQ's that has just been connected to it.
+
+    None if it is this very process, or if nothing can be known: the connection is gone, it is not a unix socket, the
+    kernel has no pidfds, or the process is in another pid namespace.
+    """
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
+                return None  # the number has been used again since
+            pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            if pid in (0, os.getpid()):
+                return None
+            with contextlib.suppress(OSError):
+                return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
+            # On an older kernel another process could have been given the number, but not in the instant since it has
+            # answered the handshake.
+            return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
 
 
 def forget(url: str) -> None:

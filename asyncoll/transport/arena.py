@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors import Array
 from asyncoll.transport.bells import Bell, Line
 from asyncoll.transport.board import BELLS, Board, Turn, Wait, board_bytes
 from asyncoll.transport.heap import Heap
-from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.mutex import MUTEX_BYTES, AbandonedMutex, Patience, RobustMutex
 from asyncoll.transport.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.part import HEAD_BYTES, Part, capacity_of, close_part, make_part, map_part
 
@@ -80,6 +81,7 @@ class HostArena:
         self._boards: dict[int, Board] = {}
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
         self._heap_lock = threading.Lock()
+        self._parent: int | None = None  # whose arena it is, in a forked child
         with contextlib.ExitStack() as undo:
             self._memory = _copy(undo, parts[place].memory)
             self._eventfds = [_copy(undo, bell) for part in parts for bell in part[1:]]  # by the number of the bell
@@ -90,10 +92,13 @@ class HostArena:
         self._base = _pointer(self._bytes[place])
         self._line = Line()
         self._bells = [Bell(number, self._eventfds[number]) for number in range(place * BELLS, (place + 1) * BELLS)]
+        forks.register(self)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
+        if self._parent is not None:
+            raise forks.refusal(self._parent)
         check_room(nbytes)
         with self._heap_lock:
             try:
@@ -111,6 +116,8 @@ class HostArena:
         return address
 
     def free(self, address: int) -> None:
+        if self._parent is not None:
+            return
         offset = address - self.place * self._capacity
         give_back(self._memory, offset, self._heap.extent(offset))  # before anybody else is given the block
         with self._heap_lock:
@@ -254,11 +261,20 @@ class HostArena:
 
     def close(self) -> None:
         """What others still hold, views and boards, stays mapped until they let it go, and is safe to touch."""
+        forks.unregister(self)
         for bell in self._bells:
             bell.close()
         self._boards.clear()
         self._bytes.clear()
         self._descriptors.close()
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child, where another mapping has taken the place of the memory: see `part`."""
+        self._parent = parent
+        forks.give_up(bell.descriptor for bell in self._bells)
+        forks.give_up(self._eventfds)
+        for board in self._boards.values():
+            board.abandon(AbandonedMutex(parent))
 
 
 def _pointer(flat: Array) -> int:

@@ -84,8 +84,8 @@ class Bell:
         """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
         self.number = number
         self.sleepers: list[Sleeper] = []  # changed and copied by several threads, each time in one step of the GIL
-        self._descriptor = os.dup(descriptor)
-        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self.descriptor = os.dup(descriptor)
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._is_closed = False
 
     def close(self) -> None:
@@ -97,14 +97,14 @@ class Bell:
     def enter(self, what: Callable[[], str]) -> Sleeper:
         sleeper = Sleeper(what)
         if not self._has_sleepers(sleeper.loop):
-            sleeper.loop.add_reader(self._descriptor, self._heard)
+            sleeper.loop.add_reader(self.descriptor, self._heard)
         self.sleepers.append(sleeper)
         return sleeper
 
     def leave(self, sleeper: Sleeper) -> None:
         self.sleepers.remove(sleeper)
         if not self._has_sleepers(sleeper.loop) and not sleeper.loop.is_closed():
-            sleeper.loop.remove_reader(self._descriptor)
+            sleeper.loop.remove_reader(self.descriptor)
         if self._is_closed and not self.sleepers:
             self._closing()
 
@@ -115,9 +115,9 @@ class Bell:
         """Whichever loop hears it first silences the bell, so it must rouse the sleepers of all."""
         try:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._descriptor)
+                os.eventfd_read(self.descriptor)
             for sleeper in tuple(self.sleepers):
                 sleeper.call()
         except BaseException:  # a signal handler's: it is heard again
-            os.eventfd_write(self._descriptor, 1)
+            os.eventfd_write(self.descriptor, 1)
             raise

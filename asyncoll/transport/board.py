@@ -88,6 +88,10 @@ class Board:
         self._mutex.release()
         self._bells.ring(ringing)
 
+    def abandon(self, mutex: Mutex) -> None:
+        """In a forked child: `mutex` refuses everybody."""
+        self._mutex = mutex
+
     def wake(self, at_most: int = sys.maxsize) -> None:
         """Those who sleep here look again, once the lock, which the caller holds, is free.
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from asyncoll import forks
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors import Array
 from asyncoll.transport import Arena, Board, peers_view
@@ -131,6 +132,7 @@ class Borrower:
             raise ProtocolError(f"{nbytes} bytes at {address}, which is no place for them")
         # An array over a buffer, because views of an array over an array would only keep the memory of both alive.
         whole = np.frombuffer(view.data, np.uint8)
+        forks.copy_for_children(whole)
         self._held[address] = weakref.ref(whole, partial(self._drop, board, word, address))
         return whole
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncoll.transport.addresses import process_behind
+
 FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _BEATS = 4  # in the time without a beat after which a process counts as frozen
 
 
@@ -37,6 +40,7 @@ class Monitor:
         self._stands = stands
         self._gone = gone
         self._events = watch(socket, _EVENTS)
+        self.connection = -1  # the descriptor of the newest one
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._events.fileno(), self.look)
 
@@ -44,10 +48,13 @@ class Monitor:
         """Its descriptor tells only of what is new, so all that has come is read."""
         while not self._events.closed:
             try:
-                event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))["event"]
+                message = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            event = message["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self.connection = int(message["value"])
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stands()
             else:
                 self._gone()
@@ -57,6 +64,32 @@ class Monitor:
             self._loop.remove_reader(self._events.fileno())
             self._socket.disable_monitor()
             self._events.close(linger=0)
+
+
+class ProcessWatch:
+    """Calls back when the process at the other end of a connection within this host has ended.
+
+    Its connections may outlast it: a process that it has forked may have them too.
+    """
+
+    def __init__(self, connection: int, address: str, ended: Callable[[], None]) -> None:
+        """`connection` is the descriptor of a connection to `address`. Does nothing if the process is not known."""
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._process = process_behind(connection, address)
+        if self._process is not None:
+            self._loop.add_reader(self._process, self._end)
+
+    def _end(self) -> None:
+        self.close()
+        self._ended()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._process is not None:
+            self._loop.remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
 
 
 class Pulse:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncoll.errors import AsyncollError, PeerLostError
+from asyncoll.forks import refusal
 from asyncoll.processes import is_gone, is_stopped
 
 MUTEX_BYTES = 64
@@ -160,6 +161,22 @@ class RobustMutex:
             cause = "an exception interrupted it while it was changing shared memory"
             raise PeerLostError(self._ranks[_INTERRUPTED - holder], cause)
         raise PeerLostError(self._ranks[~holder], "it died while it was changing shared memory")
+
+
+class AbandonedMutex:
+    """A `Mutex` of the parent of this forked child, which must not take it."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def acquire(self) -> None:
+        raise refusal(self._parent)
+
+    def release(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
 
 def _now() -> float:

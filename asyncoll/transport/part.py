@@ -7,24 +7,36 @@ the ranks are gone, however they went.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import tempfile
+import weakref
 from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll.errors import ProtocolError
+from asyncoll import forks
+from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors import Array
 from asyncoll.transport.board import BELLS
+from asyncoll.transport.pages import check_room
 
 LAYOUT = 1  # the version of everything that ranks read in each other's memory before any board
 HEAD_BYTES = 1 << 17  # of each part: its header, and in place 0's the lock of the directory and the directory
 _MAGIC = b"asyncoll"
 _HEADER = struct.Struct("<8sIIQ")  # magic, layout, place, capacity
 _ADDRESSES = 1 << 45  # bytes of a process's address space for all parts together: of 47 bits, a quarter
+_PROT_NONE, _MAP_FIXED = 0, 16  # which Python has no names for
+_map = ctypes.CDLL(None, use_errno=True).mmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_protect = ctypes.CDLL(None, use_errno=True).mprotect
+_protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+logger = logging.getLogger("asyncoll")
 _NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL, which Python 3.11 has no name for; the kernel since 6.3
 
 
@@ -107,4 +119,54 @@ def map_part(memory: int, capacity: int, *, own: bool) -> Array:
     if not own:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump holds what the process itself has made
-    return np.frombuffer(mapping, np.uint8)
+    whole = np.frombuffer(mapping, np.uint8)
+    mapped = _Mapped(forks.address_of(whole), capacity, forks.identity(memory))
+    forks.register(mapped)
+    weakref.finalize(whole, mapped.unmapped).atexit = False  # so it lives as long as the memory is mapped
+    return whole
+
+
+class _Mapped:
+    """A part in the address space of this process, which a forked child must not write to."""
+
+    def __init__(self, address: int, nbytes: int, file: forks.Identity) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._file = file
+
+    def unmapped(self) -> None:
+        pass
+
+    def abandon(self, parent: int) -> None:
+        """Replace it by private memory: copies of the tensors that are in use, and otherwise zeros to be read."""
+        descriptors = forks.copies_of(self._file)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _map(self._address, self._nbytes, mmap.PROT_READ, flags, -1, 0) != self._address:
+            raise OSError(ctypes.get_errno(), "mmap")
+        arrays = list(forks.arrays_within(self._address, self._nbytes))
+        try:
+            check_room(sum(nbytes for _, nbytes in arrays))
+        except UsageError as error:
+            logger.warning(
+                "this forked child gets no copies of registered tensors, and dies if it reads them: %s", error
+            )
+            for address, nbytes in arrays:
+                _set_protection(address, nbytes, _PROT_NONE)
+            arrays = []
+        for address, nbytes in arrays:
+            _set_protection(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            _read(descriptors[0], address - self._address, address, nbytes)
+        forks.give_up(descriptors)
+
+
+def _set_protection(address: int, nbytes: int, protection: int) -> None:
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if _protect(start, address + nbytes - start, protection):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def _read(descriptor: int, offset: int, address: int, nbytes: int) -> None:
+    """The bytes at `offset` of a file into memory at `address`."""
+    while nbytes:
+        count = os.preadv(descriptor, [(ctypes.c_char * nbytes).from_address(address)], offset)
+        offset, address, nbytes = offset + count, address + count, nbytes - count

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncoll import forks
 from asyncoll.errors import UsageError
 from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare, user_behind
@@ -93,6 +94,7 @@ class _Socket(ABC):
         self._is_closed = False
 
     def _start(self) -> None:
+        forks.register(self)
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._heed)
         self._read_soon()
@@ -103,6 +105,7 @@ class _Socket(ABC):
         if self._is_closed:
             return
         self._is_closed = True
+        forks.unregister(self)
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -137,6 +140,10 @@ class _Socket(ABC):
     def _read_rest(self) -> None:
         while not self._is_closed and self._read_one():
             pass
+
+    @abstractmethod
+    def abandon(self, parent: int) -> None:
+        """In a forked child: the other end must see the parent's death although the child lives."""
 
     @abstractmethod
     def _read_one(self) -> bool:
@@ -239,6 +246,11 @@ class ServerSocket(_Socket):
         if self.url and not self._is_closed:
             forget(self.url)
         super().close()
+
+    def abandon(self, parent: int) -> None:
+        self._is_closed = True
+        forks.isolate(self._loop)
+        forks.give_up_connections([self.url])
 
     def _refused(self, address: str) -> None:
         self._strangers.tell(f"refused a client from {address}: it has not the key")
@@ -358,6 +370,12 @@ class ClientSocket(_Socket):
         if self._pulse is not None:
             self._pulse.close()
         super().close()
+
+    def abandon(self, parent: int) -> None:
+        self._end(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
+        self._is_closed = True
+        forks.isolate(self._loop)
+        forks.give_up_connections([self._url])
 
     def _feel(self, felt: Callable[[], None]) -> None:
         """From `felt` on, whether the service is frozen."""

@@ -4,9 +4,10 @@ Every rank binds one ROUTER, which only receives, and connects one DEALER to eac
 drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
 wakes up must read until nothing is left.
 
-A peer's death is seen by the monitor of the DEALER to it; that it is frozen, or the network to it cut, by its pulse, a
-second DEALER. Ranks of one host feel the pulse of the next two of them only, and tell what they notice; those of other
-hosts feel everybody's, since a network may part any two.
+A peer's death is seen by the monitor of the DEALER to it, and on one host also by a pidfd of its process, because a
+process that it has forked may keep its connections open. That it is frozen, or the network to it cut, is seen by its
+pulse, a second DEALER. Ranks of one host feel the pulse of the next two of them only, and tell what they notice; those
+of other hosts feel everybody's, since a network may part any two.
 
 A peer shows that it belongs to the job at the `Door`, and by its routing id, which follows from the job's key and its
 rank. Strangers are dropped.
@@ -27,13 +28,14 @@ from typing import Any
 
 import zmq
 
+from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.keys import Key
 from asyncoll.transport import MAX_FRAME_BYTES, START_TIMEOUT_S, Buffer, Receiver, check_frames
 from asyncoll.transport.addresses import check_path
 from asyncoll.transport.door import Door
 from asyncoll.transport.gate import Strangers
-from asyncoll.transport.monitor import FREEZE_S, Monitor, Pulse, silence
+from asyncoll.transport.monitor import FREEZE_S, Monitor, ProcessWatch, Pulse, silence
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
 _FIRST_MAX = 255  # bytes
@@ -77,6 +79,7 @@ class _Peer:
         self.dealer = dealer
         self.monitor = Monitor(dealer, stands, gone)
         self.pulse: Pulse | None = None
+        self.process: ProcessWatch | None = None
         self.stands = False  # now, or once
         self.ended = False
         self.queue: deque[list[bytes]] = deque()
@@ -114,6 +117,8 @@ class ZeroMQTransport:
         self._peers: dict[int, _Peer] = {}
         self._receiver: Receiver | None = None
         self._closed = False
+        self._listening: list[str] = []
+        forks.register(self)
 
     def bind(self, address: str) -> str:
         """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
@@ -124,7 +129,8 @@ class ZeroMQTransport:
             raise UsageError(f"cannot listen on {address}: {error}") from error
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listening.append(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        return self._listening[-1]
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -170,6 +176,7 @@ class ZeroMQTransport:
         if self._closed:
             return
         self._closed = True
+        forks.unregister(self)
         if self._receiver is not None:
             self._loop.remove_reader(self._router.fileno())
         for peer in self._peers.values():
@@ -179,6 +186,11 @@ class ZeroMQTransport:
         self._router.close(linger=0)
         # Waits for what lingers: the peers' I/O threads take it whatever their loops are doing.
         self._context.term()
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child: peers must see the parent's death although the child lives."""
+        self._closed = True
+        forks.give_up_connections([*self._listening, *self.peers])
 
     def collect(self) -> None:
         """Hand over all that has come."""
@@ -250,6 +262,7 @@ class ZeroMQTransport:
         if peer.stands:
             return
         peer.stands = True
+        peer.process = ProcessWatch(peer.monitor.connection, self.peers[rank], partial(self._ended, peer))
         if self._freeze_s and rank in self._felt():
             address, dealer = self.peers[rank], self._dealer(rank, self.peers[rank])
             lose = partial(self._pulseless, peer)
@@ -273,6 +286,10 @@ class ZeroMQTransport:
                 peer.dealer.disconnect(self.peers[rank])
             self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its connection closed", 0.0)
 
+    def _ended(self, peer: _Peer) -> None:
+        """Its process has. Processes that it has forked in C code may still have its connections open."""
+        self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its process has ended", 0.0)
+
     def _pulseless(self, peer: _Peer) -> None:
         """If its process has died, the other connection tells so, now or soon."""
         self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, silence(self._freeze_s), self._freeze_s)
@@ -294,6 +311,8 @@ class ZeroMQTransport:
             loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
         peer.monitor.close()
+        if peer.process is not None:
+            peer.process.close()
         if peer.pulse is not None:
             peer.pulse.close()
         peer.dealer.close(linger=linger_ms)

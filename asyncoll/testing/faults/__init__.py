@@ -1,5 +1,5 @@
 """Faults that strike ranks at named points, for anybody's tests; and the matrix of all of them, as a command."""
 
-from asyncoll.testing.faults.injectors import Disconnect, Exit, Fault, HoldGil, Kill, Raise, Slow, Stop, fault
+from asyncoll.testing.faults.injectors import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Slow, Stop, fault
 
-__all__ = ["Disconnect", "Exit", "Fault", "HoldGil", "Kill", "Raise", "Slow", "Stop", "fault"]
+__all__ = ["Disconnect", "Exit", "Fault", "HoldGil", "Kill", "Orphan", "Raise", "Slow", "Stop", "fault"]

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncoll.errors import UsageError
-from asyncoll.testing.faults.injectors import MOMENTS, Disconnect, Exit, Fault, HoldGil, Kill, Moment, Raise, Slow, Stop
+from asyncoll.testing.faults.injectors import (
+    MOMENTS,
+    Disconnect,
+    Exit,
+    Fault,
+    HoldGil,
+    Kill,
+    Moment,
+    Orphan,
+    Raise,
+    Slow,
+    Stop,
+)
 from asyncoll.testing.faults.operations import OPERATIONS
 
 DEATH_S = 0.1  # within which everybody knows
@@ -31,10 +43,12 @@ class Kind:
     told: str = ""  # the error that every survivor raises, which names the rank; none: nobody notices anything
     within_s: float = 0.0
     lasts_s: float = 0.0
+    leaves_a_child: bool = False  # of the victim, for the driver to end
 
 
 KINDS: dict[str, Kind] = {
     "kill": Kind(Kill, "PeerLostError", DEATH_S),
+    "orphan": Kind(Orphan, "PeerLostError", DEATH_S, leaves_a_child=True),
     "exit": Kind(lambda: Exit(3), "PeerLostError", DEATH_S),
     "raise": Kind(lambda: Raise(TroubleError("a fault")), "AbortedError", DEATH_S),
     "disconnect": Kind(Disconnect, "PeerLostError", DEATH_S),

@@ -102,6 +102,25 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """The process is gone at once (SIGKILL), and leaves a child that it has just forked, which has all that it had.
+
+    The child does nothing, and ends after `lives_s`, if nobody has ended it before.
+    """
+
+    lives_s: int = 60
+    of_process: ClassVar[bool] = True
+
+    def strike(self, place: Place) -> None:
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(self.lives_s)
+        while True:
+            signal.pause()
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The process ends at once by itself (`os._exit`), as it would from C code."""
 

@@ -147,6 +147,9 @@ class _World:
             self._reap(rank)
 
     def _look_for_processes(self) -> None:
+        if self._kind.leaves_a_child:
+            for pid in processes.children():
+                os.kill(pid, signal.SIGKILL)
         until_s = time.monotonic() + _LEFTOVERS_S
         while (children := processes.children()) and time.monotonic() < until_s:
             with contextlib.suppress(ChildProcessError):

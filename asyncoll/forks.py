@@ -1,0 +1,257 @@
+"""What a forked child of a rank gives up: its parent's connections, shared memory and event loops.
+
+A forked child has copies of all descriptors and mappings of its parent, and none of its threads. A connection that the
+child keeps open looks to peers like a living parent, and what the child writes to shared memory reaches all ranks. So
+every object that holds such things registers here, and gives them up in the child before any other code runs there. The
+parent continues when that is done, so that the child gets its copies of tensors before the parent changes them.
+
+Python runs this whenever it forks: `os.fork`, multiprocessing, the workers of a DataLoader. It does not where C code
+forks, nor where a program is executed at once (subprocess), as the kernel closes the descriptors and mappings there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncoll.errors import UsageError
+from asyncoll.tensors import Array
+
+Identity = tuple[int, int]  # of a file: its device and inode
+logger = logging.getLogger("asyncoll")
+
+
+class Owner(Protocol):
+    """An object that holds what a forked child must give up."""
+
+    def abandon(self, parent: int) -> None:
+        """Give it up; called in a forked child of process `parent`.
+
+        This must not wait for any lock: the thread that holds it may not exist in the child.
+        """
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_forking = threading.Lock()  # held from before a fork until after it, as the two variables below belong to one fork
+_parent = 0
+_pipe: tuple[int, int] | None = None  # the parent waits until the child has closed it
+_open: dict[Identity, list[int]] = {}  # the descriptors of a child, by file
+_given_up: set[int] = set()  # descriptors of a child
+_arrays: dict[int, weakref.ref[Array]] = {}  # those that a child gets copies of, by id
+
+
+def register(owner: Owner) -> None:
+    """Call `owner.abandon` in every forked child, as long as `owner` exists."""
+    _owners.add(owner)
+
+
+def unregister(owner: Owner) -> None:
+    """`owner` has nothing more to give up."""
+    _owners.discard(owner)
+
+
+def _before() -> None:
+    global _parent, _pipe
+    _forking.acquire()
+    _parent, _pipe = os.getpid(), None
+    if _owners:
+        with contextlib.suppress(OSError):  # too many open files: the parent does not wait
+            _pipe = os.pipe()
+
+
+def _after_in_parent() -> None:
+    reader, writer = _pipe or (None, None)
+    if writer is not None:
+        os.close(writer)  # before another thread may fork: its child must not have it
+    _forking.release()
+    if reader is None:
+        return
+    try:
+        os.read(reader, 1)  # the end of the file: the child is done, or it has died, or there was no fork
+    finally:
+        os.close(reader)
+
+
+def _after_in_child() -> None:
+    _forking.release()
+    if not _owners:
+        return
+    _list_descriptors()
+    for owner in list(_owners):
+        try:
+            owner.abandon(_parent)
+        except Exception:
+            logger.exception("a forked child could not give up all that belongs to process %d", _parent)
+    _replace(_given_up)
+    for done in (_owners, _open, _given_up, _arrays):
+        done.clear()
+    for descriptor in _pipe or ():
+        os.close(descriptor)
+
+
+os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+# -- descriptors ----------------------------------------------------------------------------------
+
+
+def _list_descriptors() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            _open.setdefault(identity(int(name)), []).append(int(name))
+
+
+def identity(descriptor: int) -> Identity:
+    """The file that `descriptor` refers to."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def copies_of(file: Identity) -> list[int]:
+    """The descriptors of this child that refer to `file`. For `abandon`."""
+    return list(_open.get(file, ()))
+
+
+def give_up(descriptors: Iterable[int]) -> None:
+    """Let these descriptors of a child refer to nothing, once all owners have been called."""
+    _given_up.update(descriptors)
+
+
+def _replace(descriptors: Iterable[int]) -> None:
+    """The numbers stay in use: their owners may still close them, and must not close anything else by that.
+
+    A loop that the child leaves may still watch them, which takes a descriptor that can be watched.
+    """
+    nothing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    for descriptor in descriptors:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+def give_up_connections(addresses: Iterable[str]) -> None:
+    """Give up the sockets that listen at one of `addresses`, as ZeroMQ writes them, or are connected from or to one."""
+    known = set(addresses)
+    for descriptors in _open.values():
+        give_up(descriptor for descriptor in descriptors if known.intersection(ends_of(descriptor)))
+
+
+def ends_of(descriptor: int) -> Iterator[str]:
+    """Both addresses of a stream socket, as far as it has any; nothing for any other descriptor."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return
+        connection = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return
+    with connection:
+        for end in (connection.getsockname, connection.getpeername):
+            with contextlib.suppress(OSError):  # it is not connected
+                yield _url(end())
+
+
+def _url(end: Any) -> str:
+    if isinstance(end, str):
+        return f"ipc://{end}"
+    if not isinstance(end, tuple) or len(end) < 2:
+        return ""
+    host, port = end[:2]
+    return f"tcp://[{host}]:{port}" if len(end) == 4 else f"tcp://{host}:{port}"
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def copy_for_children(array: Array) -> None:
+    """A forked child gets a copy of `array`, a flat array of bytes in shared memory, as long as that exists."""
+    key = id(array)
+    _arrays[key] = weakref.ref(array, lambda _: _arrays.pop(key, None))
+
+
+def arrays_within(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Address and bytes of those that lie in this range of addresses."""
+    for array in [reference() for reference in list(_arrays.values())]:
+        if array is not None and start <= (address := address_of(array)) < start + nbytes:
+            yield address, array.nbytes
+
+
+def address_of(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+# -- what a child is told -------------------------------------------------------------------------
+
+
+def refusal(parent: int) -> UsageError:
+    """What a forked child of process `parent` is told that uses the world of its parent."""
+    return UsageError(
+        f"this communicator belongs to process {parent}, and process {os.getpid()} is a forked child of it: call it in "
+        f"process {parent} alone, and hand the child what it needs before the fork, or through a pipe"
+    )
+
+
+# -- loops ----------------------------------------------------------------------------------------
+
+
+def isolate(loop: asyncio.AbstractEventLoop) -> None:
+    """Give a forked child its own epoll, and its own means to wake it, in place of those that `loop` shares.
+
+    A child that closes or runs the loop would otherwise remove the parent's descriptors from the parent's epoll, and
+    take the parent's wake-ups. This is for loops that a child leaves; it may not rely on them for anything else.
+    """
+    if loop.is_closed():
+        return
+    number = getattr(loop, "_get_backend_id", None) or getattr(getattr(loop, "_selector", None), "fileno", None)
+    if number is None:  # a loop in virtual time
+        return
+    epoll: int = number()
+    with select.epoll() as fresh:
+        for descriptor, events in _watched(epoll):
+            if _renew(loop, descriptor):
+                fresh.register(descriptor, events)
+        os.dup2(fresh.fileno(), epoll, inheritable=False)
+
+
+def _watched(epoll: int) -> list[tuple[int, int]]:
+    """The descriptors that `epoll` watches, and for which events."""
+    lines = [line.split() for line in Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()]
+    return [(int(line[1]), int(line[3], 16)) for line in lines if line and line[0] == "tfd:"]
+
+
+def _renew(loop: Any, descriptor: int) -> bool:
+    """Replace what wakes `loop` by one of this process's own; returns whether `descriptor` is that."""
+    if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventfd]":  # of uvloop
+        fresh = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        os.dup2(fresh, descriptor, inheritable=False)
+        os.close(fresh)
+        return True
+    reader, writer = getattr(loop, "_ssock", None), getattr(loop, "_csock", None)  # of asyncio
+    if reader is None or writer is None or reader.fileno() != descriptor:
+        return False
+    ends = socket.socketpair()
+    for end, old in zip(ends, (reader, writer), strict=True):
+        with end:
+            end.setblocking(False)
+            os.dup2(end.fileno(), old.fileno(), inheritable=False)
+    return True
+
+
+def silence_signals() -> None:
+    """A signal to a child is no signal to its parent, whose loop would read of it. Python 3.12 does this itself."""
+    with contextlib.suppress(ValueError):  # this is not the main thread
+        signal.set_wakeup_fd(-1)
+
+
+def keep(thing: object) -> None:
+    """Never destroy `thing`: its finalizer is for the process that made it, and would fail here."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,305 @@
+"""A rank that forks: its child disturbs nobody, and its death is told although the child lives."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import PATIENCE_S
+
+import asyncoll
+from asyncoll import Communicator, UsageError
+from asyncoll.launch.environment import reserve_port
+from asyncoll.testing import run_ranks
+from asyncoll.transport import part
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "forking.py"
+
+both = pytest.mark.parametrize("transport", ["shm", "zmq"])
+
+
+def launched(transport: str, *arguments: str, **settings: str) -> list[str]:
+    """What three ranks print, in any order."""
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, SCRIPT, *arguments]
+    environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def in_a_child(act) -> str:
+    """What `act()` returns in a forked child of this process, or the error that it raises."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            faulthandler.disable()
+            text = str(act())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return text or f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+# -- the death of a parent ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize(("how", "freeze_s"), [("python", "0"), ("python", "20"), ("c", "0"), ("loader", "0")])
+def test_every_survivor_names_a_dead_rank_whose_child_lives(how, freeze_s, transport):
+    heard = launched(transport, "dies", how, ASYNCOLL_FREEZE_S=freeze_s)
+    assert heard == ["0: its child lives", "0: rank 1 is dead", "2: rank 1 is dead"]
+
+
+@pytest.mark.slow
+def test_a_dead_rank_of_another_host_is_named_although_its_child_lives():
+    """No rank can watch a process there: the child must have closed its connections."""
+    with reserve_port() as port:
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+        place["ASYNCOLL_FREEZE_S"] = "0"
+        command = [sys.executable, SCRIPTS / "hosts.py", SCRIPT, "dies", "python"]
+        ranks = [
+            subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            for rank in range(3)
+        ]
+        try:
+            heard = [ranks[rank].communicate(timeout=PATIENCE_S)[0].split("\n")[0] for rank in (0, 2)]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    assert heard == ["rank 1 is dead"] * 2
+
+
+SERVICE = """
+import asyncio, os, signal, sys
+from asyncoll.rpc import serve
+
+class Service:
+    async def fork(self) -> int:
+        child = os.fork()
+        if not child:
+            signal.pause()
+        return child
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with serve(Service(), sys.argv[1]) as url:
+        print(url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
+def test_a_client_hears_of_a_dead_service_whose_child_lives(url, tmp_path):
+    url = f"ipc://{tmp_path}/s" if url == "ipc" else url
+
+    async def main(address: str) -> int:
+        async with asyncoll.rpc.connect(address) as client:
+            child = await client.call("fork")
+            with pytest.raises(asyncoll.ServiceLostError, match="its connection closed"):
+                await client.call("die")
+            return child
+
+    with subprocess.Popen([sys.executable, "-c", SERVICE, url], stdout=subprocess.PIPE, text=True) as service:
+        try:
+            child = asyncio.run(main(service.stdout.readline().strip()))
+            os.kill(child, signal.SIGKILL)
+        finally:
+            service.kill()
+
+
+# -- a child that leaves --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("how", [(), ("connect",)], ids=["run", "connect"])
+def test_a_child_leaves_at_once_and_its_parent_goes_on(how, transport):
+    told = launched(transport, "leaves", *how)
+    assert told == ["0: rank 0 left", "1: rank 1 left", "1: the child left with code 7", "2: rank 2 left"]
+
+
+@pytest.mark.slow
+@both
+def test_ranks_with_loaders_train_and_end(transport):
+    assert launched(transport, "trains") == [f"{rank}: gradients 6" for rank in range(3)]
+
+
+@pytest.mark.slow
+@both
+def test_a_program_that_a_rank_starts_is_not_that_rank_again(transport):
+    told = launched(transport, "starts")
+    assert told == [
+        "0: rank 0 left",
+        "1: 0: the sum is 2 1: the sum is 2",
+        "1: rank 1 left",
+        "1: refused",
+        "2: rank 2 left",
+    ]
+
+
+# -- what a child may do --------------------------------------------------------------------------
+
+CALLS = {
+    "allreduce": lambda comm: comm.allreduce(np.ones(3)),
+    "barrier": lambda comm: comm.barrier(),
+    "send": lambda comm: comm.send(np.ones(3), 0),
+    "solo_allreduce": lambda comm: comm.solo_allreduce(np.ones(3)),
+    "sparse_allreduce": lambda comm: comm.sparse_allreduce(np.ones(3), density=0.5),
+    "split": lambda comm: comm.split(0),
+    "empty": lambda comm: comm.empty(3, "float64"),
+    "abort": lambda comm: comm.abort("enough"),
+    "statistics": lambda comm: comm.statistics(),
+    "rpc": lambda comm: comm.rpc,
+}
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_child_cannot_call_its_parents_communicator(call, transport):
+    async def main(comm: Communicator) -> str:
+        await comm.barrier()
+        told = in_a_child(lambda: CALLS[call](comm)) if comm.rank == 1 else ""
+        await comm.allreduce(np.ones(3))
+        return told
+
+    told = run_ranks(2, main, transport)[1]
+    if call == "empty" and transport != "shm":
+        assert told.startswith("[")  # it is ordinary memory
+    else:
+        assert told.startswith(f"UsageError: this communicator belongs to process {os.getpid()}, and process ")
+
+
+def test_a_child_cannot_call_functions_of_ranks():
+    async def main(comm: Communicator) -> str:
+        rpc = comm.rpc
+        return in_a_child(lambda: rpc.call(0, "f").send(None)) if comm.rank else ""
+
+    assert run_ranks(2, main, "shm")[1].startswith("UsageError: this communicator belongs to process")
+
+
+# -- what a child sees ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("count", [3, 5000, 1_000_000])
+def test_a_child_has_a_copy_of_registered_tensors(count, transport):
+    """As they were at the fork: it sees nothing that its parent writes later, and its parent nothing that it writes."""
+
+    async def main(comm: Communicator) -> tuple[str, float]:
+        x, neighbour = comm.empty(count, "float64"), comm.empty(3, torch.float32)
+        x[:], neighbour[:] = 5, 7
+        await comm.allreduce(x)
+        told = ""
+        if comm.rank == 1:
+            reader, writer = os.pipe()
+
+            def act() -> list[float]:
+                os.close(writer)
+                os.read(reader, 1)  # until the parent has written
+                seen = [float(x.min()), float(x.max()), float(neighbour.sum())]
+                x[:], neighbour[:] = 9, 9
+                return [*seen, float(x.sum()) / count]
+
+            told = in_a_child_after(act, lambda: x.fill(6), writer)
+            os.close(reader)
+        await comm.barrier()
+        return told, [float(x.min()), float(x.max()), float(neighbour.sum())]
+
+    results = run_ranks(2, main, transport)
+    assert results == [("", [10, 10, 21]), ("[10.0, 10.0, 21.0, 9.0]", [6, 6, 21])]
+
+
+def in_a_child_after(act, meanwhile, writer: int) -> str:
+    """The same as `in_a_child`; the parent does `meanwhile` once the child is there, and then closes `writer`."""
+    result_reader, result_writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(result_writer, str(act()).encode())
+        os._exit(0)
+    meanwhile()
+    os.close(writer)
+    os.close(result_writer)
+    with open(result_reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def test_a_child_has_a_copy_of_what_was_received():
+    """It is in the memory of the sender, who is given it back, and uses it again."""
+
+    async def main(comm: Communicator) -> str:
+        comm.rpc.register(lambda: np.full(100_000, 5.0), name="five")
+        if comm.rank:
+            x = await comm.rpc.call(0, "five")
+            told = in_a_child(lambda: [x.min(), x.fill(9), x.max()])
+            return f"{told} {x.max():g}"
+        return ""
+
+    assert run_ranks(2, main, "shm")[1] == "[np.float64(5.0), None, np.float64(9.0)] 5"
+
+
+def test_a_model_that_outlives_its_world_is_the_parents_alone():
+    async def main(comm: Communicator) -> np.ndarray:
+        x = comm.empty(5000, "float64")
+        x[:] = 5
+        await comm.barrier()
+        return x
+
+    x = run_ranks(2, main, "shm")[1]
+    assert in_a_child(lambda: [x.fill(9), float(x.max())]) == "[None, 9.0]"
+    assert x.max() == 5
+
+
+def test_a_child_of_a_child_has_copies_too():
+    async def main(comm: Communicator) -> str:
+        x = comm.empty(5000, "float64")
+        x[:] = 5
+
+        def act() -> str:
+            x[:] = 6
+            return in_a_child(lambda: [float(x.min()), x.fill(7)]) + f" {x.max():g}"
+
+        return in_a_child(act) + f" {x.max():g}"
+
+    assert run_ranks(2, main, "shm") == ["[6.0, None] 6 5"] * 2
+
+
+def test_where_there_is_no_room_for_copies_a_child_may_not_read_them(monkeypatch, caplog):
+    """A fork that takes memory which nobody has would get some process killed."""
+
+    def refuse(nbytes: int) -> None:
+        raise UsageError(f"no room for {nbytes}")
+
+    async def main(comm: Communicator) -> tuple[str, str, float]:
+        x = comm.empty(5000, "float64")
+        x[:] = 5
+        await comm.barrier()
+        monkeypatch.setattr(part, "check_room", refuse)
+        told = in_a_child(lambda: "it lives"), in_a_child(lambda: x.max())
+        monkeypatch.undo()
+        await comm.barrier()
+        return *told, float(x.max())
+
+    assert run_ranks(2, main, "shm")[1] == ("it lives", f"exit code {-signal.SIGSEGV}", 5.0)
