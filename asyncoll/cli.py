@@ -129,8 +129,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int) -> None:
     """Let a rank fail in every way, in every operation, and check that all others know, and in time.
 
-    Each cell is a world of real processes: {kill, exit, raise, disconnect, stop, gil, slow} strikes one of them
-    {before, inside, after} an operation. Within 100 ms of a death and 1 s of a freeze everybody else must raise an
+    Each cell is a world of real processes: {kill, orphan, exit, raise, signal, disconnect, stop, gil, slow} strikes one
+    of them {before, inside, after} an operation. An orphan is a living child of a rank that is killed; the handler of a
+    signal ends its program by an exception. Within 100 ms of a death and 1 s of a freeze everybody else must raise an
     error that names that rank; of a rank that is slow or holds its GIL nobody may notice anything. Nothing may hang, or
     be left behind. Exits with 1 if that is not so, and prints the command that repeats each such cell. With more jobs
     than the processors have room for, times are not to be trusted.

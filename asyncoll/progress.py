@@ -87,9 +87,9 @@ class _Begun(Coroutine[Any, Any, T]):
         discarded: Callable[[], None],
         runtime_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._waiting = waiting
         self._discarded = discarded
         self._runtime_loop = runtime_loop
+        self._waiting = waiting  # last: `__del__` may be called of what a signal handler has interrupted here
 
     def __await__(self) -> Generator[Any, None, T]:
         return (yield from self._waiting.__await__())  # a generator keeps this object until its end
@@ -110,7 +110,7 @@ class _Begun(Coroutine[Any, Any, T]):
         self._waiting.close()
 
     def __del__(self) -> None:
-        if getcoroutinestate(self._waiting) == CORO_CREATED:
+        if hasattr(self, "_waiting") and getcoroutinestate(self._waiting) == CORO_CREATED:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 

@@ -25,6 +25,7 @@ from asyncoll.testing import (
     Network,
     Orphan,
     Raise,
+    Signal,
     Slow,
     Stop,
     fault,
@@ -195,7 +196,7 @@ def test_watching_leaves_nothing_behind(memory):
 
 
 @pytest.mark.parametrize(
-    "what", [Kill(), Orphan(), Exit(), Stop(), Slow(), Disconnect()], ids=lambda what: type(what).__name__
+    "what", [Kill(), Orphan(), Exit(), Signal(), Stop(), Slow(), Disconnect()], ids=lambda what: type(what).__name__
 )
 def test_what_strikes_a_process_is_refused_where_all_ranks_are_in_one(what):
     async def main(comm: Communicator) -> None:
@@ -263,7 +264,7 @@ def good_story(cell):
         if not kind.told:
             events.append(told(rank, "done", 2.0))
         elif rank != victim:
-            events.append(told(rank, "error", 1.01, type=kind.told, named=victim, text="gone"))
+            events.append(told(rank, "error", 1.01, type=kind.told[0], named=victim, text="gone"))
     codes, output = dict.fromkeys(range(cell.size), 0), dict.fromkeys(range(cell.size), "")
     return Story(told=events, codes=codes, output=output)
 
@@ -334,6 +335,7 @@ def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):
 CELLS = ("kill/allreduce/inside", "exit/solo/after", "raise/alltoallv/inside", "disconnect/send_recv/inside")
 CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside", "exit/broadcast/inside")
 CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orphan/quorum/inside")
+CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 
 
 @pytest.mark.slow

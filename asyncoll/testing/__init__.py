@@ -2,7 +2,7 @@
 wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
-from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Slow, Stop, fault
+from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Signal, Slow, Stop, fault
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.simulated import Crash, Cut, Network, Pause
@@ -21,6 +21,7 @@ __all__ = [
     "Orphan",
     "Pause",
     "Raise",
+    "Signal",
     "SimReport",
     "Slow",
     "Stop",

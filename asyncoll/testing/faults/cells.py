@@ -21,6 +21,7 @@ from asyncoll.testing.faults.injectors import (
     Moment,
     Orphan,
     Raise,
+    Signal,
     Slow,
     Stop,
 )
@@ -40,19 +41,23 @@ class Kind:
     """What strikes, and what the others must make of it."""
 
     make: Callable[[], Fault]
-    told: str = ""  # the error that every survivor raises, which names the rank; none: nobody notices anything
+    # What every survivor raises, one of these, which names the rank; none: nobody notices anything.
+    told: tuple[str, ...] = ()
     within_s: float = 0.0
     lasts_s: float = 0.0
     leaves_a_child: bool = False  # of the victim, for the driver to end
 
 
 KINDS: dict[str, Kind] = {
-    "kill": Kind(Kill, "PeerLostError", DEATH_S),
-    "orphan": Kind(Orphan, "PeerLostError", DEATH_S, leaves_a_child=True),
-    "exit": Kind(lambda: Exit(3), "PeerLostError", DEATH_S),
-    "raise": Kind(lambda: Raise(TroubleError("a fault")), "AbortedError", DEATH_S),
-    "disconnect": Kind(Disconnect, "PeerLostError", DEATH_S),
-    "stop": Kind(Stop, "PeerLostError", FREEZE_S),
+    "kill": Kind(Kill, ("PeerLostError",), DEATH_S),
+    "orphan": Kind(Orphan, ("PeerLostError",), DEATH_S, leaves_a_child=True),
+    "exit": Kind(lambda: Exit(3), ("PeerLostError",), DEATH_S),
+    "raise": Kind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
+    "signal": Kind(
+        Signal, ("AbortedError", "PeerLostError"), DEATH_S
+    ),  # the latter if it came between two words of RPC
+    "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
+    "stop": Kind(Stop, ("PeerLostError",), FREEZE_S),
     "gil": Kind(lambda: HoldGil(5.0), lasts_s=5.0),
     "slow": Kind(lambda: Slow(10.0, 1.0), lasts_s=1.0),
 }

@@ -132,6 +132,17 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class Signal:
+    """The process gets a signal. If the program has a handler for it, that runs in the main thread, and may raise."""
+
+    number: int = signal.SIGTERM
+    of_process: ClassVar[bool] = True
+
+    def strike(self, place: Place) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The whole process stands still (SIGSTOP), for `duration_s`, or until somebody sends it SIGCONT."""
 

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -29,11 +30,18 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
     code = 1
     try:
         faulthandler.register(signal.SIGUSR1)
+        if cell.kind == "signal":
+            signal.signal(signal.SIGTERM, _leave)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_Part(cell, rank, channel).play())
         code = 0
     finally:
         os._exit(code)
+
+
+def _leave(*_: object) -> NoReturn:
+    """As programs end themselves when they are told to: an exception in the main thread, whatever that does."""
+    sys.exit(3)
 
 
 @dataclass(frozen=True, slots=True)

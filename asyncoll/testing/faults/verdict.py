@@ -73,7 +73,7 @@ def _misinformed(rank: int, cell: Cell, story: Story) -> Iterator[str]:
     if error is None:
         yield f"rank {rank} was told nothing of rank {victim}, and {_ended(rank, story)}"
         return
-    if error["named"] != victim or error["type"] != kind.told:
+    if error["named"] != victim or error["type"] not in kind.told:
         yield f"rank {rank} was not told of rank {victim}, but: {_said(error)}"
     if story.codes[rank]:
         yield f"rank {rank} {_ended(rank, story)}"

@@ -1,0 +1,173 @@
+"""Exceptions that signal handlers raise in the main thread, between any two steps of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+from conftest import PATIENCE_S
+
+from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.interruption import handlers_may_raise, may_interrupt
+from asyncoll.persistent import Receipt
+from asyncoll.testing import run_ranks
+from asyncoll.transport import mutex
+from asyncoll.transport.arena import local_world
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class AlarmError(Exception):
+    pass
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """A signal handler of the program's own."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+# -- among processes -------------------------------------------------------------------------------
+
+
+def launched(transport: str, script: str, *arguments: object) -> list[str]:
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", 3, "--transport", transport, SCRIPTS / script]
+    done = subprocess.run(
+        [*map(str, command), *map(str, arguments)],
+        env=os.environ | {"ASYNCOLL_PRELOAD": ""},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(line.partition(": ")[2] for line in done.stdout.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize(("seed", "elements"), [(1, 8), (2, 8), (3, 200_000)])
+def test_rounds_go_on_while_a_signal_handler_raises(transport, seed, elements):
+    told = launched(transport, "alarms.py", seed, elements)
+    assert [line.split()[0] for line in told] == ["0", "1", "2"]
+    assert all(line.endswith("[3.0, 3.0, 3.0]") for line in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_an_exception_at_each_line_of_a_call_leaves_nothing_half_done(transport):
+    assert launched(transport, "strikes.py") == ["held"] * 3
+
+
+# -- the lock --------------------------------------------------------------------------------------
+
+
+def refused_by(board) -> str:
+    with pytest.raises(PeerLostError) as refusal, board:
+        pytest.fail("the lock was given")
+    assert refusal.value.rank == 0
+    return refusal.value.cause
+
+
+def test_an_exception_in_a_section_marks_the_board_for_all():
+    with local_world(2) as (mine, theirs):
+        with pytest.raises(AlarmError), mine.board(1, 4):
+            raise AlarmError
+        assert "an exception interrupted it" in refused_by(theirs.board(1, 4))
+        assert "an exception interrupted it" in refused_by(mine.board(1, 4))
+
+
+def test_an_exception_just_after_the_lock_was_taken_does_not_keep_it(monkeypatch):
+    def take_and_raise(address):
+        assert take(address) == 0
+        raise AlarmError
+
+    take = mutex._try_lock
+    with local_world(2) as (mine, theirs):
+        boards = mine.board(1, 4), theirs.board(1, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(mutex, "_try_lock", take_and_raise)
+            with pytest.raises(AlarmError), boards[0]:
+                pytest.fail("the exception came before")
+        assert "an exception interrupted it" in refused_by(boards[1])
+
+
+def test_a_lock_that_an_exception_kept_is_let_go_of_with_the_next_call():
+    """As when it comes before the first step of what would give it back."""
+    with local_world(2) as (mine, theirs):
+        boards = mine.board(1, 4), theirs.board(1, 4)
+        boards[0]._mutex.acquire()
+        assert "an exception interrupted it" in refused_by(boards[0])
+        assert "an exception interrupted it" in refused_by(boards[1])
+
+
+def test_an_error_of_the_library_in_a_section_changes_nothing():
+    with local_world(2) as (mine, theirs):
+        with pytest.raises(UsageError), mine.board(1, 4):
+            raise UsageError("as intended")
+        with theirs.board(1, 4) as board:
+            board.words[0] = 1
+
+
+# -- who may be interrupted ------------------------------------------------------------------------
+
+
+def test_handlers_of_loops_and_of_python_do_not_raise():
+    async def main() -> bool:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: None)
+        try:
+            return may_interrupt()
+        finally:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+
+    for factory in (uvloop.new_event_loop, asyncio.new_event_loop):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            assert not runner.run(main())
+
+
+def test_the_main_thread_alone_is_interrupted(handler):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(may_interrupt()))
+    thread.start()
+    thread.join()
+    assert (may_interrupt(), handlers_may_raise(), answers) == (True, True, [False])
+
+
+# -- answers that nobody gets ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_round_of_a_call_that_nobody_awaits_is_told_by_the_next(transport, size):
+    async def main(comm):
+        comm.solo_allreduce(np.ones(3), sync_every=1, history=4)
+        reduction = await comm.solo_allreduce(np.ones(3), sync_every=1, history=4)
+        return reduction.round, len(reduction.missed), reduction.skipped
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        assert run_ranks(size, main, transport=transport) == [(2, 1, 0)] * size
+
+
+def test_what_is_taken_back_before_it_is_given_is_taken_back_once():
+    taken = []
+
+    class Operation:
+        def take_back(self, delivery):
+            taken.append(delivery)
+
+    receipt = Receipt()
+    receipt.take_back()
+    receipt.sign(Operation(), "delivery")
+    receipt.take_back()
+    assert taken == ["delivery"]
