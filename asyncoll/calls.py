@@ -22,7 +22,7 @@ from asyncoll.algorithms.sizes import choose
 from asyncoll.attendance import Attendance, Visit
 from asyncoll.driver import Work
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError, describe
 from asyncoll.group import Group, Lane
 from asyncoll.numbering import Numbering
 from asyncoll.progress import Runner
@@ -232,7 +232,7 @@ class Calls:
     def _tell_of(self, call: Signature | Round, error: BaseException) -> None:
         """Whatever is no failure that all know of, others would wait for in vain."""
         if not isinstance(error, AsyncollError) or isinstance(error, ProtocolError):
-            self.abort(f"{call} failed: {error!r}")
+            self.abort(f"{call} failed: {describe(error)}")
 
     # -- in memory --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from asyncoll.errors import UsageError
 from asyncoll.launch.environment import socket_folder, threads
+from asyncoll.rendezvous import check_alone, files_for
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
 WORLD = (
@@ -44,7 +45,7 @@ def examine() -> Findings:
     """Look at this host and this environment. Sends nothing and changes nothing."""
     sections = {
         "versions": _versions(),
-        "host": {**_cores(), **_memory()},
+        "host": {**_cores(), **_memory(), **_files()},
         "transports": _transports(),
         "choices": _choices(),
         "world": {name: os.environ[name] for name in WORLD if name in os.environ},
@@ -97,6 +98,14 @@ def _memory() -> dict[str, str]:
     limit = memory_limit(total)
     limited = "" if limit is None else f", {_gib(limit)} by the control group's limit"
     return {"memory": f"{_gib(free)} available of {_gib(total)}{limited}"}
+
+
+def _files() -> dict[str, str]:
+    soft, hard = (
+        "any number" if limit == resource.RLIM_INFINITY else str(limit)
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return {"open files": f"{soft} at once, which a rank may raise to {hard}"}
 
 
 def _gib(count: int) -> str:
@@ -182,13 +191,24 @@ def _folder() -> str:
 def _warnings() -> Iterator[str]:
     yield from _odd_world()
     yield from _odd_host_name()
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield from _few_files()
+
+
+def _few_files() -> Iterator[str]:
+    """A rank raises the soft limit as far as it needs, so the hard one counts."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    size = max((size for size in range(FILES_MIN) if files_for(size, has_key=True) <= files), default=0)
     if 0 <= files < FILES_MIN:
-        yield f"only {files} files may be open at once (ulimit -n): too few for many ranks"
+        yield f"only {files} files may be open at once (ulimit -Hn): too few for worlds of more than {size} ranks"
 
 
 def _odd_world() -> Iterator[str]:
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if not given:
+        try:
+            check_alone(os.environ)
+        except UsageError as error:
+            yield str(error)
     if len(given) == 1:
         yield f"{given[0]} is set alone: a rank needs RANK and WORLD_SIZE"
     if len(given) == 2:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncoll import forks, wire
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError
+from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, describe
 from asyncoll.executions import Executions
 from asyncoll.failures import WORLD, Closed, Failures, error_of
 from asyncoll.membership import Membership
@@ -138,7 +138,7 @@ class Endpoint:
             return
         if not isinstance(error, AsyncollError):
             logger.error("a service of rank %d failed", self.rank, exc_info=error)
-        self.failures.abort(WORLD, range(self.size), f"{type(error).__name__}: {error}")
+        self.failures.abort(WORLD, range(self.size), describe(error))
 
     # -- what comes -------------------------------------------------------------------------------
 

@@ -7,6 +7,15 @@ that escapes is a bug in the library.
 from __future__ import annotations
 
 
+def describe(error: BaseException) -> str:
+    """The type and the text of any exception, in characters that can be sent. Its own `__str__` may fail."""
+    try:
+        text = str(error)
+    except Exception as failure:  # it is the user's code
+        text = f"(its __str__ raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}".encode("utf-8", "backslashreplace").decode()
+
+
 class AsyncollError(Exception):
     """The base of every error below; never raised itself."""
 

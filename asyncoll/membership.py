@@ -24,6 +24,10 @@ class Membership:
         """This is the process of `rank`."""
         self._processes[rank] = process
 
+    def knows(self, rank: int) -> bool:
+        """Whether `rank` has introduced itself."""
+        return rank in self._processes
+
     def name(self, rank: int) -> str:
         """`rank` and, as far as it is known, its process."""
         process = self._processes.get(rank)

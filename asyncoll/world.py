@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import os
-import shutil
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,16 +18,19 @@ import uvloop
 from asyncoll import forks
 from asyncoll.algorithms import dense
 from asyncoll.communicator import Communicator
+from asyncoll.deadlines import remaining_s
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import AsyncollError, PeerLostError, UsageError
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError, describe
 from asyncoll.failures import WORLD
 from asyncoll.group import Group, Lane
 from asyncoll.progress import ProgressThread, Runner, SharedLoop
 from asyncoll.rendezvous import Environment, Meeting, meet
-from asyncoll.transport import Transport, inproc
+from asyncoll.transport import START_TIMEOUT_S, Transport, inproc
+from asyncoll.transport.joining import Joining
 from asyncoll.transport.slots import SlottedTransport
-from asyncoll.wire import digest
+from asyncoll.wire import Overdue, digest
 
+_member = threading.Lock()  # held by the process while it is in a world
 T = TypeVar("T")
 _CLAIM = "ASYNCOLL_RANK_OF"  # in the environment of a rank: its process, and the rank of which world it is
 
@@ -65,14 +69,15 @@ async def connect() -> AsyncIterator[Communicator]:
     Leaving it is collective: this rank goes on serving the rounds of others until every rank has left. Leaving it with
     an exception aborts the world.
     """
-    environment = Environment.read()
-    if environment is None or environment.size == 1:
-        async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
-            yield comm
-        return
-    with _claimed(environment):
-        async with _joined(environment) as comm:
-            yield comm
+    with _sole_membership():
+        environment = Environment.read()
+        if environment is None or environment.size == 1:
+            async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
+                yield comm
+            return
+        with _claimed(environment):
+            async with _joined(environment) as comm:
+                yield comm
 
 
 @contextlib.contextmanager
@@ -98,19 +103,61 @@ def _claimed(environment: Environment) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
     process = os.getpid()
-    meeting = await asyncio.to_thread(meet, environment)
+    joining = _joining(environment)
+    meeting = await _meet(environment, joining)
     thread = ProgressThread()
     try:
-        async with World(_endpoint(meeting, environment), thread, meeting.hosts) as comm:
-            if meeting.folder is not None:
-                shutil.rmtree(meeting.folder, ignore_errors=True)
-            with comm.registry.as_current():
-                yield comm
+        with meeting.until_joined:
+            async with World(_endpoint(meeting, environment), thread, meeting.hosts, joining) as comm:
+                meeting.until_joined.close()
+                with comm.registry.as_current():
+                    yield comm
     finally:
         if os.getpid() == process:  # and not in a forked child, which has no such thread
             thread.stop()
-            if meeting.folder is not None:
-                shutil.rmtree(meeting.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _sole_membership() -> Iterator[None]:
+    member = _member
+    if not member.acquire(blocking=False):
+        raise UsageError(
+            "this process is in a world already: leave it before joining the next one, and use `split` for a "
+            "communicator of some of its ranks"
+        )
+    try:
+        yield
+    finally:
+        member.release()
+
+
+def _forget_membership() -> None:
+    """In a child that was forked while this process was in a world."""
+    global _member
+    _member = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_membership)
+
+
+def _joining(environment: Environment) -> Joining:
+    left_s = remaining_s()
+    limit_s = min(START_TIMEOUT_S, environment.deadline_s, math.inf if left_s is None else left_s)
+    return Joining(environment.rank, environment.size, limit_s)
+
+
+async def _meet(environment: Environment, joining: Joining) -> Meeting:
+    """In a thread, which must end before this does: nothing else would close what it has opened."""
+    meeting = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
+    try:
+        return await asyncio.shield(meeting)
+    except asyncio.CancelledError as error:
+        joining.cancel()
+        with contextlib.suppress(AsyncollError):
+            met = await meeting
+            met.until_joined.__exit__(type(error), error, None)
+            await met.transport.close()
+        raise
 
 
 def _endpoint(meeting: Meeting, environment: Environment) -> Endpoint:
@@ -123,10 +170,18 @@ def _endpoint(meeting: Meeting, environment: Environment) -> Endpoint:
 class World:
     """All ranks, from joining to leaving, as an async context manager around their communicator."""
 
-    def __init__(self, endpoint: Endpoint, runner: Runner, hosts: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        runner: Runner,
+        hosts: tuple[str, ...] | None = None,
+        joining: Joining | None = None,
+    ) -> None:
+        """`joining` bounds how long the others may take to join; None if they are in this process."""
         self._endpoint = endpoint
         self._runner = runner
         self._has_processes = hosts is not None
+        self._joining = joining
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
 
@@ -173,17 +228,50 @@ class World:
 
     async def _join(self) -> Communicator:
         try:
-            await self._endpoint.start()
+            await self._start()
             if self._endpoint.arena is not None:
                 self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
             if self._has_processes:
                 self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
-            await self._barrier("joining")  # after it everybody is connected to everybody
-        except BaseException:
-            await self._endpoint.close()
+            await self._meet()  # after it everybody is connected to everybody
+        except BaseException as error:
+            self._tell_of(error)
+            await self._endpoint.close(flush=self._failed())
+            await self._let_go()
             raise
         self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts, rpcs=[])
         return self._comm
+
+    async def _meet(self) -> None:
+        barrier = self._barrier("joining")
+        if self._joining is None:
+            await barrier
+        else:
+            await self._joining.over(barrier, self._unheard, "not connected to all others yet")
+
+    async def _start(self) -> None:
+        """Ends early if another rank says that joining has failed, or is lost."""
+        if self._joining is None:
+            return await self._endpoint.start()
+        starting = asyncio.ensure_future(self._endpoint.start())
+        try:
+            with self._endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
+                await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
+                await (starting if starting.done() else failed)
+        finally:
+            starting.cancel()
+            await asyncio.wait([starting])
+
+    def _unheard(self) -> list[int]:
+        return [rank for rank in range(self._endpoint.size) if not self._endpoint.membership.knows(rank)]
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Why joining has failed, so that nobody takes this rank, which leaves now, for the cause."""
+        if isinstance(error, PeerLostError):
+            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
+        elif isinstance(error, DeadlineError):
+            lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
+            self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
@@ -213,7 +301,7 @@ class World:
             self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
             return
         if error is not None:
-            self._endpoint.failures.abort(WORLD, self._group.ranks, f"{type(error).__name__}: {error}")
+            self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
         await self._comm.leave()

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import mmap
 import os
 import signal
@@ -22,13 +23,14 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S
 
-from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
 from asyncoll.transport import arena as arena_module
-from asyncoll.transport import handover, inproc_arena, pages
+from asyncoll.transport import handover, inproc_arena, joining, pages
 from asyncoll.transport.arena import HostArena, local_world
 from asyncoll.transport.board import Wait
 from asyncoll.transport.handover import ArenaUnavailable
+from asyncoll.transport.joining import Joining
 from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
 from asyncoll.transport.part import make_part
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -564,19 +566,28 @@ def test_a_rank_that_does_not_come(folder, monkeypatch):
         return greet(*args)
 
     monkeypatch.setattr(handover, "_greet", greet_and_wait)
-    monkeypatch.setattr(handover, "_now", lambda: clock[-1])
+    monkeypatch.setattr(joining, "_now_s", lambda: clock[-1])
+    waits = {0: Joining(0, 4), 2: Joining(2, 4, math.inf)}
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(handover.join, folder, rank, (0, 1, 2, 3)) for rank in (0, 2)]
+        futures = [pool.submit(handover.join, folder, rank, (0, 1, 2, 3), wait) for rank, wait in waits.items()]
         errors = [future.exception() for future in futures]
-    with pytest.raises(PeerLostError, match="rank 1 is gone: it did not join within 300 s, and neither did 3"):
-        raise all_alike(errors, PeerLostError)
+    with pytest.raises(DeadlineError, match=r"1000\.0 s; missing: ranks 1, 3 ") as raised:
+        raise all_alike(errors, DeadlineError)
+    assert raised.value.missing == (1, 3)
 
 
-def test_a_first_rank_that_does_not_come(folder, monkeypatch):
-    times = iter(range(0, 1000, 200))
-    monkeypatch.setattr(handover, "_now", lambda: next(times))
-    with pytest.raises(PeerLostError, match="rank 0 is gone: it did not join"):
+def test_a_first_rank_that_does_not_come(folder):
+    with pytest.raises(DeadlineError, match="missing: rank 0 "):
+        handover.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
+
+
+def test_a_first_rank_that_died_while_it_listened(folder):
+    with handover._listen(folder / "arena", 1):
+        (folder / "arena").rename(folder / "kept")
+    (folder / "kept").rename(folder / "arena")
+    with pytest.raises(PeerLostError, match=r"rank 0 is gone: it closed its connection .*refused"):
         handover.join(folder, 1, (0, 1))
+    (folder / "arena").unlink()
 
 
 @contextlib.contextmanager
@@ -665,8 +676,8 @@ def test_too_few_files(folder, monkeypatch):
     """The kernel leaves out the descriptors that a process may not have."""
     receive = handover._Line.receive
 
-    def receive_less(line, descriptors_max=0, timeout_s=1.0):
-        message, descriptors = receive(line, descriptors_max, timeout_s)
+    def receive_less(line, check, descriptors_max=0):
+        message, descriptors = receive(line, check, descriptors_max)
         return message, descriptors[:3]
 
     monkeypatch.setattr(handover._Line, "receive", receive_less)

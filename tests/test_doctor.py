@@ -76,8 +76,22 @@ def test_host_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (128, 256))
+    findings = examine()
+    assert findings.sections["host"]["open files"] == "128 at once, which a rank may raise to 256"
+    assert "only 256 files may be open at once (ulimit -Hn): too few for worlds of more than 11 ranks" in " ".join(
+        findings.warnings
+    )
+
+
+def test_a_low_soft_limit_of_open_files_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
-    assert "only 256 files" in " ".join(examine().warnings)
+    assert "files" not in " ".join(examine().warnings)
+
+
+def test_a_launcher_that_asyncoll_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert "SLURM_PROCID=1" in " ".join(examine().warnings)
 
 
 def test_control_group_second_version(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch.environment import reserve_port
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
-from asyncoll.launch.supervisor import BLAME_S, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
+from asyncoll.launch.supervisor import BLAME_S, LOOKS, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
 from asyncoll.launch.verdict import explain
 
 pytestmark = pytest.mark.slow
@@ -390,6 +390,46 @@ def test_interrupt_while_the_template_loads() -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize("freeze_s", ["0.5", "0"])
+def test_a_rank_that_is_stopped_when_all_others_have_ended(freeze_s: str, tmp_path: Path) -> None:
+    """Nobody would wake it. With freezes off it is waited for, as for one that is debugged, and the user is told."""
+    env = {**LIGHT, "ASYNCOLL_FREEZE_S": freeze_s}
+    with start("-n", 3, SCRIPTS / "left_stopped.py", tmp_path / "pid", env=env) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        if freeze_s == "0":
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    if freeze_s == "0":
+        assert said.startswith("rank 1 was stopped, and all others have ended: waiting")
+        assert (process.returncode, out) == (0, "1: it went on\n")
+    else:
+        assert said.startswith("rank 1 was found stopped (SIGSTOP, or a debugger) after others had ended")
+        assert (process.returncode, err) == (128 + signal.SIGSTOP, "")
+
+
+def test_supervisor_looks_several_times_at_stopped_ranks() -> None:
+    supervisor = Supervisor(3, 0.0, orders := Orders())
+    supervisor.exited(0, 0, 1.0)
+    for now in range(2, 2 + LOOKS):
+        supervisor.looked([1], 0.5, now)  # rank 2 runs, and may wake it
+    supervisor.exited(2, 0, 10.0)
+    for now in (*range(11, 10 + LOOKS), *range(20, 20 + LOOKS)):
+        assert not supervisor.failures
+        supervisor.looked([1] if now != 10 + LOOKS - 1 else [], 0.5, now)  # it went on meanwhile
+    assert [(failure.rank, failure.code) for failure in supervisor.failures.values()] == [(1, -signal.SIGSTOP)]
+    supervisor.tick(20 + LOOKS)
+    assert orders == [(signal.SIGTERM, [1])]
+
+
+def test_supervisor_waits_for_stopped_ranks_for_as_long_as_it_is_told() -> None:
+    supervisor = Supervisor(2, 0.0, Orders())
+    supervisor.exited(0, 0, 1.0)
+    for now in range(100):
+        supervisor.looked([1], float("inf"), now)
+    assert not supervisor.failures
 
 
 def test_timeout() -> None:

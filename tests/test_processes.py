@@ -148,8 +148,8 @@ finally:
 
 STORE_OF_RANK_0 = """
 import socket
-from asyncoll.rendezvous import Environment, _open_store
-store = _open_store(Environment.read())
+from asyncoll.rendezvous import Environment, _serve_store
+store = _serve_store(Environment.read())
 for address in "127.0.0.1", "127.0.0.2":
     with socket.socket() as caller:
         print(caller.connect_ex((address, int(store.port))))

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncoll import cli, rendezvous, wire
-from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.keys import KEY_BYTES, Key, check_folder, read_key, write_key
 from asyncoll.rendezvous import Environment, meet
 from asyncoll.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
@@ -33,6 +33,7 @@ from asyncoll.testing import fuzz, run_ranks, worlds
 from asyncoll.transport import MAX_FRAME_BYTES, arena, door, split, zeromq
 from asyncoll.transport.door import Door
 from asyncoll.transport.gate import Strangers
+from asyncoll.transport.joining import Joining
 from asyncoll.transport.split import SplitTransport
 from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
 
@@ -119,7 +120,7 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path, spoil, compla
     spoil(folder)
     environment = Environment.read({"RANK": "0", "WORLD_SIZE": "2", "ASYNCOLL_FOLDER": str(folder)})
     with pytest.raises(UsageError, match=complaint):
-        meet(environment)
+        meet(environment, Joining(0, 2))
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -128,16 +129,24 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path, spoil, compla
 def boards(size, store=None, keys=(JOB, JOB, JOB), run="run"):
     store = {} if store is None else store
     # A dict has a store's `get`, and this is its `set`.
-    stored = type("Store", (), {"get": lambda _, place: store[place], "set": lambda _, *item: store.update([item])})()
-    return [rendezvous._Board(stored, f"asyncoll/{run}", rank, size, Key(keys[rank])) for rank in range(size)]
+    acts = {
+        "get": lambda _, place: store[place],
+        "set": lambda _, *item: store.update([item]),
+        "check": lambda _, places: store.keys() >= set(places),
+    }
+    stored = type("Store", (), acts)()
+    return [
+        rendezvous._Board(stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=False)
+        for rank in range(size)
+    ]
 
 
 def in_session(ranks):
     """What `begin_session` does, at all ranks in turn."""
     for number, board in enumerate(ranks):
-        board.post("nonce", f"{number}")
+        board.post("nonce", f"{number}", "", "")
     return [
-        board._key.derive("session", *(board.look("nonce", peer, 1)[0] for peer in range(len(ranks))))
+        board._key.derive("session", *(board.look("nonce", peer, 3)[0] for peer in range(len(ranks))))
         for board in ranks
     ]
 
@@ -156,7 +165,7 @@ def test_every_rank_has_its_part_in_the_session(monkeypatch):
     for mine in ("new", "newer"):
         store = {}
         old, fresh = boards(2, store)
-        old.post("nonce", "an old one, replayed")
+        old.post("nonce", "an old one, replayed", "", "")
         monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]
@@ -186,6 +195,16 @@ def test_forged_words_in_the_store_are_refused(forge):
     forge(store, other)
     with pytest.raises(UsageError, match="the host of rank 1 is not sealed with the key of this job"):
         boards(2, store)[0].look("host", 1, 1)
+
+
+def test_nobody_without_the_key_can_say_that_joining_has_failed():
+    store = {}
+    ranks = boards(2, store)
+    store["asyncoll/run/failed"] = Key(b"").seal(rendezvous._pack(["lost", "it is gone", "1"]), "asyncoll/run/failed")
+    ranks[0]._check_told()
+    ranks[1].close(PeerLostError, PeerLostError(0, "it is gone"), None)
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        boards(2, store, (b"", b""))[0]._check_told()
 
 
 @given(st.binary(max_size=60))

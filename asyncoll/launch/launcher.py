@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -23,6 +23,9 @@ from asyncoll.launch.program import Program
 from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, were
+from asyncoll.processes import allow_files, is_stopped
+
+LOOK_S = 0.5  # from one look at the ranks that run while others have ended to the next
 
 
 def launch(
@@ -65,9 +68,9 @@ def _check(size: int, program: Program, timeout: float | None) -> None:
         raise UsageError(f"a job has at least one rank, not {size}")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
-    files, files_max = 12 * size + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= files_max < files:
-        raise UsageError(f"{size} ranks need {files} open files, the limit is {files_max}: raise it (ulimit -n)")
+    files = 12 * size + 64
+    if (limit := allow_files(files)) is not None:
+        raise UsageError(f"{size} ranks need {files} open files, the limit is {limit}: raise it (ulimit -n)")
     program.check()
 
 
@@ -89,6 +92,8 @@ class _Launcher:
         self._selector = selector
         self._pids: dict[int, int] = {}
         self._last_words: list[str] = []
+        self._look_at: float | None = None  # when to see whether the ranks that still run are stopped
+        self._waits_for: list[int] = []  # stopped ranks of which the user has been told
         self._supervisor = Supervisor(size, time.monotonic(), self._order)
         self._watch(signals, self._hear_user)
         self._watch(template.channel, self._hear_template)
@@ -117,10 +122,30 @@ class _Launcher:
 
     def _turn(self) -> None:
         """Wait until something happens or is due, and do what follows from it."""
-        due = [at for at in (self._deadline, self._supervisor.wake_at()) if at is not None]
+        due = [at for at in (self._deadline, self._look_at, self._supervisor.wake_at()) if at is not None]
         for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
             key.data()
+        self._look()
         self._supervisor.tick(time.monotonic())
+
+    def _look(self) -> None:
+        """Whether all ranks that still run are stopped, though others have ended: they would be waited for for ever.
+
+        With ASYNCOLL_FREEZE_S=0 they are, and the user hears of it.
+        """
+        now = time.monotonic()
+        if not self._supervisor.has_stragglers:
+            self._look_at = None
+        elif self._look_at is None:
+            self._look_at = now + LOOK_S
+        elif now >= self._look_at:
+            self._look_at = now + LOOK_S
+            stopped = sorted(rank for rank in self._supervisor.running if is_stopped(self._pids[rank]))
+            patience_s = _freeze_s() if stopped else 0.0
+            self._supervisor.looked(stopped, patience_s, now)
+            if patience_s == math.inf and self._supervisor.running == set(stopped) != set(self._waits_for):
+                self._waits_for = stopped
+                _say([f"{were(stopped)} stopped, and all others have ended: waiting (kill -CONT lets it go on)"])
 
     def _end_template(self) -> None:
         """Have it kill what the ranks left behind; if it was killed itself, kill the ranks' groups."""
@@ -210,6 +235,14 @@ class _Launcher:
             self._supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
             late = were(self._supervisor.stopped)
             self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late} still running")
+
+
+def _freeze_s() -> float:
+    from asyncoll.rendezvous import freeze_s  # takes long to import, and is seldom needed
+
+    with suppress(UsageError):  # the ranks have been told of it
+        return freeze_s(os.environ) or math.inf
+    return freeze_s({})
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 SETTLE_S = 0.1  # after the first failure, for others that were on their way
@@ -12,11 +12,14 @@ BLAME_S = 1.0  # the same, if the failure names a rank that has not failed yet
 STOP_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 10.0
 TIMEOUT_CODE = 124
+LOOKS = (
+    5  # at a stopped rank before the job ends: the launcher may have been stopped with it, and go on a little sooner
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`code` is negative if a signal ended the rank; `blames` is the rank that its exception names."""
+    """`code` is negative if a signal ended, or stopped, the rank; `blames` is the rank that its exception names."""
 
     rank: int
     code: int
@@ -42,6 +45,9 @@ class Supervisor:
         self.started_at = now
         self._order = order
         self._plan: deque[tuple[float, int]] = deque()
+        self._size = size
+        self._looks = 0  # in a row that found nothing but stopped ranks
+        self._stopped_since = now
 
     @property
     def root(self) -> Failure | None:
@@ -66,6 +72,23 @@ class Supervisor:
             self.failed(Failure(rank, code, now - self.started_at))
         self.running.discard(rank)
 
+    @property
+    def has_stragglers(self) -> bool:
+        """Whether some ranks have ended well and others run: if these are stopped, nobody waits for them."""
+        return 0 < len(self.running) < self._size and not self.failures and not self.stopping
+
+    def looked(self, stopped: Collection[int], patience_s: float, now: float) -> None:
+        """At the stragglers; `stopped` are those whose processes are, as by SIGSTOP. If all are for long, they fail."""
+        if not self.has_stragglers or not self.running <= set(stopped):
+            self._looks = 0
+            return
+        if not self._looks:
+            self._stopped_since = now
+        self._looks += 1
+        if self._looks >= LOOKS and now >= self._stopped_since + patience_s:
+            for rank in sorted(self.running):
+                self.failed(Failure(rank, -signal.SIGSTOP, now - self.started_at))
+
     def stop(self, signum: int, exit_code: int, now: float) -> None:
         """Somebody outside wants the job to end; asking a second time is final."""
         if self.stopping:
@@ -81,7 +104,7 @@ class Supervisor:
             self._begin(signal.SIGTERM, now)
         while self._plan and self._plan[0][0] <= now:
             _, signum = self._plan.popleft()
-            spared = self.failures if signum != signal.SIGKILL else ()  # they are on their way out
+            spared = self._leaving() if signum != signal.SIGKILL else ()
             self._order(signum, sorted(self.running.difference(spared)))
 
     def wake_at(self) -> float | None:
@@ -100,6 +123,10 @@ class Supervisor:
             self._plan.append((now, signum))
         self._plan.append((now + grace, signal.SIGTERM))
         self._plan.append((now + grace + STOP_GRACE_S, signal.SIGKILL))
+
+    def _leaving(self) -> list[int]:
+        """The ranks that are on their way out, and need no signal."""
+        return [rank for rank, failure in self.failures.items() if failure.code != -signal.SIGSTOP]
 
     def _settled(self, now: float) -> bool:
         return now >= self._first_failure_at + (BLAME_S if self._awaits_blamed else SETTLE_S)

@@ -47,6 +47,8 @@ def _listed(members: Sequence[int]) -> str:
 
 
 def _fate(failure: Failure) -> str:
+    if failure.code == -signal.SIGSTOP:
+        return "was found stopped (SIGSTOP, or a debugger) after others had ended"
     if failure.code >= 0:
         return f"failed (exit code {failure.code})"
     return f"was killed by {signal_name(-failure.code)}"

@@ -17,6 +17,7 @@ from asyncoll.errors import UsageError
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _PEER_PIDFD = 77  # SO_PEERPIDFD, which Python has no name for; Linux since 6.5
 _MAX_PATH = 107  # of a unix socket, in bytes
+_PROBE_S = 0.2  # for another host to refuse a connection; who gives no answer has not refused it
 
 
 @contextlib.contextmanager
@@ -44,6 +45,21 @@ def check_path(path: Path) -> None:
     """Raises UsageError if no unix socket can have it."""
     if len(bytes(path)) > _MAX_PATH:
         raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
+
+
+def refuses(address: str) -> bool:
+    """Whether nobody listens at `ipc://path` or `tcp://ip:port`, although it can be reached."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    try:
+        if scheme == "ipc":
+            return not _is_served(Path(rest))
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def user_of(connection: socket.socket) -> int:
@@ -141,7 +157,7 @@ def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # it may be stopped, with as many who wait as there may be
         try:
-            probe.connect(str(path))
+            probe.connect(bytes(path))
         except ConnectionRefusedError:
             return False
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -12,7 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncoll.transport.addresses import process_behind
 
 FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _BEATS = 4  # in the time without a beat after which a process counts as frozen
 
 
@@ -32,13 +33,30 @@ def silence(freeze_s: float) -> str:
     return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
-class Monitor:
-    """Calls back when the connection of a socket stands, and each time that it is gone."""
+def as_bytes(address: str) -> Any:
+    """For ZeroMQ, which takes any path, but of a str only one in UTF-8. Its annotations do not say so."""
+    return os.fsencode(address)
 
-    def __init__(self, socket: zmq.Socket[bytes], stands: Callable[[], None], gone: Callable[[], None]) -> None:
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    """Where `socket` listens: the last address it was bound to, with the port that it was given."""
+    return os.fsdecode(bytes(socket.getsockopt(zmq.LAST_ENDPOINT))).rstrip("\0")
+
+
+class Monitor:
+    """Calls back when the connection of a socket stands, each time that it is gone, and when it cannot be made."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        stands: Callable[[], None],
+        gone: Callable[[], None],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._socket = socket
         self._stands = stands
         self._gone = gone
+        self._failed = failed
         self._events = watch(socket, _EVENTS)
         self.connection = -1  # the descriptor of the newest one
         self._loop = asyncio.get_running_loop()
@@ -56,8 +74,10 @@ class Monitor:
                 self.connection = int(message["value"])
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stands()
-            else:
+            elif event == zmq.EVENT_DISCONNECTED:
                 self._gone()
+            else:
+                self._failed()
 
     def close(self) -> None:
         if not self._events.closed:
@@ -118,7 +138,7 @@ class Pulse:
         self._stopped = stopped
         self._has_begun = False
         self._monitor = Monitor(dealer, self._begin, self._end)
-        dealer.connect(address)
+        dealer.connect(as_bytes(address))
         self._monitor.look()
 
     def _begin(self) -> None:

@@ -31,11 +31,12 @@ import zmq
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.keys import Key
-from asyncoll.transport import MAX_FRAME_BYTES, START_TIMEOUT_S, Buffer, Receiver, check_frames
-from asyncoll.transport.addresses import check_path
+from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+from asyncoll.transport.addresses import check_path, refuses
 from asyncoll.transport.door import Door
 from asyncoll.transport.gate import Strangers
-from asyncoll.transport.monitor import FREEZE_S, Monitor, ProcessWatch, Pulse, silence
+from asyncoll.transport.joining import Joining
+from asyncoll.transport.monitor import FREEZE_S, Monitor, ProcessWatch, Pulse, as_bytes, bound_address, silence
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
 _FIRST_MAX = 255  # bytes
@@ -73,11 +74,16 @@ class _Peer:
     """The connection to one peer: a DEALER, its monitor, its pulse, and what ZeroMQ would not take yet."""
 
     def __init__(
-        self, rank: int, dealer: zmq.Socket[bytes], stands: Callable[[], None], gone: Callable[[], None]
+        self,
+        rank: int,
+        dealer: zmq.Socket[bytes],
+        stands: Callable[[], None],
+        gone: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         self.rank = rank
         self.dealer = dealer
-        self.monitor = Monitor(dealer, stands, gone)
+        self.monitor = Monitor(dealer, stands, gone, failed)
         self.pulse: Pulse | None = None
         self.process: ProcessWatch | None = None
         self.stands = False  # now, or once
@@ -91,21 +97,31 @@ class _Peer:
 class ZeroMQTransport:
     """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`.
 
-    An empty address is that of a rank to which nothing will be sent.
+    An empty address is that of a rank to which nothing will be sent. `are_bound` says that all peers listened at their
+    addresses when these were set: then a peer that refuses a connection has died.
     """
 
     def __init__(
-        self, rank: int, size: int, job: bytes, *, encrypted: bool = False, freeze_s: float = FREEZE_S
+        self,
+        rank: int,
+        size: int,
+        job: bytes,
+        *,
+        encrypted: bool = False,
+        freeze_s: float = FREEZE_S,
+        joining: Joining | None = None,
     ) -> None:
         """`job` is a secret of this run of the job. `encrypted` is what goes over tcp; it is authentic in any case.
 
-        `freeze_s` is how long a peer may show no sign of life; 0 if for ever.
+        `freeze_s` is how long a peer may show no sign of life; 0 if for ever. `joining` bounds the time to `start`.
         """
         key = Key(job)
         self.rank = rank
         self.size = size
         self._freeze_s = freeze_s
+        self._joining = joining
         self.peers: Sequence[str] = ()
+        self.are_bound = False
         self._strangers = Strangers(f"rank {rank}")
         self._routing_ids = [b"asyncoll" + key.derive("routing id", peer) for peer in range(size)]
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
@@ -124,12 +140,12 @@ class ZeroMQTransport:
         """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
         self._door.guard(address)
         try:
-            self._router.bind(address)
+            self._router.bind(as_bytes(address))
         except zmq.ZMQError as error:
             raise UsageError(f"cannot listen on {address}: {error}") from error
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
-        self._listening.append(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._listening.append(bound_address(self._router))
         return self._listening[-1]
 
     async def start(self, receiver: Receiver) -> None:
@@ -141,12 +157,9 @@ class ZeroMQTransport:
             if rank != self.rank and address:
                 self._connect(rank, address)
         self._read()
-        waiting = [peer.connected for peer in self._peers.values()]
-        if waiting:
-            _, missing = await asyncio.wait(waiting, timeout=START_TIMEOUT_S)
-            if missing:
-                rank = next(peer.rank for peer in self._peers.values() if peer.connected in missing)
-                raise PeerLostError(rank, f"it did not join within {START_TIMEOUT_S:.0f} s")
+        if self._peers:
+            joining = self._joining or Joining(self.rank, self.size)
+            await joining.over(self._all_connected(), self._unconnected, "not connected yet")
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
@@ -233,6 +246,16 @@ class ZeroMQTransport:
 
     # -- peers ------------------------------------------------------------------------------------
 
+    async def _all_connected(self) -> None:
+        """Raises PeerLostError for a peer that has refused its connection."""
+        await asyncio.wait([peer.connected for peer in self._peers.values()], return_when=asyncio.FIRST_EXCEPTION)
+        for peer in self._peers.values():
+            if peer.connected.done() and not peer.connected.cancelled():
+                peer.connected.result()
+
+    def _unconnected(self) -> list[int]:
+        return [peer.rank for peer in self._peers.values() if not peer.connected.done()]
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
@@ -244,9 +267,13 @@ class ZeroMQTransport:
         dealer = self._dealer(rank, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
         peer = self._peers[rank] = _Peer(
-            rank, dealer, partial(self._connected, rank), partial(self._disconnected, rank)
+            rank,
+            dealer,
+            partial(self._connected, rank),
+            partial(self._disconnected, rank),
+            partial(self._refused, rank, address),
         )
-        dealer.connect(address)
+        dealer.connect(as_bytes(address))
         peer.monitor.look()
 
     def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
@@ -270,6 +297,13 @@ class ZeroMQTransport:
         else:
             _set(peer.connected)
 
+    def _refused(self, rank: int, address: str) -> None:
+        """A connection could not be made. ZeroMQ does not say why, and tries again."""
+        peer = self._peers[rank]
+        if self.are_bound and not peer.stands and not peer.connected.done() and refuses(address):
+            peer.connected.set_exception(PeerLostError(rank, f"its process has ended: {address} refuses connections"))
+            peer.connected.exception()  # mark it as seen: whoever waits may have given up
+
     def _felt(self) -> set[int]:
         """The ranks whose pulse this one feels."""
         here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
@@ -283,7 +317,7 @@ class ZeroMQTransport:
             peer.ended = True
             # It must not connect again: who has been cut off takes all others for lost, and would tell them.
             with contextlib.suppress(zmq.ZMQError):  # this may be the second time
-                peer.dealer.disconnect(self.peers[rank])
+                peer.dealer.disconnect(as_bytes(self.peers[rank]))
             self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its connection closed", 0.0)
 
     def _ended(self, peer: _Peer) -> None:

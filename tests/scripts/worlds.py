@@ -1,0 +1,15 @@
+"""Joins three worlds, one after another."""
+
+import numpy as np
+
+import asyncoll
+
+
+async def main(comm: asyncoll.Communicator) -> float:
+    x = np.ones(3)
+    await comm.allreduce(x)
+    return float(x.sum()) / comm.size
+
+
+assert [asyncoll.run(main) for _ in range(3)] == [3, 3, 3]
+print("three worlds")

@@ -1,0 +1,254 @@
+"""How ranks join: what is told of those that die, stop or never come, and several worlds one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE_S
+
+import asyncoll
+from asyncoll import testing
+from asyncoll.errors import UsageError, describe
+from asyncoll.rendezvous import Environment
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return plain | {"ASYNCOLL_FREEZE_S": "20", "OMP_NUM_THREADS": "1"} | more
+
+
+def play(*cases):
+    """What each rank of each case said; see the script."""
+    command = [sys.executable, SCRIPTS / "joiners.py", *map(json.dumps, cases)]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_named(cases, error, names):
+    """In each case, all ranks but the faulty one raise `error`, and name that one."""
+    for case, ends in zip(cases, play(*cases), strict=True):
+        ((faulty, _),) = case["faults"].items()
+        for rank, end in enumerate(ends):
+            if rank != int(faulty):
+                assert end["said"], (case, rank, end["wrote"])
+                assert (end["said"]["error"], names(end["said"])) == (error, int(faulty)), (case, rank, end)
+
+
+def faults(kind, phases, **more):
+    return [{"size": 3, "faults": {str(rank): f"{kind} {phase}"}, **more} for rank, phase in phases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["memory", "hosts"])
+def test_a_rank_that_dies_while_it_joins_is_named(place):
+    cases = {
+        "memory": faults("dies", [(0, "listen"), (0, "barrier"), (2, "host"), (2, "connect"), (2, "collect")])
+        + faults("dies", [(0, "start"), (2, "start")], env={"ASYNCOLL_TRANSPORT": "zmq"}),
+        "hosts": faults("dies", [(0, "host"), (2, "start"), (0, "start"), (2, "barrier")], hosts=True),
+    }[place]
+    assert_named(cases, "PeerLostError", lambda said: said["rank"])
+
+
+@pytest.mark.slow
+def test_the_deadline_holds_while_ranks_join_and_names_who_is_missing():
+    cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (2, "start"), (2, "barrier")], deadline_s=1)
+    cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
+    cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
+    assert_named(cases, "DeadlineError", lambda said: said["missing"][0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_says_for_whom():
+    """Rank 2 comes when it has read that."""
+    (ends,) = play({"size": 3, "faults": {"2": "late"}})
+    assert [end["said"] for end in ends] == [{"result": 3.0}] * 3, ends
+    for rank in (0, 1):
+        assert f"rank {rank}: joining a world of 3 has taken" in ends[rank]["wrote"]
+        assert "; missing: rank 2 (not in the store yet)" in ends[rank]["wrote"]
+
+
+@pytest.mark.slow
+def test_joining_can_be_given_up():
+    cases = [{"size": 2, "faults": {rank: "absent"}, "program": "impatient"} for rank in "01"]
+    for case, ends in zip(cases, play(*cases), strict=True):
+        said = [end["said"] for rank, end in enumerate(ends) if str(rank) not in case["faults"]]
+        assert said == [{"result": "timed out"}], ends
+
+
+# -- several worlds --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_may_join_one_world_after_another():
+    thrice, hasty = play({"size": 3, "program": "thrice"}, {"size": 2, "program": "hasty"})
+    assert [end["said"] for end in thrice] == [{"result": [3.0] * 3}] * 3, thrice
+    assert [end["said"] for end in hasty] == [{"result": 2.0}] * 2, hasty
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["launch", "torchrun"])
+def test_launched_ranks_may_too(how):
+    command = {
+        "launch": [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2"],
+        "torchrun": [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"],
+    }[how]
+    done = subprocess.run(
+        [*command, SCRIPTS / "worlds.py"],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("three worlds\n")) == (0, 2), done.stderr
+
+
+async def nest(comm):
+    async with asyncoll.connect():
+        pass
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith(OURS):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_a_process_is_in_one_world_at_a_time(alone):
+    with pytest.raises(UsageError, match="this process is in a world already: leave it before"):
+        asyncoll.run(nest)
+    assert asyncoll.run(size_of) == 1  # the first one has been left
+
+
+@pytest.mark.slow
+def test_a_rank_is_in_one_world_at_a_time():
+    (ends,) = play({"size": 2, "program": "nested"})
+    assert ["this process is in a world already" in end["said"]["text"] for end in ends] == [True] * 2, ends
+
+
+# -- what the environment says ---------------------------------------------------------------------
+
+
+async def size_of(comm):
+    return comm.size
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"},
+        {"SLURM_PROCID": "3"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"PMIX_RANK": "1"},
+    ],
+)
+def test_ranks_of_an_unknown_launcher_are_no_worlds_of_one(alone, environ):
+    for name, value in environ.items():
+        alone.setenv(name, value)
+    with pytest.raises(UsageError, match=r"one of several processes that .* has started .*RANK and WORLD_SIZE"):
+        asyncoll.run(size_of)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"},  # a shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n1
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_single_process_of_a_launcher_is_a_world_of_one(alone, environ):
+    for name, value in environ.items():
+        alone.setenv(name, value)
+    assert asyncoll.run(size_of) == 1
+
+
+def test_who_sets_the_contract_is_asked_nothing_else():
+    environ = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}
+    world = Environment.read(environ)
+    assert world is not None
+    assert world.size == 1
+
+
+# -- what a process may do -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_raises_its_soft_limit_of_files_and_says_if_the_hard_one_is_too_low():
+    raised, refused = play({"size": 3, "files": [60, 1000]}, {"size": 3, "files": [60, 60]})
+    assert [end["said"] for end in raised] == [{"result": 3.0}] * 3, raised
+    for end in refused:
+        assert end["said"]["error"] == "UsageError", end
+        assert "opens up to 93 files" in end["said"]["text"]
+        assert "its limit is 60; raise it (ulimit -n)" in end["said"]["text"]
+
+
+@pytest.mark.slow
+def test_a_folder_for_temporary_files_may_have_any_name(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    env = environment(XDG_RUNTIME_DIR="", ASYNCOLL_PRELOAD="numpy") | {"TMPDIR": os.fsdecode(folder)}
+    launched = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", SCRIPTS / "worlds.py"]
+    served = [sys.executable, SCRIPTS / "served.py"]
+    for command, said in ((launched, "three worlds\n"), (served, "answered\n")):
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert (done.returncode, said in done.stdout) == (0, True), done.stderr
+    (ends,) = play({"size": 2, "folder": "\udcff"})
+    assert [end["said"] for end in ends] == [{"result": 2.0}] * 2, ends
+    assert os.listdir(folder) == []
+
+
+# -- exceptions without a text ---------------------------------------------------------------------
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_described():
+    assert describe(MuteError()) == "MuteError: (its __str__ raised RuntimeError)"
+    assert describe(ValueError("a\udcffb")) == "ValueError: a\\udcffb"
+
+
+@pytest.mark.parametrize("how", ["inproc", "shm"])
+def test_a_world_ends_by_an_exception_without_a_text(how):
+    heard = {}
+
+    async def main(comm):
+        if comm.rank == 1:
+            raise MuteError
+        try:
+            await comm.barrier()
+        except asyncoll.AbortedError as error:
+            heard[comm.rank] = error.rank, error.reason
+            raise
+
+    with pytest.raises(MuteError):
+        testing.run_ranks(3, main, transport=how)
+    assert heard == dict.fromkeys((0, 2), (1, "MuteError: (its __str__ raised RuntimeError)"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_one_is_named():
+    ((first, _),) = play({"size": 2, "program": "unprintable"})
+    assert first["said"]["text"] == "rank 1 aborted: MuteError: (its __str__ raised RuntimeError)"
