@@ -189,7 +189,7 @@ class Calls:
         return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
-        self.check_caller()
+        """The caller's checks are done, `check_caller` among them."""
         return self._pairs[source, dest].next(tag)
 
     def abort(self, reason: str) -> None:

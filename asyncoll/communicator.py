@@ -556,6 +556,7 @@ class Communicator:
         self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         detail = f"from rank {source} to rank {dest}, tag {tag}"
+        self._calls.check_caller()
         try:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
