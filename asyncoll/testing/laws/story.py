@@ -7,9 +7,11 @@ its own: a sum shows exactly whose contributions, of which call, are in it.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,19 +25,23 @@ from asyncoll.tensors import Array
 from asyncoll.transport.simulated import Network, Pause
 
 _OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]] = {
-    "solo": lambda comm, x, case: comm.solo_allreduce(x, sync_every=case.sync_every, history=case.history),
+    "solo": lambda comm, x, case: comm.solo_allreduce(
+        x, name=case.name(comm.rank), sync_every=case.sync_every, history=case.history
+    ),
     "majority": lambda comm, x, case: comm.majority_allreduce(
-        x, seed=case.seed, sync_every=case.sync_every, history=case.history
+        x, name=case.name(comm.rank), seed=case.seed, sync_every=case.sync_every, history=case.history
     ),
     "quorum": lambda comm, x, case: comm.quorum_allreduce(
-        x, quorum=case.quorum, sync_every=case.sync_every, history=case.history
+        x, name=case.name(comm.rank), quorum=case.number(comm.rank), sync_every=case.sync_every, history=case.history
     ),
-    "full": lambda comm, x, case: comm.quorum_allreduce(x, quorum=case.quorum, sync_every=case.sync_every),
+    "full": lambda comm, x, case: comm.quorum_allreduce(
+        x, name=case.name(comm.rank), quorum=case.number(comm.rank), sync_every=case.sync_every
+    ),
     "candidates": lambda comm, x, case: comm.majority_allreduce(
-        x, seed=case.seed, candidates=case.candidates, sync_every=case.sync_every
+        x, name=case.name(comm.rank), seed=case.seed, candidates=case.candidates, sync_every=case.sync_every
     ),
     "group": lambda comm, x, case: comm.group_allreduce(
-        x, group_size=case.group_size, fixed=case.fixed, sync_every=case.sync_every
+        x, name=case.name(comm.rank), group_size=case.group_size, fixed=case.fixed, sync_every=case.sync_every
     ),
 }
 KINDS = tuple(_OPERATIONS)
@@ -46,6 +52,7 @@ _CANCELS = 4  # calls at most that the impatient rank of a world gives up
 _ALARM_S = 0.0005  # between the beginning of a call and the signal, on average: about as long as a call takes
 _OVERLAPS = (1, 1, 2, 4)  # calls of one rank that may be under way at the same time
 _STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
+_FORK_AT = (1, 3, 5)  # calls whose contributions are registered
 NAP_S = 1000.0  # longer than all the rest of a world
 
 
@@ -71,6 +78,8 @@ class Case:
     network: Network
     overlap: int  # the most calls that a rank has under way at the same time
     alarmed: int | None  # the rank whose signal handler raises in some of its calls, where it is a process of its own
+    forking: int | None  # the rank that forks a child, where it is a process of its own,
+    forks_at: int  # in this call
     rounds: int = _ROUNDS
 
     @property
@@ -89,6 +98,30 @@ class Case:
 
     def is_synchronous(self, number: int) -> bool:
         return number % self.sync_every == 0
+
+    def name(self, rank: int) -> str:
+        """The operation's, as a string of another type at each rank: they are equal."""
+        return _STRINGS[(rank + self.seed) % len(_STRINGS)](self.kind)
+
+    def number(self, rank: int) -> Any:
+        """The quorum, as numpy has it at every other rank."""
+        return np.int64(self.quorum) if rank % 2 else self.quorum
+
+
+class _String(str):
+    """A string of the user's own."""
+
+
+class _Name(StrEnum):
+    SOLO = "solo"
+    MAJORITY = "majority"
+    QUORUM = "quorum"
+    FULL = "full"
+    CANDIDATES = "candidates"
+    GROUP = "group"
+
+
+_STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 
 def draw(kind: str, size: int, seed: int) -> Case:
@@ -127,6 +160,8 @@ def draw(kind: str, size: int, seed: int) -> Case:
         impatient=one_of(None, rank()) if kind != "group" and size > 1 else None,
         network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
         overlap=one_of(*_OVERLAPS),
+        forking=one_of(None, rank()) if size > 1 else None,
+        forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
     )
 
@@ -227,6 +262,7 @@ class _Trainer:
         self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # calls, or at least their tasks
         self._answers: dict[int, Answer] = {}  # by index of the call
+        self._child = 0  # its process id
         self._aims: dict[int, int] = {}  # by index of the call: the round that it aimed at, at the earliest
 
     async def run(self) -> Part:
@@ -239,6 +275,7 @@ class _Trainer:
                 await self._call_alarmed()
             else:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
+        self._look_after_child()
         return self._part()
 
     def _given_up(self) -> list[int]:
@@ -304,6 +341,8 @@ class _Trainer:
         case, now = self._case, asyncio.get_running_loop().time
         self._aims[index] = self._seen() + 1
         contribution = _contribution(case, self._comm, index)
+        if (self._comm.rank, index) == (case.forking, case.forks_at):
+            self._fork(contribution)
         given, began = _counts(contribution, case), now()
         try:
             reduction = await _OPERATIONS[case.kind](self._comm, contribution, case)
@@ -315,6 +354,24 @@ class _Trainer:
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
         self._answers[index] = Answer(value, missed, replace(reduction, missed=()), waited_s if alone else 0.0, alone)
+
+    def _fork(self, contribution: Any) -> None:
+        """A child writes into its copy of what is registered, and calls; it lives on while the parent's call runs."""
+        self._child = os.fork()
+        if self._child:
+            return
+        _scribble(contribution)
+        could_call = 1
+        try:
+            self._comm.barrier().close()
+        except UsageError:
+            could_call = 0
+        finally:
+            os._exit(could_call)
+
+    def _look_after_child(self) -> None:
+        if self._child and os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]):
+            raise RuntimeError("a forked child of this rank could call")
 
     def _part(self) -> Part:
         """A call aims at the round after the newest that the calls before it were given."""

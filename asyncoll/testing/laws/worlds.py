@@ -30,14 +30,14 @@ _TIMEOUT_S = 120  # a case takes about a second: in a world that takes so long, 
 def tell(case: Case, transport: str) -> Story:
     """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
     if transport in (SIMULATED, MEMORY):
-        case = replace(case, alarmed=None)
+        case = replace(case, alarmed=None, forking=None)
         main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
         report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
         return _story(case, report.results, report.messages)
     case = _in_real_time(case)
     if transport in PROCESSES:
         return _story(case, _launch(case, PROCESSES[transport]), 0)
-    case = replace(case, alarmed=None)
+    case = replace(case, alarmed=None, forking=None)
     return _story(case, run_ranks(case.size, lambda comm: take_part(comm, case), transport), 0)
 
 
