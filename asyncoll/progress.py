@@ -199,19 +199,17 @@ class ProgressThread:
 
     async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
         """The caller has come to wait for it."""
-        if self._unclaimed.pop(work, None) is None:
-            crossing = self._taken.pop(work)
-        elif may_interrupt():  # since the call
-            crossing = _Crossing(self._loop)
-            crossing.begin(work.finish())
-        else:
-            try:
+        claimed = self._unclaimed.pop(work, None) is not None
+        if claimed and may_interrupt():  # since the call
+            return await self.start(work.finish(), discarded)
+        try:
+            if claimed:
                 return await work.finish()
-            except asyncio.CancelledError:
-                discarded()  # here: the caller's next call may begin before the runtime's loop turns
-                raise
-        outcome: T = await crossing.outcome(discarded)
-        return outcome
+            outcome: T = await self._taken.pop(work).outcome(_ignore)
+            return outcome
+        except asyncio.CancelledError:
+            discarded()  # here: the caller's next call may begin before the runtime's loop turns
+            raise
 
     def _set_timer(self) -> None:
         """After something was left unclaimed. It takes long, so not once for each."""

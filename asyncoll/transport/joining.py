@@ -60,7 +60,8 @@ class Joining:
     def check(self, missing: Callable[[], Sequence[int]], what: str, *, is_told: bool = False) -> None:
         """Call this at least every `pause_s` while ranks are missing. `what` says what they have not done yet.
 
-        Raises PeerLostError if a rank has died, and DeadlineError if the time is up. Says from time to time which
+        Raises PeerLostError if a rank has died, and DeadlineError if the time is up: it names no rank if one has
+        stopped just after all others have heard of it. Says from time to time which
         ranks are missing. With `is_told`, another rank will say how it ends, and may be a little later.
         """
         if self._cancelled:
@@ -115,8 +116,9 @@ class Joining:
         return DeadlineError(self._describe(missing, what), arrived, tuple(missing))
 
     def _describe(self, missing: Sequence[int], what: str) -> str:
-        ranks = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; missing: {ranks} ({what})"
+        ranks = f"missing: rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+        who = ranks if missing else "all ranks have come, but one of them does not go on"
+        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {who} ({what})"
 
     def _waited_s(self) -> float:
         return _now_s() - self._began_s

@@ -33,9 +33,13 @@ def silence(freeze_s: float) -> str:
     return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
-def as_bytes(address: str) -> Any:
-    """For ZeroMQ, which takes any path, but of a str only one in UTF-8. Its annotations do not say so."""
-    return os.fsencode(address)
+def to_zeromq(address: str) -> Any:
+    """`address` as ZeroMQ takes it: a path that is no UTF-8 only in bytes. Its annotations do not say so."""
+    try:
+        address.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(address)
+    return address
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
@@ -138,7 +142,7 @@ class Pulse:
         self._stopped = stopped
         self._has_begun = False
         self._monitor = Monitor(dealer, self._begin, self._end)
-        dealer.connect(as_bytes(address))
+        dealer.connect(to_zeromq(address))
         self._monitor.look()
 
     def _begin(self) -> None:

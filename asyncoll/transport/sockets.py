@@ -27,7 +27,7 @@ from asyncoll.keys import Key
 from asyncoll.transport.addresses import forget, prepare, user_behind
 from asyncoll.transport.curve import gatekeeper, protect_client, protect_server
 from asyncoll.transport.gate import Gatekeeper, Strangers
-from asyncoll.transport.monitor import FREEZE_S, Pulse, as_bytes, bound_address, silence, watch
+from asyncoll.transport.monitor import FREEZE_S, Pulse, bound_address, silence, to_zeromq, watch
 from asyncoll.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -205,7 +205,7 @@ class ServerSocket(_Socket):
                 self._loop.add_reader(self._gatekeeper.fileno(), self._gatekeeper.read)
                 protect_server(self._socket, key)
             try:
-                self._socket.bind(as_bytes(url))
+                self._socket.bind(to_zeromq(url))
             except zmq.ZMQError as error:
                 raise UsageError(f"cannot listen on {url}: {error}") from error
         self.url = bound_address(self._socket)
@@ -318,7 +318,7 @@ class ClientSocket(_Socket):
         self._introduce(self._socket)
         try:
             with prepare(url, has_key=key is not None, listens=False) as self._uid:
-                self._socket.connect(as_bytes(url))
+                self._socket.connect(to_zeromq(url))
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(f"cannot connect to {url}: {error}") from error

@@ -36,7 +36,7 @@ from asyncoll.transport.addresses import check_path, refuses
 from asyncoll.transport.door import Door
 from asyncoll.transport.gate import Strangers
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.monitor import FREEZE_S, Monitor, ProcessWatch, Pulse, as_bytes, bound_address, silence
+from asyncoll.transport.monitor import FREEZE_S, Monitor, ProcessWatch, Pulse, bound_address, silence, to_zeromq
 
 _PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
 _FIRST_MAX = 255  # bytes
@@ -140,7 +140,7 @@ class ZeroMQTransport:
         """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
         self._door.guard(address)
         try:
-            self._router.bind(as_bytes(address))
+            self._router.bind(to_zeromq(address))
         except zmq.ZMQError as error:
             raise UsageError(f"cannot listen on {address}: {error}") from error
         if address.startswith("ipc://"):
@@ -273,7 +273,7 @@ class ZeroMQTransport:
             partial(self._disconnected, rank),
             partial(self._refused, rank, address),
         )
-        dealer.connect(as_bytes(address))
+        dealer.connect(to_zeromq(address))
         peer.monitor.look()
 
     def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
@@ -317,7 +317,7 @@ class ZeroMQTransport:
             peer.ended = True
             # It must not connect again: who has been cut off takes all others for lost, and would tell them.
             with contextlib.suppress(zmq.ZMQError):  # this may be the second time
-                peer.dealer.disconnect(as_bytes(self.peers[rank]))
+                peer.dealer.disconnect(to_zeromq(self.peers[rank]))
             self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its connection closed", 0.0)
 
     def _ended(self, peer: _Peer) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.persistent import Reduction
-from asyncoll.testing.laws.story import Call, Cancelled, Case, Part, Story, draw, take_part
+from asyncoll.testing.laws.story import AlarmError, Call, Cancelled, Case, Part, Story, draw, take_part
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.simulated import Network
 from asyncoll.world import run
@@ -85,6 +85,7 @@ def rank_main() -> None:
     """The program of a rank."""
     kind, seed, folder = sys.argv[1:]
     warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody awaits, as a signal handler has raised
+    sys.unraisablehook = _ignore_alarms
 
     async def main(comm: Communicator) -> tuple[int, Part]:
         return comm.rank, await take_part(comm, _in_real_time(draw(kind, comm.size, int(seed))))
@@ -95,6 +96,12 @@ def rank_main() -> None:
 
 def _record(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.json"
+
+
+def _ignore_alarms(unraisable: Any) -> None:
+    """Of what a signal handler raises in a finalizer nobody hears but the log."""
+    if not isinstance(unraisable.exc_value, AlarmError):
+        sys.__unraisablehook__(unraisable)
 
 
 def write_record(record: Path, part: Part) -> None:
