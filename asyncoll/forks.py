@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
+import io
 import logging
 import os
 import select
@@ -21,7 +23,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,9 +45,10 @@ class Owner(Protocol):
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-_forking = threading.Lock()  # held from before a fork until after it, as the two variables below belong to one fork
-_parent = 0
-_pipe: tuple[int, int] | None = None  # the parent waits until the child has closed it
+_parent = 0  # the process that has registered them
+_forking = threading.RLock()  # held from before a fork until after it, as the pipe belongs to one fork
+_pipe: tuple[io.FileIO, io.FileIO] | None = None  # the parent waits until the child has closed it
+_PATIENCE_S = 10.0  # with another thread that forks
 _open: dict[Identity, list[int]] = {}  # the descriptors of a child, by file
 _given_up: set[int] = set()  # descriptors of a child
 _arrays: dict[int, weakref.ref[Array]] = {}  # those that a child gets copies of, by id
@@ -53,6 +56,8 @@ _arrays: dict[int, weakref.ref[Array]] = {}  # those that a child gets copies of
 
 def register(owner: Owner) -> None:
     """Call `owner.abandon` in every forked child, as long as `owner` exists."""
+    global _parent
+    _parent = os.getpid()
     _owners.add(owner)
 
 
@@ -62,29 +67,47 @@ def unregister(owner: Owner) -> None:
 
 
 def _before() -> None:
-    global _parent, _pipe
-    _forking.acquire()
-    _parent, _pipe = os.getpid(), None
-    if _owners:
+    _to_its_end(_prepare)
+
+
+def _prepare() -> None:
+    global _pipe
+    _forking.acquire(timeout=_PATIENCE_S)
+    if _owners and _pipe is None:
         with contextlib.suppress(OSError):  # too many open files: the parent does not wait
-            _pipe = os.pipe()
+            reader, writer = os.pipe()
+            _pipe = io.FileIO(reader), io.FileIO(writer, "wb")
 
 
 def _after_in_parent() -> None:
-    reader, writer = _pipe or (None, None)
-    if writer is not None:
-        os.close(writer)  # before another thread may fork: its child must not have it
-    _forking.release()
-    if reader is None:
-        return
-    try:
-        os.read(reader, 1)  # the end of the file: the child is done, or it has died, or there was no fork
-    finally:
-        os.close(reader)
+    global _pipe
+    pipe, _pipe = _pipe, None
+    _to_its_end(functools.partial(_await_child, pipe))
+
+
+def _await_child(pipe: tuple[io.FileIO, io.FileIO] | None) -> None:
+    if pipe is not None:
+        pipe[1].close()  # before another thread may fork: its child must not have it
+    with contextlib.suppress(RuntimeError):  # it is this thread's no more
+        while True:
+            _forking.release()
+    if pipe is not None and not pipe[0].closed:
+        pipe[0].read(1)  # the end of the file: the child is done, or it has died, or there was no fork
+        pipe[0].close()
+
+
+def _to_its_end(step: Callable[[], None]) -> None:
+    """Call `step`, again if a signal handler has raised in it: Python ignores what is raised here, and forks."""
+    while True:
+        try:
+            return step()
+        except BaseException as error:
+            logger.debug("an exception came between the steps of a fork", exc_info=error)
 
 
 def _after_in_child() -> None:
-    _forking.release()
+    global _forking, _pipe
+    pipe, _forking, _pipe = _pipe, threading.RLock(), None
     if not _owners:
         return
     _list_descriptors()
@@ -96,8 +119,8 @@ def _after_in_child() -> None:
     _replace(_given_up)
     for done in (_owners, _open, _given_up, _arrays):
         done.clear()
-    for descriptor in _pipe or ():
-        os.close(descriptor)
+    for end in pipe or ():
+        end.close()
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -14,7 +14,8 @@ from _signal import getsignal as _getsignal  # type: ignore[import-not-found]  #
 from collections.abc import Callable
 from typing import Any
 
-_SIGNALS = tuple(int(number) for number in signal.valid_signals())
+# Those of real time are left out: they have no meaning of their own, and would be half of the time.
+_SIGNALS = tuple(int(number) for number in signal.valid_signals() if number < signal.SIGRTMIN)
 # The handlers of event loops only make a note, and asyncio's for SIGINT cancels the main task the first time.
 _LOOPS = ("asyncio.", "uvloop.")
 

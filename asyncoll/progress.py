@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
-from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -37,7 +36,7 @@ SWITCH_INTERVAL_S = 0.0005
 # done meanwhile.
 TAKEOVER_S = 0.0005
 
-_AGAIN_S = 0.01  # between two attempts to wake a caller in whose thread signal handlers may raise
+_AGAIN_S = 0.01  # between two attempts to wake a caller, or to see what it waits for, if signal handlers may raise
 _ENDING_S = 1.0  # for work that is cancelled at the end and waits for peers to leave its memory, which may be dead
 _abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: loops of its parent's runtime
 
@@ -73,13 +72,8 @@ class Runner(Protocol):
         """Call `what` on the runtime's loop, soon."""
 
 
-class _Begun(Coroutine[Any, Any, T]):
-    """What waits for work that has begun.
-
-    A task that is cancelled before its first step throws a plain coroutine away. This one takes the step first, so that
-    the work hears of it and lets go of the caller's memory. If nobody ever awaits it, the work runs to its end, and its
-    answer is discarded: on the runtime's loop, as an object may end anywhere.
-    """
+class _Awaited(Coroutine[Any, Any, T]):
+    """The coroutine that a caller gets for work that has begun."""
 
     def __init__(
         self,
@@ -87,30 +81,53 @@ class _Begun(Coroutine[Any, Any, T]):
         discarded: Callable[[], None],
         runtime_loop: asyncio.AbstractEventLoop,
     ) -> None:
+        """`waiting` waits for the work; `discarded` is called if nobody gets its answer."""
         self._discarded = discarded
         self._runtime_loop = runtime_loop
-        self._waiting = waiting  # last: `__del__` may be called of what a signal handler has interrupted here
+        self._waiting = waiting
 
     def __await__(self) -> Generator[Any, None, T]:
-        return (yield from self._waiting.__await__())  # a generator keeps this object until its end
+        return self._waiting.__await__()
 
     def send(self, value: Any) -> Any:
         return self._waiting.send(value)
 
     def throw(self, error: Any, *more: Any) -> Any:
-        if getcoroutinestate(self._waiting) == CORO_CREATED:
-            try:
-                self._waiting.send(None)
-            except StopIteration:  # the answer was there, and nobody gets it
-                self._discarded()
-                raise error from None
         return self._waiting.throw(error, *more)
 
     def close(self) -> None:
         self._waiting.close()
 
+
+class _Begun(_Awaited[T]):
+    """The same before its first step.
+
+    A task that is cancelled before its first step throws a plain coroutine away. This one takes the step first, so that
+    the work hears of it and lets go of the caller's memory. If the object ends without a step, nobody will get the
+    answer, and it is discarded once the work is over. That is done on the runtime's loop, because objects may end in
+    any thread, and while that has a lock. After the first step the object has no finalizer any more: each call would
+    run it in the caller's thread, and an exception that a signal handler raises in a finalizer is lost.
+    """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self.__class__ = _Awaited  # type: ignore[assignment]
+        return self._waiting.__await__()
+
+    def send(self, value: Any) -> Any:
+        self.__class__ = _Awaited  # type: ignore[assignment]
+        return self._waiting.send(value)
+
+    def throw(self, error: Any, *more: Any) -> Any:
+        self.__class__ = _Awaited  # type: ignore[assignment]
+        try:
+            self._waiting.send(None)
+        except StopIteration:  # the answer was there, and nobody gets it
+            self._discarded()
+            raise error from None
+        return self._waiting.throw(error, *more)
+
     def __del__(self) -> None:
-        if hasattr(self, "_waiting") and getcoroutinestate(self._waiting) == CORO_CREATED:
+        if hasattr(self, "_waiting"):  # or a signal handler has raised while it was made
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 
@@ -270,8 +287,8 @@ async def _cancel_the_rest() -> None:
 class _Crossing:
     """One piece of work on the runtime's loop, and its outcome on the caller's.
 
-    Signal handlers may raise in the caller's thread at any step. So nothing depends on a step there that is made once:
-    what wakes the caller is repeated until it has run to its end.
+    Signal handlers may raise in the caller's thread, also in the callback that wakes the caller. So the runtime repeats
+    that callback until it has run to its end, as long as the world is open. A caller that gives up does not rely on it.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop | None = None) -> None:
@@ -290,7 +307,7 @@ class _Crossing:
         try:
             return await self._outcome
         except BaseException as error:
-            if self._is_told and not self._outcome.cancelled() and error is self._outcome.exception():
+            if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
             if not self._there.is_closed() and self._there not in _abandoned:  # or the runtime has ended with its work
                 self._there.call_soon_threadsafe(self._cancel)
@@ -301,10 +318,13 @@ class _Crossing:
 
     async def _ended(self) -> None:
         """Wait until the work is over, however often the waiter is interrupted."""
-        while not self._is_told:
+        while not self._is_over():
             self._end = self._here.create_future()
             with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self._end
+                await asyncio.wait([self._end], timeout=_AGAIN_S)
+
+    def _is_over(self) -> bool:
+        return self._is_told or self._there.is_closed() or (self._task is not None and self._task.done())
 
     def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:
         """On the runtime's loop."""
@@ -335,9 +355,9 @@ class _Crossing:
             outcome.exception()  # mark it as seen: the caller may have been cancelled
         else:
             outcome.set_result(task.result())
-        self._is_told = True
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
+        self._is_told = True  # last: a signal handler may raise before
 
 
 async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:
