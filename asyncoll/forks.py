@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import io
 import logging
 import os
@@ -23,7 +22,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +66,22 @@ def unregister(owner: Owner) -> None:
 
 
 def _before() -> None:
-    _to_its_end(_prepare)
+    """Signal handlers may raise in it. Python ignores that, and forks; so it is repeated, as is `_after_in_parent`."""
+    while True:
+        try:
+            return _prepare()
+        except BaseException:
+            continue
+
+
+def _after_in_parent() -> None:
+    global _pipe
+    pipe, _pipe = _pipe, None
+    while True:
+        try:
+            return _await_child(pipe)
+        except BaseException:
+            continue
 
 
 def _prepare() -> None:
@@ -75,14 +89,12 @@ def _prepare() -> None:
     _forking.acquire(timeout=_PATIENCE_S)
     if _owners and _pipe is None:
         with contextlib.suppress(OSError):  # too many open files: the parent does not wait
-            reader, writer = os.pipe()
-            _pipe = io.FileIO(reader), io.FileIO(writer, "wb")
+            _pipe = _files(*os.pipe())
 
 
-def _after_in_parent() -> None:
-    global _pipe
-    pipe, _pipe = _pipe, None
-    _to_its_end(functools.partial(_await_child, pipe))
+def _files(reader: int, writer: int) -> tuple[io.FileIO, io.FileIO]:
+    """As objects, whose closing may be repeated, and that close themselves if they are lost."""
+    return io.FileIO(reader), io.FileIO(writer, "wb")
 
 
 def _await_child(pipe: tuple[io.FileIO, io.FileIO] | None) -> None:
@@ -94,15 +106,6 @@ def _await_child(pipe: tuple[io.FileIO, io.FileIO] | None) -> None:
     if pipe is not None and not pipe[0].closed:
         pipe[0].read(1)  # the end of the file: the child is done, or it has died, or there was no fork
         pipe[0].close()
-
-
-def _to_its_end(step: Callable[[], None]) -> None:
-    """Call `step`, again if a signal handler has raised in it: Python ignores what is raised here, and forks."""
-    while True:
-        try:
-            return step()
-        except BaseException as error:
-            logger.debug("an exception came between the steps of a fork", exc_info=error)
 
 
 def _after_in_child() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S
 
+from asyncoll import forks, progress
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.interruption import handlers_may_raise, may_interrupt
 from asyncoll.persistent import Receipt
@@ -118,6 +120,77 @@ def test_an_error_of_the_library_in_a_section_changes_nothing():
             raise UsageError("as intended")
         with theirs.board(1, 4) as board:
             board.words[0] = 1
+
+
+# -- wake-ups and forks ----------------------------------------------------------------------------
+
+
+def test_a_caller_that_gives_up_ends_although_its_wake_up_is_lost(monkeypatch):
+    """As when a signal handler raises in the callback, and the runtime stops before it has repeated it."""
+
+    def lost(*_):
+        raise AlarmError
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        monkeypatch.setattr(progress._Crossing, "_settle", lost)
+        is_done = threading.Event()
+
+        async def work() -> None:
+            is_done.set()
+
+        thread = progress.ProgressThread()
+        call = asyncio.ensure_future(thread.start(work()))
+        await asyncio.to_thread(is_done.wait, PATIENCE_S)
+        thread.stop()
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+class Strike:
+    """Raises AlarmError at the so many-th line of what the hooks of `forks` do in this thread."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame, event, _):
+        if event == "line" and frame.f_code in (forks._prepare.__code__, forks._await_child.__code__):
+            self.left -= 1
+            if self.left == 0:
+                raise AlarmError
+        return self
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("hook", [forks._before, forks._after_in_parent])
+def test_an_exception_in_a_hook_of_forks_leaves_no_lock_and_no_pipe(hook):
+    class Owner:
+        def abandon(self, parent):
+            pass
+
+    owner, line, is_struck, before = Owner(), 0, True, len(os.listdir("/proc/self/fd"))
+    forks.register(owner)
+    outer = sys.gettrace()
+    while is_struck:
+        line += 1
+        strike = Strike(line)
+        for step in (forks._before, forks._after_in_parent):
+            sys.settrace(strike if step is hook else outer)
+            step()
+            sys.settrace(outer)
+        is_struck = strike.left <= 0
+        with ThreadPoolExecutor(1) as pool:  # which may fork now
+            assert pool.submit(forks._forking.acquire, timeout=0).result()
+            pool.submit(forks._forking.release).result()
+    forks.unregister(owner)
+    forks._before()
+    forks._after_in_parent()
+    assert line > 3
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # -- who may be interrupted ------------------------------------------------------------------------
