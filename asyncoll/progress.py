@@ -139,14 +139,22 @@ class SharedLoop:
         self.home = asyncio.get_running_loop()
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        loop = asyncio.get_running_loop()
-        return _Begun(_join(loop.create_task(work), discarded), discarded, loop)
+        if asyncio.get_running_loop() is not self.home:
+            return _crossed(self.home, work, discarded)
+        return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
-        what()
+        try:
+            is_home = asyncio.get_running_loop() is self.home
+        except RuntimeError:
+            is_home = False
+        if is_home:
+            what()
+        else:
+            self.home.call_soon_threadsafe(what)
 
 
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
@@ -199,10 +207,7 @@ class ProgressThread:
         forks.register(self)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        crossing = _Crossing(self._loop)
-        begun = _Begun(crossing.outcome(discarded), discarded, self._loop)
-        crossing.begin(work)
-        return begun
+        return _crossed(self._loop, work, discarded)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         if may_interrupt():
@@ -358,6 +363,16 @@ class _Crossing:
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         self._is_told = True  # last: a signal handler may raise before
+
+
+def _crossed(
+    there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], discarded: Callable[[], None]
+) -> Coroutine[Any, Any, T]:
+    """Start `work` on the loop `there`; the coroutine that is returned waits for it on the one that runs here."""
+    crossing = _Crossing(there)
+    begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded, there)
+    crossing.begin(work)
+    return begun
 
 
 async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncoll import UsageError, offload
+from asyncoll import UsageError, connect, offload
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 
 
@@ -90,3 +90,17 @@ def test_faults_must_name_ranks_of_the_world():
         simulate(2, total, Network(faults=[Pause(2, at_s=0, duration_s=1)]))
     with pytest.raises(UsageError, match="latency"):
         Network(latency_s=-1)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce"])
+def test_in_a_world_of_one_calls_may_be_made_on_a_loop_in_another_thread(call):
+    async def main():
+        async with connect() as comm:
+
+            async def elsewhere():
+                return await getattr(comm, call)(np.ones(3))
+
+            await asyncio.to_thread(asyncio.run, elsewhere())
+            return await getattr(comm, call)(np.ones(3))
+
+    assert asyncio.run(main()) is not None
