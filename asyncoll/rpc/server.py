@@ -30,6 +30,7 @@ from asyncoll.tensors import Array
 
 _CALLS_MAX = 2 * protocol.CALLS_MAX  # here: a peer that has been answered calls again, before that call is over here
 _ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)
+_ENDING_S = 1.0  # between the end of a program's tasks and that of its world
 _AHEAD_BYTES = 1 << 23  # of a stream's items that have not been taken
 depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)  # how many calls wait for this code
 logger = logging.getLogger("asyncoll")
@@ -87,6 +88,8 @@ class Server:
         self._context.run(lift)
         self._loop = asyncio.get_running_loop()
         self._closed = False
+        self._closing = asyncio.Event()
+        self._given_up: set[tuple[int, int]] = set()  # calls that their callers have cancelled
         self._threads: ThreadPoolExecutor | None = None
         self._in_threads: set[object] = set()  # what runs there; each thread removes its own
 
@@ -110,6 +113,7 @@ class Server:
         """Its caller does not wait any more. Answered in any case: the call may never have come, or be over."""
         task = self._tasks.get((peer, call))
         if task is not None:
+            self._given_up.add((peer, call))
             task.cancel()
         elif self._answering[peer] >= _ANSWERS_MAX:
             raise ProtocolError(f"more than {_ANSWERS_MAX} calls given up that nobody has heard of")
@@ -145,6 +149,7 @@ class Server:
     def stop(self) -> None:
         """Cancel everything that runs, and answer nobody any more. Idempotent."""
         self._closed = True
+        self._closing.set()
         for task in self._tasks.values():
             task.cancel()
 
@@ -161,6 +166,7 @@ class Server:
     def _ended(self, key: tuple[int, int], level: tuple[int, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]
         self._notified.discard(key)
+        self._given_up.discard(key)
         self._streams.pop(key, None)
         self._counts[level] -= 1
         if not self._counts[level]:
@@ -184,9 +190,20 @@ class Server:
         try:
             body, out = await self._outcome(peer, message, *understood)
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # to exit is not up to a caller
+            await self._outlast_the_end(peer, message.call)
             await self._fail(peer, message, error)
         else:
             await self._send(peer, RESULT, message.call, body, out)
+
+    async def _outlast_the_end(self, peer: int, call: int) -> None:
+        """If neither the caller nor the function has cancelled the call, the program of this rank is probably ending.
+
+        Then the caller hears of that. An answer before would be taken for the function's own, and name another cause.
+        """
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() and (peer, call) not in self._given_up:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _ENDING_S)
 
     async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
         if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
