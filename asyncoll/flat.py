@@ -100,8 +100,8 @@ class Flat:
         for parameter in self._model.parameters():  # as in `flatten`; a model may define `named_parameters` otherwise
             if id(parameter) not in flattened:
                 raise UsageError(
-                    f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or replaced, after "
-                    "it was flattened: flatten the model again, and give the optimizer its parameters"
+                    f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or "
+                    "replaced, after it was flattened: flatten the model again, and give the optimizer its parameters"
                 )
         self._found = found  # parameters were taken away, or moved within the model
 
