@@ -30,8 +30,8 @@ class Flat:
     are there once.
 
     Reading either tensor checks that the model still uses it. It raises `UsageError` if something replaced a
-    view, or if the model has a parameter that was not flattened (a new head, `load_state_dict(assign=True)`) or
-    was frozen then: no reduction would reach it, and replicas would silently differ.
+    view (`model.to` another dtype, `zero_grad()`), or if the model has a parameter that was not flattened (a new head,
+    `load_state_dict(assign=True)`) or was frozen then: no reduction would reach it, and replicas would silently differ.
     """
 
     def __init__(self, model: nn.Module, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
@@ -48,18 +48,13 @@ class Flat:
             parameter.data = view
             parameter.grad = None
         for parameter, view in self._gradient_views:
-            parameter.grad = view
+            # An alias of the view, as `model.to` changes the very tensor object that `grad` holds.
+            parameter.grad = view.detach()
 
     @property
     def parameters(self) -> Tensor:
         """All parameters, one-dimensional; writing into it changes the model."""
         self._check_model()
-        for parameter, view in self._data_views:
-            if not _same_memory(parameter.data, view):
-                raise UsageError(
-                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: "
-                    "move or convert the model (model.to, model.half, ...) first and flatten it afterwards"
-                )
         return self._parameters
 
     @property
@@ -80,21 +75,33 @@ class Flat:
 
     def _check_model(self) -> None:
         """Raise UsageError if the model has parameters that are not, or not fully, in the flat tensors."""
+        self._check_trained()
+        self._check_found()
+        for parameter, view in self._data_views:
+            if not _same_memory(parameter, view):
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: move or convert the "
+                    "model (model.to, model.half, ...) first, and flatten the model again after a change"
+                )
+
+    def _check_trained(self) -> None:
         for parameter in self._frozen:
             if parameter.requires_grad or parameter.grad is not None:
                 raise UsageError(
                     f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
                     "is trained now: flatten the model again after unfreezing"
                 )
+
+    def _check_found(self) -> None:
         found = _found(self._model)
         if len(found) == len(self._found) and all(map(operator.is_, found, self._found)):
             return
         flattened = {id(parameter) for parameter, _ in self._data_views}
-        for name, parameter in self._model.named_parameters():
+        for parameter in self._model.parameters():  # as in `flatten`; a model may define `named_parameters` otherwise
             if id(parameter) not in flattened:
                 raise UsageError(
-                    f"the parameter {name} of shape {_shape(parameter)} was added to the model, or replaced, after it "
-                    "was flattened: flatten the model again, and give the optimizer its parameters"
+                    f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or "
+                    "replaced, after it was flattened: flatten the model again, and give the optimizer its parameters"
                 )
         self._found = found  # parameters were taken away, or moved within the model
 
@@ -161,6 +168,13 @@ def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Pa
 
 def _same_memory(tensor: Tensor, view: Tensor) -> bool:
     return tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype
+
+
+def _named(model: nn.Module, parameter: nn.Parameter) -> str:
+    for name, candidate in model.named_parameters():
+        if candidate is parameter:
+            return f"the parameter {name}"
+    return "a parameter"
 
 
 def _shape(parameter: nn.Parameter) -> str:

@@ -126,7 +126,36 @@ def unfrozen(model: nn.Module) -> None:
     model[0].requires_grad_(True)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("change", [assign, new_head, new_layer, new_parameter, unfrozen])
+def double(model: nn.Module) -> None:
+    model.double()
+
+
+def half(model: nn.Module) -> None:
+    model.to(torch.float16)
+
+
+def half_and_back(model: nn.Module) -> None:
+    model.half().float()
+
+
+def double_by_swapping(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def new_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+CHANGES = [assign, new_head, new_layer, new_parameter, unfrozen]
+CHANGES += [double, half, half_and_back, double_by_swapping, new_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("tensor", ["parameters", "gradients"])
 def test_a_parameter_that_no_reduction_would_reach_is_noticed(tensor: str, change: Callable[[nn.Module], None]) -> None:
     model = perceptron()
@@ -172,6 +201,27 @@ def test_a_model_says_itself_what_its_parameters_are() -> None:
         _ = flat.parameters
 
 
+class Adapting(nn.Module):
+    """Trains a part of itself, as `Adapter` does, but says so in `parameters` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.head.parameters(recurse)
+
+
+def test_a_model_that_overrides_parameters_alone_may_replace_the_others() -> None:
+    model = Adapting()
+    flat = flatten(model)
+    model.base = nn.Linear(3, 4)
+    assert flat.parameters.numel() == flat.gradients.numel() == 4 * 2 + 2
+    model.head = nn.Linear(4, 2)
+    with pytest.raises(UsageError, match=r"head.weight of shape \(2, 4\) was added to the model, or replaced"):
+        _ = flat.parameters
+
+
 def test_a_replaced_gradient_is_noticed() -> None:
     model = perceptron()
     flat = flatten(model)
@@ -185,12 +235,13 @@ def test_a_replaced_gradient_is_noticed() -> None:
         flat.zero_gradients()
 
 
-def test_a_converted_model_is_noticed() -> None:
+def test_a_conversion_that_changes_nothing_is_accepted() -> None:
     model = perceptron()
     flat = flatten(model)
-    model.double()
-    with pytest.raises(UsageError, match="flatten it afterwards"):
-        _ = flat.parameters
+    model.float().to("cpu").to(torch.float32)
+    backward(model)
+    assert flat.gradients.any()
+    assert flat.parameters.any()
 
 
 def test_flattening_again_starts_over() -> None:

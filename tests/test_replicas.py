@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import PATIENCE_S, SIZES
@@ -358,6 +359,114 @@ def test_a_state_that_cannot_be_sent_is_an_error_that_names_it() -> None:
 
     with pytest.raises(asyncoll.UsageError, match="SGD keeps 'plan' as a object"):
         run_ranks(2, main)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an entry of the state that belongs to no parameter; the learning rate follows the count."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = self.state["global"]
+        kept["steps"] = kept.get("steps", torch.tensor(0)) + 1
+        self.param_groups[0]["lr"] = 0.1 / int(kept["steps"])
+        super().step(closure)
+
+
+@pytest.mark.parametrize("loaded", [0, 1])
+@pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
+def test_a_state_of_no_parameter_is_rank_0s(trainer: str, loaded: int) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[State, int]:
+        model = Mixed()
+        optimizer = Counting(model.parameters(), momentum=0.9)
+        if comm.rank == loaded:
+            for _ in range(7):
+                optimizer.step()
+        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
+            pass
+        return parameters(model), int(optimizer.state["global"]["steps"])
+
+    results = simulate(3, main).results
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == (7 + ROUNDS if loaded == 0 else ROUNDS)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trained_tensor_outside_of_the_model_is_an_error(trainer: str) -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = Mixed()
+        scale = torch.nn.Parameter(torch.ones(1, 2))
+        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": scale}], lr=0.1)
+        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=1):
+            pass
+
+    words = r"parameter group 1 of the optimizer has a tensor of shape \[1, 2\] that is no parameter of the model"
+    with pytest.raises(asyncoll.UsageError, match=words):
+        run_ranks(2, main)
+
+
+class Channels(torch.nn.Module):
+    """A convolution in channels_last order, which flattening makes contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(x)
+
+
+@pytest.mark.parametrize("loaded", [0, 1])
+@pytest.mark.parametrize(
+    "optimizing",
+    [
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
+    ],
+    ids=["adam", "momentum"],
+)
+def test_a_fused_optimizer_loaded_for_another_memory_format_steps_as_a_plain_one(
+    optimizing: Optimizing, loaded: int
+) -> None:
+    def trained(is_fused: bool) -> list[torch.Tensor]:
+        async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Channels()
+            optimizer = optimizing(model)
+            optimizer.param_groups[0]["fused"] = is_fused
+
+            async def gradient(round_: int) -> None:
+                model(torch.randn(3, 2, 4, 4)).square().mean().backward()
+
+            if comm.rank == loaded:
+                for _ in range(3):
+                    await gradient(0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            torch.manual_seed(1)
+            async for _ in allreduce_sgd(comm, model, optimizer, gradient, rounds=2):
+                pass
+            return model.convolution.weight.detach().clone()
+
+        return simulate(2, main).results
+
+    fused, plain = trained(True), trained(False)
+    assert bits(fused[0]) == bits(fused[1])
+    torch.testing.assert_close(fused[0], plain[0])
+
+
+def test_numpy_numbers_keep_their_type() -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[str, str]:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float32(0.1 + comm.rank))
+        if comm.rank == 0:
+            numbers = [numpy.int64(-3), numpy.uint8(7), numpy.float16(0.1), numpy.float64(0.1), numpy.bool_(True)]
+            optimizer.state[model.weight] = {"numbers": numbers, numpy.int32(5): numpy.float64("inf")}
+        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=0):
+            pass
+        return repr(optimizer.state[model.weight]), repr(optimizer.param_groups[0]["lr"])
+
+    results = run_ranks(3, main)
+    assert results == [results[0]] * 3
+    assert results[0][1] == repr(numpy.float32(0.1))
 
 
 def test_numbers_lists_and_tensors_of_any_kind_are_shared() -> None:

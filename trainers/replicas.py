@@ -3,8 +3,9 @@
 Every trainer treats the parts of a model, and the optimizer, by the same rules:
 
 - Start: all ranks take rank 0's parameters, buffers and optimizer (its state, and the hyper-parameters in its
-  `param_groups`), to the bit. So it is enough that rank 0 loads a checkpoint.
-- Frozen parameters (`requires_grad` False) are not touched after that.
+  `param_groups`), to the bit. So it is enough that rank 0 loads the model's and the optimizer's checkpoint. A
+  learning-rate scheduler is not part of the optimizer: if its state is loaded, it must be loaded at every rank.
+- Parameters that are frozen (`requires_grad` False) at the start are not touched after that.
 - Buffers, such as the statistics of BatchNorm, of all dtypes: while a rank trains, they follow its own batches. At the
   end, and wherever a trainer waits for all ranks and makes their parameters equal, all ranks take rank 0's, to the bit,
   as in torch's DistributedDataParallel. They are not averaged: no integer has an average, (c + c + c) / 3 may differ
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,9 +31,12 @@ async def share(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: 
     """Flatten the model, and give every rank the model and the optimizer of rank 0, to the bit.
 
     Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer is of
-    another type or has other parameter groups; and if the optimizer keeps a state that cannot be sent.
+    another type or has other parameter groups; and if the optimizer trains a tensor outside of the model, or keeps a
+    state that cannot be sent.
     """
+    _check_trained(model, optimizer)
     flat = asyncoll.flatten(model)
+    _make_contiguous(optimizer)
     await _check_same(comm, model, optimizer)
     await comm.broadcast(flat.parameters)
     await share_buffers(comm, model)
@@ -91,6 +96,32 @@ async def resynchronise(
     await _share_optimizer(comm, optimizer, root=source)
 
 
+def _check_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if the optimizer trains a tensor that no rank shares."""
+    known = set(model.parameters())
+    for place, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if tensor.requires_grad and tensor not in known:
+                raise asyncoll.UsageError(
+                    f"parameter group {place} of the optimizer has a tensor of shape {list(tensor.shape)} that is no "
+                    "parameter of the model, so that ranks would not share it: register it in the model as a parameter"
+                )
+
+
+def _make_contiguous(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of a flattened parameter the parameter's strides.
+
+    A state made before the model was flattened may be in another memory format. Fused optimizers pair the elements of a
+    parameter and of its state by their places in memory.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.layout == torch.strided:
+                    state[name] = value.contiguous()  # the tensor itself where nothing has to change
+
+
 async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = {"the optimizer": type(optimizer).__name__}
@@ -123,10 +154,11 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     tensors: list[Tensor] = []
-    described: dict[str, list[dict[str, Any]]] = {"groups": [], "states": []}
+    described: dict[str, list[Any]] = {"groups": [], "states": [], "others": []}
     if comm.rank == root:
         described["groups"] = [_options(group, tensors) for group in groups]
-        described["states"] = [_state(optimizer, parameter, tensors) for parameter in parameters]
+        described["states"] = [_items(optimizer, optimizer.state.get(p, {}), tensors) for p in parameters]
+        described["others"] = _items(optimizer, _others(optimizer), tensors)
     described, _ = await _from_root(comm, described, _NOTHING, root)
     if comm.rank != root:
         for group, options in zip(groups, described["groups"], strict=True):
@@ -137,8 +169,11 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
         for parameter, state in zip(parameters, described["states"], strict=True):
             own = optimizer.state.pop(parameter, {})
             if state:  # some optimizers begin a state only where there is no entry
-                values = {name: _decoded(value, own.get(name), tensors) for name, value in state.items()}
-                optimizer.state[parameter] = values
+                optimizer.state[parameter] = _decoded_items(state, own, tensors)
+        own = _others(optimizer)
+        for key in own:
+            del optimizer.state[key]
+        optimizer.state.update(_decoded_items(described["others"], own, tensors))
     for tensor in tensors:
         await comm.broadcast(tensor, root=root)
 
@@ -157,17 +192,30 @@ def _options(group: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     return options
 
 
-def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: list[Tensor]) -> dict[str, Any]:
-    state = {}
-    for name, value in optimizer.state.get(parameter, {}).items():
+def _others(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """The entries of the state that belong to no parameter, such as a count of steps."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _items(optimizer: torch.optim.Optimizer, state: dict[Any, Any], tensors: list[Tensor]) -> list[list[Any]]:
+    items = []
+    for name, value in state.items():
         try:
-            state[name] = _encoded(value, tensors)
+            items.append([_encoded(name, tensors), _encoded(value, tensors)])
         except TypeError as error:
             raise asyncoll.UsageError(
                 f"{type(optimizer).__name__} keeps {name!r} as a {type(value).__name__}, which cannot be sent to other "
                 "ranks: use an optimizer whose state is tensors, numbers, strings, and lists, tuples and dicts of them"
             ) from error
-    return state
+    return items
+
+
+def _decoded_items(items: list[list[Any]], own: dict[Any, Any], tensors: list[Tensor]) -> dict[Any, Any]:
+    values = {}
+    for item, value in items:
+        name = _decoded(item, None, tensors)
+        values[name] = _decoded(value, own.get(name), tensors)
+    return values
 
 
 def _encoded(value: Any, tensors: list[Tensor]) -> Any:
@@ -179,6 +227,8 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
         return {type(value).__name__: [_encoded(item, tensors) for item in value]}
     if type(value) is dict:
         return {"dict": [[_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {"numpy": [value.dtype.str, value.item()]}  # its type stays, as float64 and float32 round differently
     if isinstance(value, _PLAIN):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be sent")
@@ -196,6 +246,8 @@ def _decoded(value: Any, own: Any, tensors: list[Tensor]) -> Any:
         fits = isinstance(own, Tensor) and own.dtype == dtype and list(own.shape) == shape
         tensors.append(own if fits else torch.empty(shape, dtype=dtype))
         return tensors[-1]
+    if kind == "numpy":
+        return numpy.dtype(content[0]).type(content[1])
     if kind == "dict":
         return {_decoded(key, None, tensors): _decoded(item, None, tensors) for key, item in content}
     items = [_decoded(item, None, tensors) for item in content]
