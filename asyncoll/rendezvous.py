@@ -25,7 +25,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,12 +34,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from asyncoll.errors import DeadlineError, PeerLostError, ProtocolError, ServiceLostError, UsageError
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, ProtocolError, ServiceLostError, UsageError
 from asyncoll.keys import KEY_FILE, Key, check_folder, read_key
 from asyncoll.processes import allow_files
 from asyncoll.transport import Transport
 from asyncoll.transport.arena import HostArena
-from asyncoll.transport.handover import ArenaUnavailable, join
+from asyncoll.transport.handover import GIVEN_UP, ArenaUnavailable, join
 from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.monitor import FREEZE_S
 from asyncoll.transport.split import SplitTransport
@@ -49,7 +49,8 @@ TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages 
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
 _PROBE_S = 1.0  # for the host of the store to take a connection
 _REASON_CHARACTERS = 200
-_FAREWELL_S = 1.0  # for the other ranks to read in the store of rank 0 why it ends
+_TELLING_S = 2.0  # to tell in the store why this rank gives up
+_FAREWELL_S = 10.0  # for the other ranks to read in the store of rank 0 why it ends; they may wait for a processor
 _FILES, _FILES_PER_RANK, _FILES_PER_HOST = 60, 11, 17  # open in a rank: at least, for each rank, if hosts have a key
 _DEADLINE_S = 1800.0
 _FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # what ZeroMQ counts in whole ms, and in 32 bits
@@ -245,6 +246,8 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Mee
     with contextlib.ExitStack() as undo:
         board = _enter_store(environment, joining, key or Key(b""), turn)
         undo.push(board.close)
+        folders = undo.enter_context(contextlib.ExitStack())
+        undo.push(board.warn)  # first: a rank that finds no folder any more finds in the store why
         session = board.begin_session()
         hosts = board.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
         if len(modes := {mode for _, _, mode in hosts}) > 1:
@@ -264,11 +267,12 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Mee
             beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
         if rank == neighbours[0]:
             made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
-            undo.callback(shutil.rmtree, made, ignore_errors=True)
+            folders.callback(shutil.rmtree, made, ignore_errors=True)
             board.post("folder", made)
         folder = Path(*board.look("folder", neighbours[0], 1))
-        check_folder(folder)
-        messages.bind(ipc_address(folder, rank))
+        with _blames_owner(folder, neighbours[0], joining):
+            check_folder(folder)
+            messages.bind(ipc_address(folder, rank))
         arena = _share_memory(environment, folder, neighbours, joining)
         with contextlib.ExitStack() as undo_arena:
             if arena is not None:
@@ -290,6 +294,18 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Mee
         return Meeting(transport, arena, names, undo.pop_all())
 
 
+@contextlib.contextmanager
+def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
+    """Raises PeerLostError where an error has come because `owner` has given up and removed the folder."""
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        if folder.exists():
+            raise
+        joining.check(lambda: [owner], "whose folder of sockets is gone")
+        raise PeerLostError(owner, GIVEN_UP) from error
+
+
 def _has_two_streams(environment: Environment, tcp: str) -> bool:
     return bool(tcp and environment.key_file) and environment.encrypt == "control"
 
@@ -309,6 +325,7 @@ class _Board:
         self._joining = joining
         self._serves = serves
         self._is_gone = False
+        self._has_told = False
 
     def await_rank_0(self) -> None:
         """Until rank 0 has begun to join this very world. Raises PeerLostError if the store ends before."""
@@ -346,30 +363,31 @@ class _Board:
         self._await(topic, range(self._size))
         return [self.look(topic, peer, len(texts)) for peer in range(self._size)]
 
-    def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave the store. If `error` says which ranks are missing, the other ranks hear of it first.
+    def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """If `error` says which ranks are missing, tell the other ranks.
 
         Raises what another rank has said before instead: its death, say, has been noticed because it has given up.
         """
-        told: list[PeerLostError | DeadlineError] = []
+        told: list[AsyncollError] = []
         if isinstance(error, PeerLostError | DeadlineError) and not self._is_gone:
             # In a thread that is left behind where it takes too long: the process of the store may be stopped.
             telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
             telling.start()
-            telling.join(2 * _FAREWELL_S)
-        del self._store
+            telling.join(_TELLING_S)
         if told:
             raise told[0] from error
 
+    def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the store. That of rank 0 ends with it, so rank 0 waits until the others have read why it gives up."""
+        if self._serves and self._rank == 0 and self._has_told:
+            with contextlib.suppress(RuntimeError):
+                self._await_told(getattr(error, "missing", None) or [getattr(error, "rank", 0)])
+        del self._store
+
     # -- how it ends ------------------------------------------------------------------------------
 
-    def _tell(
-        self, store: _Store, error: PeerLostError | DeadlineError, told: list[PeerLostError | DeadlineError]
-    ) -> None:
-        """All others, or add to `told` what another rank has told before.
-
-        The store of rank 0 ends with it, so rank 0 waits until they have read why.
-        """
+    def _tell(self, store: _Store, error: PeerLostError | DeadlineError, told: list[AsyncollError]) -> None:
+        """All others, or add to `told` what another rank has told before."""
         failed = f"{self._prefix}/failed"
         if isinstance(error, PeerLostError):
             words = ["lost", error.cause, str(error.rank)]
@@ -382,14 +400,15 @@ class _Board:
             if first is not None and first != words:
                 told.append(self._error_of(first))
             store.set(self._place("told", self._rank), b"")
-            if self._serves and self._rank == 0:
-                self._await_told(store)
+            self._has_told = True
 
-    def _await_told(self, store: _Store) -> None:
+    def _await_told(self, lost: Sequence[int]) -> None:
+        """Until all ranks in the store but the `lost` ones have read what has failed."""
         ends_s = time.monotonic() + _FAREWELL_S  # noqa: TID251 (no loop waits for it)
-        here = [rank for rank in range(1, self._size) if store.check([self._place("nonce", rank)])]
+        others = set(range(1, self._size)).difference(lost)
+        here = [rank for rank in others if self._store.check([self._place("nonce", rank)])]
         told = [self._place("told", rank) for rank in here]
-        while told and time.monotonic() < ends_s and not store.check(told):  # noqa: TID251
+        while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
             time.sleep(self._joining.pause_s)  # noqa: TID251
 
     def _check_told(self) -> None:
@@ -400,7 +419,7 @@ class _Board:
         if (words := self._read(place, self._first_key)) is not None:  # else somebody else writes in this store
             raise self._error_of(words)
 
-    def _error_of(self, words: list[str]) -> PeerLostError | DeadlineError:
+    def _error_of(self, words: list[str]) -> AsyncollError:
         if len(words) != 3:
             raise UsageError("somebody else writes in the store of this job")
         kind, text, listed = words

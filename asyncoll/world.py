@@ -235,9 +235,11 @@ class World:
                 self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
             await self._meet()  # after it everybody is connected to everybody
         except BaseException as error:
-            self._tell_of(error)
-            await self._endpoint.close(flush=self._failed())
-            await self._let_go()
+            try:
+                self._tell_of(error)
+            finally:
+                await self._endpoint.close(flush=self._failed())
+                await self._let_go()
             raise
         self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts, rpcs=[])
         return self._comm

@@ -43,7 +43,8 @@ def assert_named(cases, error, names):
         for rank, end in enumerate(ends):
             if rank != int(faulty):
                 assert end["said"], (case, rank, end["wrote"])
-                assert (end["said"]["error"], names(end["said"])) == (error, int(faulty)), (case, rank, end)
+                assert end["said"].get("error") == error, (case, rank, end)
+                assert names(end["said"]) == int(faulty), (case, rank, end)
 
 
 def faults(kind, phases, **more):
@@ -55,10 +56,18 @@ def faults(kind, phases, **more):
 def test_a_rank_that_dies_while_it_joins_is_named(place):
     cases = {
         "memory": faults("dies", [(0, "listen"), (0, "barrier"), (2, "host"), (2, "connect"), (2, "collect")])
+        + faults("dies", [(0, "lock")], first=0)
+        + faults("dies", [(2, "lock")], first=2)
         + faults("dies", [(0, "start"), (2, "start")], env={"ASYNCOLL_TRANSPORT": "zmq"}),
         "hosts": faults("dies", [(0, "host"), (2, "start"), (0, "start"), (2, "barrier")], hosts=True),
     }[place]
     assert_named(cases, "PeerLostError", lambda said: said["rank"])
+
+
+@pytest.mark.slow
+def test_a_death_is_named_where_the_folder_of_sockets_is_gone():
+    slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
+    assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: said["rank"])
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_a_payload_may_be_dropped_while_its_lock_is_held():
     async def main(transports, keepers):
         transports[0].send(1, [b"", long(1)])
         ((_, payload),) = await keepers[1].take()
-        with transports[1]._incoming._boards[0]:
+        with transports[1]._incoming.boards[0]:
             del payload
         assert owners(transports[0]) == [-2]
         transports[1].send(0, [b"whatever"])
@@ -383,7 +383,7 @@ def test_a_rank_that_died_over_a_board_is_lost():
     async def main(transports, keepers):
         transports[0].send(1, [b"one", long(1)])
         await keepers[1].take()
-        thread = threading.Thread(target=transports[2]._incoming._boards[0].__enter__)
+        thread = threading.Thread(target=transports[2]._incoming.boards[0].__enter__)
         thread.start()  # to the kernel, a thread that ends is an owner that dies
         thread.join()
         transports[0].send(1, [b"two", long(2)])

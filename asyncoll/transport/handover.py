@@ -43,6 +43,7 @@ _HELLO_FIELDS = 7
 _NOBODY = -1  # instead of a rank
 _NOT_HERE = "not here yet to share the memory of this host"
 _CLOSED = "it closed its connection before the ranks of its host shared memory"
+GIVEN_UP = "it has removed the folder of the sockets of its host before all ranks had joined"
 logger = logging.getLogger("asyncoll")
 
 
@@ -287,9 +288,11 @@ def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.soc
         except ConnectionRefusedError as error:
             connection.close()
             raise PeerLostError(ranks[0], f"{_CLOSED} ({error})") from error
-        except OSError:  # it does not listen yet
+        except OSError as error:  # it does not listen yet
             connection.close()
             joining.check(lambda: ranks[:1], _NOT_HERE)
+            if not path.parent.exists():  # the first rank removes it when it gives up
+                raise PeerLostError(ranks[0], GIVEN_UP) from error
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
         else:
             return connection

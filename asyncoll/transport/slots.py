@@ -45,13 +45,19 @@ class SlottedTransport:
         self.size = inner.size
         self._inner = inner
         self._arena = arena
-        self._neighbours = frozenset(arena.ranks) - {inner.rank}  # whom slots are for
+        self._neighbours: frozenset[int] = frozenset()  # whom slots are for
 
     async def start(self, receiver: Receiver) -> None:
+        """The boards last: a rank may have died with their lock, and this one can then tell all others so.
+
+        No rank has a long payload to send before all have started: joining the world ends with a barrier.
+        """
+        self._incoming = _Incoming(self.rank, self._arena, receiver)
+        await self._inner.start(self._incoming)
         boards = {rank: self._arena.board(digest("slots", rank), _COLUMNS * SLOTS) for rank in self._arena.ranks}
         self._outgoing = _Outgoing(self._arena, boards.pop(self.rank))
-        self._incoming = _Incoming(self.rank, self._arena, boards, receiver)
-        await self._inner.start(self._incoming)
+        self._incoming.boards = boards
+        self._neighbours = frozenset(boards)
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         self._incoming.give_back()
@@ -133,10 +139,10 @@ class _Outgoing:
 class _Incoming:
     """A `Receiver` before the real one: it finds the payloads that lie in slots of other ranks."""
 
-    def __init__(self, rank: int, arena: Arena, boards: dict[int, Board], receiver: Receiver) -> None:
+    def __init__(self, rank: int, arena: Arena, receiver: Receiver) -> None:
         self._mine = rank + 1
         self._arena = arena
-        self._boards = boards
+        self.boards: dict[int, Board] = {}  # of the other ranks of this host, by rank, once they are open
         self._receiver = receiver
         self._lost: set[int] = set()
         # (source, slot) of payloads that nobody holds any more. The last to hold one may let go of it in any thread, at
@@ -144,7 +150,7 @@ class _Incoming:
         self._dropped: deque[tuple[int, int]] = deque()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
-        if len(frames) != _FRAMES or source not in self._boards:
+        if len(frames) != _FRAMES or source not in self.boards:
             self._receiver.received(source, frames)
             return
         try:
@@ -164,7 +170,7 @@ class _Incoming:
         """Let the senders have the slots that are not needed here any more."""
         while self._dropped:
             source, slot = self._dropped.popleft()
-            with contextlib.suppress(PeerLostError), self._boards[source] as board:
+            with contextlib.suppress(PeerLostError), self.boards[source] as board:
                 board.words[slot] = _FREE
 
     def _whole(self, source: int, frames: list[Buffer]) -> list[Buffer]:
@@ -183,7 +189,7 @@ class _Incoming:
 
     def _payload(self, source: int, slot: int) -> Buffer | None:
         """What is in this slot of `source`, if it is for us."""
-        with self._boards[source] as board:
+        with self.boards[source] as board:
             owner, address, nbytes = board.words[slot::SLOTS]
             if owner != self._mine:
                 return None

@@ -1,7 +1,9 @@
 """Joins worlds that the environment alone describes, with a fault at one rank; prints how each rank ended, as JSON.
 
 Each argument is a case, as JSON: its name, the number of ranks, their environment, `faults` by rank, and perhaps
-`deadline_s` and `hosts`. All ranks are forked from this process, which has loaded torch once for all of them.
+`deadline_s`, `hosts`, `slow` (by rank, the phase that it enters once the folder of sockets is gone) and `first` (the
+rank that enters the phase "slots" first). All ranks are forked from this process, which has loaded torch once for all
+of them.
 """
 
 import asyncio
@@ -21,31 +23,51 @@ import torch.distributed  # noqa: F401 (for the ranks)
 import asyncoll
 from asyncoll import rendezvous, world
 from asyncoll.launch.environment import reserve_port
-from asyncoll.transport import handover, joining, zeromq
+from asyncoll.transport import arena, handover, joining, slots, zeromq
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
 PHASES = {  # in their order: where a rank is when it enters this function
     "nonce": (rendezvous._Board, "begin_session"),
     "host": (rendezvous, "_machine"),
+    "folder": (rendezvous, "check_folder"),
     "listen": (handover, "_listen"),
     "connect": (handover, "_connect"),
     "collect": (handover, "_collect"),
+    "slots": (slots.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
+    "lock": (arena.HostArena, "_open_board"),
     "barrier": (world.World, "_barrier"),
 }
 
 
 def fail(kind, phase):
     """Have this process killed, or stopped, when it enters a phase."""
+    signum = signal.SIGKILL if kind == "dies" else signal.SIGSTOP
+    before(phase, lambda: os.kill(os.getpid(), signum))
+
+
+def before(phase, act):
+    """Have this process call `act` when it enters a phase."""
     owner, name = PHASES[phase]
     inner = getattr(owner, name)
 
-    def faulty(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
+    def wrapped(*arguments):
+        act()
         return inner(*arguments)
 
-    setattr(owner, name, faulty)
+    setattr(owner, name, wrapped)
+
+
+def await_no_folder():
+    """Until the first rank has removed its folder of sockets."""
+    while [*Path(tempfile.gettempdir()).glob("asyncoll-*")]:
+        threading.Event().wait(0.01)
+
+
+def await_file(path):
+    while not path.exists():
+        threading.Event().wait(0.01)
 
 
 def expect(victim):
@@ -153,6 +175,8 @@ def be_rank(case, rank, folder):
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes
         rendezvous._machine = rendezvous.process_space = lambda: f"host {rank}"
+    if str(rank) in case.get("slow", {}):
+        before(case["slow"][str(rank)], await_no_folder)
     for victim, fault in case.get("faults", {}).items():
         if int(victim) != rank:
             if "deadline_s" in case:
@@ -161,6 +185,9 @@ def be_rank(case, rank, folder):
             come_late(folder, case["size"], rank)
         else:
             fail(*fault.split())
+    if "first" in case:
+        came = folder / "first"
+        before("slots", came.touch if rank == case["first"] else lambda: await_file(came))
     try:
         with asyncoll.deadline(case.get("deadline_s", 1e6)):
             print(json.dumps({"result": PROGRAMS[case.get("program", "main")]()}))
