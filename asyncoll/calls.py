@@ -143,7 +143,7 @@ class Calls:
             return self._start_in_memory(work, call.__str__, nbytes, discarded)
         except BaseException as error:
             self._attendance.leave(visit)
-            self.abort(f"{call} was interrupted: {error!r}")
+            self.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
     def start_round(

@@ -31,7 +31,7 @@ from asyncoll.arguments import real, text, whole
 from asyncoll.bundle import bundle
 from asyncoll.calls import Calls, Round, Signature, Site
 from asyncoll.endpoint import Endpoint
-from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.group import Group, Lane
 from asyncoll.persistent import Operations, Receipt, Reduction
 from asyncoll.persistent import check as check_operation
@@ -543,7 +543,7 @@ class Communicator:
         Local, immediate, idempotent; never blocks.
         """
         self._calls.check_not_forked()
-        self._calls.abort(str(reason))
+        self._calls.abort(text_of(reason))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -562,7 +562,7 @@ class Communicator:
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
             return self._calls.start_pair(call, source, dest, tag, body)
         except BaseException as error:  # a signal handler's: this rank's next message is not what its peer waits for
-            self._calls.abort(f"send/recv {detail} was interrupted: {error!r}")
+            self._calls.abort(f"send/recv {detail} was interrupted: {describe(error)}")
             raise
 
     def _wait_avoiding(

@@ -199,7 +199,8 @@ def _few_files() -> Iterator[str]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     size = max((size for size in range(FILES_MIN) if files_for(size, has_key=True) <= files), default=0)
     if 0 <= files < FILES_MIN:
-        yield f"only {files} files may be open at once (ulimit -Hn): too few for worlds of more than {size} ranks"
+        worlds = f"worlds of more than {size} ranks" if size > 1 else "any world of several ranks"
+        yield f"only {files} files may be open at once (ulimit -Hn): too few for {worlds}"
 
 
 def _odd_world() -> Iterator[str]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of any exception, in characters that can be sent. Its own `__str__` may fail."""
+    """The type and the text of any exception, in characters that can be sent."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(thing: object) -> str:
+    """The text of any object, in characters that can be sent. Its own `__str__` may fail."""
     try:
-        text = str(error)
-    except Exception as failure:  # it is the user's code
+        text = str(thing)
+    except BaseException as failure:  # `__str__` is the user's code, and may even raise SystemExit
         text = f"(its __str__ raised {type(failure).__name__})"
-    return f"{type(error).__name__}: {text}".encode("utf-8", "backslashreplace").decode()
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class AsyncollError(Exception):

@@ -58,6 +58,7 @@ _LAUNCHERS = {  # what starts processes, and what it calls the rank and the numb
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set where there is no srun, by salloc
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE"),
+    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     "a launcher with PMIx": ("PMIX_RANK", ""),
 }
 T = TypeVar("T")
@@ -110,10 +111,12 @@ class Environment:
 def check_alone(environ: Mapping[str, str]) -> None:
     """Raises UsageError if several processes were started that asyncoll would take for a world of one each."""
     for launcher, (rank_name, size_name) in _LAUNCHERS.items():
-        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
-        if any(text.isdecimal() and int(text) > least for text, least in ((rank, 0), (size, 1))):
+        for name, least in ((rank_name, 0), (size_name, 1)):
+            count = environ.get(name, "")
+            if not count.isdecimal() or int(count) <= least:
+                continue
             raise UsageError(
-                f"this is one of several processes that {launcher} has started ({rank_name}={rank}), but RANK and "
+                f"this is one of several processes that {launcher} has started ({name}={count}), but RANK and "
                 "WORLD_SIZE are not set: have it start one `torchrun` on each host, or on one host `asyncoll launch`; "
                 "set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
             )
@@ -353,7 +356,8 @@ class _Board:
         if texts is None or len(texts) != count:
             raise UsageError(
                 f"what stands in the store as the {topic} of rank {rank} is not sealed with the key of this job: give "
-                f"all ranks the same file in {KEY_FILE}, or somebody else writes in this store"
+                f"all ranks the same file in {KEY_FILE}, and each process a RANK of its own; otherwise somebody else "
+                "writes in this store"
             )
         return texts
 

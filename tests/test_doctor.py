@@ -84,6 +84,11 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_too_few_open_files_for_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64, 64))
+    assert "(ulimit -Hn): too few for any world of several ranks" in " ".join(examine().warnings)
+
+
 def test_a_low_soft_limit_of_open_files_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
     assert "files" not in " ".join(examine().warnings)

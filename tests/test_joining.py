@@ -165,6 +165,7 @@ async def size_of(comm):
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
         {"PMIX_RANK": "1"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
     ],
 )
 def test_ranks_of_an_unknown_launcher_are_no_worlds_of_one(alone, environ):
@@ -189,7 +190,7 @@ def test_a_single_process_of_a_launcher_is_a_world_of_one(alone, environ):
     assert asyncoll.run(size_of) == 1
 
 
-def test_who_sets_the_contract_is_asked_nothing_else():
+def test_rank_and_world_size_outweigh_the_variables_of_launchers():
     environ = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}
     world = Environment.read(environ)
     assert world is not None
@@ -232,6 +233,29 @@ def test_a_folder_for_temporary_files_may_have_any_name(tmp_path):
 class MuteError(Exception):
     def __str__(self):
         raise RuntimeError("no text")
+
+
+def test_the_size_is_cited_where_it_shows_that_there_are_several(alone):
+    alone.setenv("PMI_RANK", "0")
+    alone.setenv("PMI_SIZE", "2")
+    with pytest.raises(UsageError, match=r"\(PMI_SIZE=2\)"):
+        asyncoll.run(size_of)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_the_text_of_an_exception_may_raise_anything(kind):
+    class LoudError(Exception):
+        def __str__(self):
+            raise kind
+
+    assert describe(LoudError()) == f"LoudError: (its __str__ raised {kind.__name__})"
+
+    async def main(comm):
+        comm.abort(LoudError())
+        with pytest.raises(asyncoll.AbortedError, match=f"its __str__ raised {kind.__name__}"):
+            await comm.barrier()
+
+    testing.run_ranks(2, main)
 
 
 def test_an_exception_without_a_text_is_described():

@@ -8,7 +8,7 @@ import os
 import traceback
 from types import TracebackType
 
-from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError
+from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError, text_of
 from asyncoll.rpc import codec
 
 _USAGE, _RAISED, _LATE = range(3)  # whose fault it was: the caller's, the function's, nobody's
@@ -73,10 +73,7 @@ def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
 def _message(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "it was cancelled there"
-    try:
-        return str(error)
-    except Exception:  # the user's own class
-        return "(an exception whose text cannot be had)"
+    return text_of(error)
 
 
 def _valid(text: str) -> str:

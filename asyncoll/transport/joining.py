@@ -62,7 +62,8 @@ class Joining:
 
         Raises PeerLostError if a rank has died, and DeadlineError if the time is up: it names no rank if one has
         stopped just after all others have heard of it. Says from time to time which
-        ranks are missing. With `is_told`, another rank will say how it ends, and may be a little later.
+        ranks are missing. With `is_told`, another rank will send
+        the outcome, so this one waits a little longer than its limit.
         """
         if self._cancelled:
             raise ClosedError("joining the world was cancelled")
