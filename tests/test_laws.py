@@ -26,7 +26,7 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 from asyncoll.testing.laws.worlds import MEMORY, SIMULATED, read_record, tell, write_record
 
 CALLS = draw("solo", 1, 0).calls  # that a rank may make
-SEEDS = 120  # for each kind, over all sizes: what two cores do in half a minute
+SEEDS = 80  # for each kind, over all sizes: what two cores do in half a minute
 
 # -- they hold -----------------------------------------------------------------------------------
 
