@@ -151,7 +151,7 @@ class SharedLoop:
             is_home = asyncio.get_running_loop() is self.home
         except RuntimeError:
             is_home = False
-        if is_home:
+        if is_home or self.home.is_closed():
             what()
         else:
             self.home.call_soon_threadsafe(what)

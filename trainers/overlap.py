@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 import asyncoll
-from asyncoll.errors import describe
 from trainers.allreduce_sgd import complete
 from trainers.replicas import share, share_buffers
 
@@ -126,7 +125,7 @@ class Overlap:
             while len(self._calls) < len(self._buckets):
                 self._start_next()
         except BaseException as error:
-            self._comm.abort(f"a step with overlapped gradients failed: {describe(error)}")
+            self._comm.abort(f"a step with overlapped gradients failed: {error!r}")
             await _errors_of(self._calls)
             raise
         finally:
