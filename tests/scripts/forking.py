@@ -60,7 +60,10 @@ async def dies(comm: asyncoll.Communicator, how: str) -> None:
     children = await comm.allgather(np.array([child]))
     try:
         if comm.rank == 1:
+            for source in (0, 2):
+                await comm.recv(np.ones(1), source)  # they have heard of the child
             os._exit(0)  # or the launcher would stop the others before they have said what they heard
+        await comm.send(np.ones(1), 1)
         while True:
             await comm.allreduce(np.ones(3))
     except asyncoll.PeerLostError as error:
