@@ -25,14 +25,15 @@ from conftest import PATIENCE_S
 
 from asyncoll.errors import DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
-from asyncoll.transport import arena as arena_module
-from asyncoll.transport import handover, inproc_arena, joining, pages
-from asyncoll.transport.arena import HostArena, local_world
-from asyncoll.transport.board import Wait
-from asyncoll.transport.handover import ArenaUnavailable
+from asyncoll.transport import joining
+from asyncoll.transport.control_block import Wait
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
-from asyncoll.transport.part import make_part
+from asyncoll.transport.memory import arena as arena_module
+from asyncoll.transport.memory import fd_passing, inproc, pages
+from asyncoll.transport.memory.arena import HostArena, local_world
+from asyncoll.transport.memory.fd_passing import ArenaUnavailable
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.memory.segment import make_part
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -69,10 +70,10 @@ def test_without_memfd(monkeypatch):
 
 @pytest.mark.parametrize("loop", [*LOOPS, VirtualTimeLoop], ids=["asyncio", "uvloop", "virtual"])
 def test_in_one_process(loop):
-    check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)), loop)
+    check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)), loop)
 
 
-class Copying(inproc_arena.InprocArena):
+class Copying(inproc.InprocArena):
     """Nobody sees what it writes: the contract must notice."""
 
     def view(self, address, nbytes):
@@ -80,9 +81,9 @@ class Copying(inproc_arena.InprocArena):
 
 
 def test_the_contract_notices_a_broken_promise(monkeypatch):
-    monkeypatch.setattr(inproc_arena, "InprocArena", Copying)
+    monkeypatch.setattr(inproc, "InprocArena", Copying)
     with pytest.raises(AssertionError, match="whatever one writes all see"):
-        check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)))
+        check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)))
 
 
 # -- the lock -------------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def join_all(folder, size):
 
     def join(rank):
         try:
-            return handover.join(folder, rank, ranks)
+            return fd_passing.join(folder, rank, ranks)
         except Exception as error:
             return error
 
@@ -451,20 +452,20 @@ def pretend(monkeypatch):
     """Makes a rank introduce itself as something else."""
 
     def pretend(rank, **fields):
-        introduce = handover._introduce
+        introduce = fd_passing._introduce
 
         def other(stack, who, ranks):
             me = introduce(stack, who, ranks)
             return dataclasses.replace(me, **fields) if who == rank else me
 
-        monkeypatch.setattr(handover, "_introduce", other)
+        monkeypatch.setattr(fd_passing, "_introduce", other)
 
     return pretend
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_ranks_join(folder, size, monkeypatch):
-    monkeypatch.setattr(handover, "_BATCH", 4)  # several messages, and the last one is not full
+    monkeypatch.setattr(fd_passing, "_BATCH", 4)  # several messages, and the last one is not full
     check_joined(join_all(folder, size))
 
 
@@ -527,7 +528,7 @@ def small(part):
     ids=["magic", "layout", "unsealed", "small"],
 )
 def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reason):
-    monkeypatch.setattr(handover, "make_part", damage(change))
+    monkeypatch.setattr(fd_passing, "make_part", damage(change))
     with pytest.raises(ArenaUnavailable, match=reason):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
@@ -540,7 +541,7 @@ def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, place):
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
             super().__init__(mine, ranks, parts)
 
-    monkeypatch.setattr(handover, "HostArena", Cramped)
+    monkeypatch.setattr(fd_passing, "HostArena", Cramped)
     with pytest.raises(ArenaUnavailable, match=f"rank {10 + place} cannot map .* Cannot allocate memory"):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
@@ -557,17 +558,17 @@ def test_a_host_that_cannot_share(folder, monkeypatch):
 def test_a_rank_that_does_not_come(folder, monkeypatch):
     """The clock stands still until the third rank is there, and then all time is over."""
     clock = [0]
-    greet = handover._greet
+    greet = fd_passing._greet
 
     def greet_and_wait(*args):
         clock.append(1000)
         return greet(*args)
 
-    monkeypatch.setattr(handover, "_greet", greet_and_wait)
+    monkeypatch.setattr(fd_passing, "_greet", greet_and_wait)
     monkeypatch.setattr(joining, "_now_s", lambda: clock[-1])
     waits = {0: Joining(0, 4), 2: Joining(2, 4, math.inf)}
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(handover.join, folder, rank, (0, 1, 2, 3), wait) for rank, wait in waits.items()]
+        futures = [pool.submit(fd_passing.join, folder, rank, (0, 1, 2, 3), wait) for rank, wait in waits.items()]
         errors = [future.exception() for future in futures]
     with pytest.raises(DeadlineError, match=r"1000\.0 s; missing: ranks 1, 3 ") as raised:
         raise all_alike(errors, DeadlineError)
@@ -576,15 +577,15 @@ def test_a_rank_that_does_not_come(folder, monkeypatch):
 
 def test_a_first_rank_that_does_not_come(folder):
     with pytest.raises(DeadlineError, match="missing: rank 0 "):
-        handover.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
+        fd_passing.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
 
 
 def test_a_first_rank_that_died_while_it_listened(folder):
-    with handover._listen(folder / "arena", 1):
+    with fd_passing._listen(folder / "arena", 1):
         (folder / "arena").rename(folder / "kept")
     (folder / "kept").rename(folder / "arena")
     with pytest.raises(PeerLostError, match=r"rank 0 is gone: it closed its connection .*refused"):
-        handover.join(folder, 1, (0, 1))
+        fd_passing.join(folder, 1, (0, 1))
     (folder / "arena").unlink()
 
 
@@ -617,11 +618,11 @@ STRANGERS = {
 def test_strangers_are_turned_away(folder, caplog, message):
     ranks = (10, 11)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
-        first = pool.submit(handover.join, folder, 10, ranks)
+        first = pool.submit(fd_passing.join, folder, 10, ranks)
         with visitor(folder) as connection:
             if message:
                 connection.send(message)
-        second = pool.submit(handover.join, folder, 11, ranks)
+        second = pool.submit(fd_passing.join, folder, 11, ranks)
         check_joined([first.result(), second.result()])
     assert "turned a stranger away" in caplog.text
 
@@ -633,26 +634,26 @@ def test_other_users_are_turned_away(folder, caplog, monkeypatch):
         asked.append(line)
         return os.getuid() + (len(asked) == 1)
 
-    monkeypatch.setattr(handover, "user_of", uid)
+    monkeypatch.setattr(fd_passing, "user_of", uid)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
-        first = pool.submit(handover.join, folder, 10, (10, 11))
+        first = pool.submit(fd_passing.join, folder, 10, (10, 11))
         with visitor(folder) as connection:
             assert connection.recv(1) == b"", "it is told nothing"
-        second = pool.submit(handover.join, folder, 11, (10, 11))
+        second = pool.submit(fd_passing.join, folder, 11, (10, 11))
         check_joined([first.result(), second.result()])
     assert f"a process of user {os.getuid() + 1}" in caplog.text
 
 
 def test_a_rank_that_goes_away_meanwhile(folder, monkeypatch):
     """All others are told who it was."""
-    send = handover._Line.send
+    send = fd_passing._Line.send
 
     def send_and_leave(line, message, descriptors=()):
         send(line, message, descriptors)
         if isinstance(message, list) and message[3:4] == [11]:
             raise OSError("killed")
 
-    monkeypatch.setattr(handover._Line, "send", send_and_leave)
+    monkeypatch.setattr(fd_passing._Line, "send", send_and_leave)
     first, gone, third = join_all(folder, 3)
     assert isinstance(gone, PeerLostError)
     with pytest.raises(PeerLostError, match="rank 11 is gone: it closed its connection"):
@@ -663,7 +664,7 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
     def leave(*_):
         raise MemoryError
 
-    monkeypatch.setattr(handover, "_hand_over", leave)
+    monkeypatch.setattr(fd_passing, "_hand_over", leave)
     first, second = join_all(folder, 2)
     assert isinstance(first, MemoryError)
     with pytest.raises(PeerLostError, match="rank 10 is gone: it closed its connection"):
@@ -672,20 +673,20 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
 
 def test_too_few_files(folder, monkeypatch):
     """The kernel leaves out the descriptors that a process may not have."""
-    receive = handover._Line.receive
+    receive = fd_passing._Line.receive
 
     def receive_less(line, check, descriptors_max=0):
         message, descriptors = receive(line, check, descriptors_max)
         return message, descriptors[:3]
 
-    monkeypatch.setattr(handover._Line, "receive", receive_less)
+    monkeypatch.setattr(fd_passing._Line, "receive", receive_less)
     with pytest.raises(ArenaUnavailable, match="may not have 6 more files open: raise the limit"):
         raise all_alike(join_all(folder, 2), ArenaUnavailable)
 
 
 def test_a_path_that_is_too_long(tmp_path):
     with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
-        handover.join(tmp_path / ("x" * 100), 0, (0, 1))
+        fd_passing.join(tmp_path / ("x" * 100), 0, (0, 1))
 
 
 # -- real processes -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from asyncoll import DeadlineError, deadline
 from asyncoll.testing import Network, Pause, simulate
-from asyncoll.wire import Here
+from asyncoll.transport.wire import Here
 
 
 def test_whatever_begins_while_others_are_asked_the_answers_count():

@@ -16,7 +16,7 @@ from conftest import PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.testing.faults.operations import OPERATIONS
+from asyncoll.testing.faults.calls import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)

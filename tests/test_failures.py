@@ -36,11 +36,11 @@ from asyncoll import (
     PeerLostError,
     ProtocolError,
     UsageError,
-    wire,
 )
-from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
+from asyncoll.arguments import digest
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate, worlds
-from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport import MAX_FRAME_BYTES, wire
 
 Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
 JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -801,7 +801,7 @@ def announced(**fields: Any) -> list[bytes]:
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
     empty = {"str": "", "int": 0, "bool": False}
     values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
-    return wire.encode_control(wire.Announce(**values | {"communicator": wire.digest("world")} | plain | fields))
+    return wire.encode_control(wire.Announce(**values | {"communicator": digest("world")} | plain | fields))
 
 
 GARBAGE = {

@@ -32,11 +32,11 @@ from asyncoll.testing import (
     run_ranks,
     simulate,
 )
+from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
-from asyncoll.testing.faults.operations import OPERATIONS, echo
-from asyncoll.testing.faults.passages import Passages
-from asyncoll.testing.faults.verdict import judge
-from asyncoll.testing.faults.worlds import Story
+from asyncoll.testing.faults.checks import judge
+from asyncoll.testing.faults.injection_points import Passages
+from asyncoll.testing.faults.processes import Story
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -310,6 +310,9 @@ def test_whoever_hears_it_late_is_late():
     assert verdict.late == ("heard after 200 ms",)
 
 
+STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memory/arena.py", line 7 in wait'
+
+
 @pytest.mark.parametrize("cell", [LETHAL, HARMLESS])
 @pytest.mark.parametrize(
     ("what", "complaint"),
@@ -317,14 +320,7 @@ def test_whoever_hears_it_late_is_late():
         ({"told": []}, "nothing struck"),
         ({"left": ["process 7"]}, "left behind: process 7"),
         ({"codes": {0: 1, 1: 1, 2: 1}}, "ended with code 1"),
-        (
-            {
-                "hung": {
-                    0: 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/arena.py", line 7 in wait'
-                }
-            },
-            "rank 0 hung: wait transport/arena.py:7",
-        ),
+        ({"hung": {0: STACK}}, "rank 0 hung: wait memory/arena.py:7"),
     ],
 )
 def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):

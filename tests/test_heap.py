@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncoll.transport.heap import ALIGNMENT, Heap
+from asyncoll.transport.memory.heap import ALIGNMENT, Heap
 
 PAGE = 4096
 START, END = PAGE, 40 * PAGE

@@ -17,13 +17,14 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S
 
-from asyncoll import forks, progress
+from asyncoll import forks
+from asyncoll.algorithms.rounds.persistent import Receipt
 from asyncoll.errors import PeerLostError, UsageError
-from asyncoll.interruption import handlers_may_raise, may_interrupt
-from asyncoll.persistent import Receipt
+from asyncoll.runtime import progress
+from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.testing import run_ranks
-from asyncoll.transport import mutex
-from asyncoll.transport.arena import local_world
+from asyncoll.transport.memory import mutex
+from asyncoll.transport.memory.arena import local_world
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

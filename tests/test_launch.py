@@ -16,12 +16,12 @@ import pytest
 from conftest import PATIENCE_S
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch.environment import reserve_port
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
 from asyncoll.launch.supervisor import BLAME_S, LOOKS, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
 from asyncoll.launch.verdict import explain
+from asyncoll.transport.keys import KEY_BYTES
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from conftest import PATIENCE_S, failures
 
 import asyncoll
 from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
-from asyncoll.rendezvous import Environment
 from asyncoll.testing import Crash, Network, Pause, simulate
+from asyncoll.world.rendezvous import Environment
 
 SIZES = [2, 3, 4, 5, 8, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"

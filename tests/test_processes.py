@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE_S
 
-from asyncoll.keys import write_key
 from asyncoll.launch.environment import reserve_port
+from asyncoll.transport.keys import write_key
 
 pytestmark = pytest.mark.slow
 

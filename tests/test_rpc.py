@@ -35,13 +35,13 @@ from asyncoll import (
     UsageError,
     deadline,
 )
-from asyncoll.deadlines import expires_s, remaining_s
-from asyncoll.endpoint import Endpoint
-from asyncoll.rpc import protocol, segments, slots
+from asyncoll.arguments import digest
+from asyncoll.rpc import protocol, segments, window
 from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
+from asyncoll.runtime.deadlines import expires_s, remaining_s
+from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing import Crash, Network, run_ranks, simulate
-from asyncoll.wire import digest
 
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
 
@@ -740,11 +740,11 @@ def test_arguments_on_the_way_to_a_slow_rank_are_bounded():
         if comm.rank == 0:
             x = np.ones(10 << 20, np.uint8)
             await asyncio.gather(*(comm.rpc.call(1, "keep", x) for _ in range(20)))
-            await comm.rpc.call(1, "keep", np.ones(slots.BYTES_MAX + 1, np.uint8))
+            await comm.rpc.call(1, "keep", np.ones(window.BYTES_MAX + 1, np.uint8))
         await comm.barrier()
         return most
 
-    assert simulate(2, main).results[1] == slots.BYTES_MAX + 1
+    assert simulate(2, main).results[1] == window.BYTES_MAX + 1
 
 
 def test_ranks_that_call_each_other_back_and_forth(run):

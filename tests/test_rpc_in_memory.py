@@ -24,9 +24,9 @@ from asyncoll.rpc import in_memory, packing
 from asyncoll.rpc.carrier import HEAD_BYTES
 from asyncoll.rpc.in_memory import INLINE_BYTES, InMemory
 from asyncoll.testing import simulate
-from asyncoll.transport import arena as arena_module
-from asyncoll.transport import inbox, inproc_arena, loans
-from asyncoll.transport.inbox import RETURNED, RING_BYTES
+from asyncoll.transport.memory import arena as arena_module
+from asyncoll.transport.memory import inproc, lending, ring
+from asyncoll.transport.memory.ring import RETURNED, RING_BYTES
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 SIZES = [1, 2, 3, 4, 5, 13]
@@ -73,7 +73,7 @@ def twin(size, main, check=nothing):
     """In virtual time, where others come between whenever somebody waits."""
     draw = np.random.default_rng(size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(whole(inproc_arena.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
+        runner.run(whole(inproc.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
 
 
 def memory(size, main, check=nothing):
@@ -479,7 +479,7 @@ def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
 
 
 def test_only_so_much_is_kept(run, monkeypatch):
-    monkeypatch.setattr(loans, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(lending, "KEPT_BYTES", 100_000)
 
     async def main(world):
         world.open(1)
@@ -674,7 +674,7 @@ def header(world, *fields):
     """Pretend that rank 0 has sent one message with this header to rank 1."""
     board = world.carriers[1]._inbox.board
     with board:
-        inbox._HEADER.pack_into(board.words[RING:].cast("B"), 0, *fields)
+        ring._HEADER.pack_into(board.words[RING:].cast("B"), 0, *fields)
         board.words[TAIL] = 64 * 20
         board.wake()
 
@@ -789,7 +789,7 @@ def test_noise_in_an_inbox(noise, blocks, fields):
         with board:
             raw = board.words[RING:].cast("B")
             raw[: len(noise)] = noise
-            inbox._HEADER.pack_into(raw, 64 * (blocks // 2), *fields)
+            ring._HEADER.pack_into(raw, 64 * (blocks // 2), *fields)
             board.words[TAIL] = 64 * blocks
             board.wake()
         reader, inbox_ = world.carriers[1]._reader, world.carriers[1]._inbox
@@ -827,10 +827,10 @@ def test_what_comes_back_is_not_trusted(run, caplog, address):
         first, second = lender(world)._lent
         with world.carriers[0]._inbox.board as board:
             following = {"twice": first, "cycle": second}.get(address, address)
-            loans._link(world.arenas[1].view(first, 8))[0] = following
+            lending._link(world.arenas[1].view(first, 8))[0] = following
             board.words[RETURNED] = first
             if address == "cycle":
-                loans._link(world.arenas[1].view(second, 8))[0] = first
+                lending._link(world.arenas[1].view(second, 8))[0] = first
         lender(world)._collect()
         assert first not in lender(world)._lent
         assert (second in lender(world)._lent) == (address != "cycle")

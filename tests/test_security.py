@@ -24,18 +24,21 @@ from conftest import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll import cli, rendezvous, wire
+from asyncoll import cli
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
-from asyncoll.keys import KEY_BYTES, Key, check_folder, read_key, write_key
-from asyncoll.rendezvous import Environment, meet
-from asyncoll.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
+from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
 from asyncoll.testing import fuzz, run_ranks, worlds
-from asyncoll.transport import MAX_FRAME_BYTES, arena, door, split, zeromq
-from asyncoll.transport.door import Door
-from asyncoll.transport.gate import Strangers
+from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.split import SplitTransport
-from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
+from asyncoll.transport.memory import arena
+from asyncoll.transport.messages import connection_policy, split, zeromq
+from asyncoll.transport.messages.authentication import Strangers
+from asyncoll.transport.messages.connection_policy import Door
+from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.world import rendezvous
+from asyncoll.world.rendezvous import Environment, meet
 
 JOB = b"j" * KEY_BYTES
 CONNECTIONS = int(os.environ.get("ASYNCOLL_TEST_CONNECTIONS", "500"))
@@ -557,7 +560,7 @@ async def crowd(transport, count):
 @pytest.mark.parametrize("world", [*WORLDS])
 def test_a_crowd_of_strangers_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
     # A rank that takes longer is told of too, and comes again; the reason waited for is the crowd's alone.
-    monkeypatch.setattr(door, "_HANDSHAKE_MS", 100 if few_files else 1000)
+    monkeypatch.setattr(connection_policy, "_HANDSHAKE_MS", 100 if few_files else 1000)
     reason = "no more files may be open" if few_files else "that was stranger number 64"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 

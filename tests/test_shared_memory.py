@@ -20,9 +20,9 @@ from conftest import SIZES
 from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError
-from asyncoll.algorithms.blocks import Blocks
-from asyncoll.algorithms.sizes import VARIABLE
-from asyncoll.tensors import DTYPES
+from asyncoll.algorithms.dense.tuning import VARIABLE
+from asyncoll.algorithms.rounds.blocks import Blocks
+from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport import Board
 

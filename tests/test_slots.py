@@ -15,11 +15,12 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S, Keeper
 
-from asyncoll import wire
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.testing import check_transport, run_ranks
-from asyncoll.transport import MAX_FRAME_BYTES, arena, slots, zeromq
-from asyncoll.transport.slots import SLOTS, THRESHOLD_BYTES, SlottedTransport
+from asyncoll.transport import MAX_FRAME_BYTES, wire
+from asyncoll.transport.memory import arena
+from asyncoll.transport.messages import shared_payloads, zeromq
+from asyncoll.transport.messages.shared_payloads import SLOTS, THRESHOLD_BYTES, SlottedTransport
 
 pytestmark = pytest.mark.slow
 
@@ -90,14 +91,14 @@ def test_the_contract(loop):
 
 @LOOPS
 def test_the_contract_with_slots_for_everything(loop, monkeypatch):
-    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 0)
+    monkeypatch.setattr(shared_payloads, "THRESHOLD_BYTES", 0)
     check_transport(slotted_world, loop)
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_the_contract_with_few_slots(count, monkeypatch):
-    monkeypatch.setattr(slots, "SLOTS", count)
-    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 1000)
+    monkeypatch.setattr(shared_payloads, "SLOTS", count)
+    monkeypatch.setattr(shared_payloads, "THRESHOLD_BYTES", 1000)
     check_transport(slotted_world)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import write_key
+from asyncoll.transport.keys import write_key
 
 FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -23,7 +23,7 @@ from asyncoll.launch.program import Program
 from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, were
-from asyncoll.processes import allow_files, is_stopped
+from asyncoll.transport.processes import allow_files, is_stopped
 
 LOOK_S = 0.5  # from one look at the ranks that run while others have ended to the next
 
@@ -238,7 +238,7 @@ class _Launcher:
 
 
 def _freeze_s() -> float:
-    from asyncoll.rendezvous import freeze_s  # takes long to import, and is seldom needed
+    from asyncoll.world.rendezvous import freeze_s  # takes long to import, and is seldom needed
 
     with suppress(UsageError):  # the ranks have been told of it
         return freeze_s(os.environ) or math.inf

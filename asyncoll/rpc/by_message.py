@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
-from asyncoll.group import Group
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
-from asyncoll.switchboard import Switchboard
-from asyncoll.tensors import Array
-from asyncoll.wire import Buffer, digest
+from asyncoll.runtime.group import Group
+from asyncoll.runtime.router import Switchboard
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.wire import Buffer
 
 
 class MessageCarrier:

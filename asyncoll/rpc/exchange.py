@@ -12,7 +12,7 @@ from asyncoll.rpc.client import Client
 from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, STREAM
 from asyncoll.rpc.server import Server
 from asyncoll.rpc.service import Registry
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 
 class Exchange:

@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, Wait
-from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, encode
-from asyncoll.transport.loans import Borrower, Lender
-from asyncoll.wire import digest
+from asyncoll.transport.memory.lending import Borrower, Lender
+from asyncoll.transport.memory.ring import RETURNED, Inbox, Message, ShutError, encode
 
 INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
 WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncoll.deadlines import remaining_s
 from asyncoll.errors import ProtocolError, ServiceLostError
-from asyncoll.keys import Key, read_key
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier
 from asyncoll.rpc.codec import NO_TYPES
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import Method, Registry
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.transport.sockets import VERSION, ClientSocket, ServerSocket
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.transport.keys import Key, read_key
+from asyncoll.transport.messages.service_sockets import VERSION, ClientSocket, ServerSocket
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]

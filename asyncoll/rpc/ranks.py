@@ -8,12 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncoll.arguments import whole
-from asyncoll.endpoint import Endpoint
+from asyncoll.arguments import digest, whole
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.failures import Failure, error_of
-from asyncoll.group import Group
-from asyncoll.progress import Runner
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
@@ -22,7 +18,10 @@ from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.in_memory import InMemory
 from asyncoll.rpc.service import Method, Registry
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.wire import digest
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.failures import Failure, error_of
+from asyncoll.runtime.group import Group
+from asyncoll.runtime.progress import Runner
 
 T = TypeVar("T")
 S = TypeVar("S")

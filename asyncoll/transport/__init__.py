@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncoll.errors import UsageError
-from asyncoll.tensors import Array
-from asyncoll.transport.board import Board, Turn, Wait
-from asyncoll.wire import MAX_FRAME_BYTES, Buffer
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.control_block import Board, Turn, Wait
+from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
 
 __all__ = [
     "MAX_FRAME_BYTES",

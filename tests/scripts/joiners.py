@@ -21,9 +21,11 @@ import numpy as np
 import torch.distributed  # noqa: F401 (for the ranks)
 
 import asyncoll
-from asyncoll import rendezvous, world
 from asyncoll.launch.environment import reserve_port
-from asyncoll.transport import arena, handover, joining, slots, zeromq
+from asyncoll.transport import joining
+from asyncoll.transport.memory import arena, fd_passing
+from asyncoll.transport.messages import shared_payloads, zeromq
+from asyncoll.world import join, rendezvous
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
@@ -31,13 +33,13 @@ PHASES = {  # in their order: where a rank is when it enters this function
     "nonce": (rendezvous._Board, "begin_session"),
     "host": (rendezvous, "_machine"),
     "folder": (rendezvous, "check_folder"),
-    "listen": (handover, "_listen"),
-    "connect": (handover, "_connect"),
-    "collect": (handover, "_collect"),
-    "slots": (slots.SlottedTransport, "start"),
+    "listen": (fd_passing, "_listen"),
+    "connect": (fd_passing, "_connect"),
+    "collect": (fd_passing, "_collect"),
+    "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
     "lock": (arena.HostArena, "_open_board"),
-    "barrier": (world.World, "_barrier"),
+    "barrier": (join.World, "_barrier"),
 }
 
 

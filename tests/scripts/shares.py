@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from asyncoll.errors import PeerLostError
-from asyncoll.transport import handover
-from asyncoll.transport.board import Wait
+from asyncoll.transport.control_block import Wait
+from asyncoll.transport.memory import fd_passing
 
 
 def wait(arena, board, ready):
@@ -62,6 +62,6 @@ def find_out(board):
 
 folder, rank, size, what = sys.argv[1:]
 ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not places
-arena = handover.join(Path(folder), ranks[int(rank)], ranks)
+arena = fd_passing.join(Path(folder), ranks[int(rank)], ranks)
 asyncio.run({"count": count, "die": die}[what](arena))
 arena.close()

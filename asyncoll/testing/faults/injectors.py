@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
-from asyncoll.progress import SharedLoop
-from asyncoll.testing.faults.passages import Passages
-from asyncoll.transport.simulated import SimulatedTransport
+from asyncoll.runtime.progress import SharedLoop
+from asyncoll.testing.faults.injection_points import Passages
+from asyncoll.transport.messages.simulated import SimulatedTransport
 
 Moment = Literal["before", "inside", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "inside", "after")
