@@ -41,7 +41,7 @@ from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.bundle import bundle
 from asyncoll.tensors.operands import Operand, as_operand, build
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.tensors.registered import Registry
+from asyncoll.tensors.registered import RegisteredMemory
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Communicator:
         self._group = group
         self._runner = runner
         self._calls = Calls(endpoint, group, runner)
-        self.registry = Registry(self._calls.arena)
+        self.registry = RegisteredMemory(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
         self._rpc: Rpc | None = None

@@ -116,7 +116,7 @@ class Model:
         return self._phases * self.message(0)
 
     def counted_allreduce(self, size: int) -> float:
-        """The reduction of a round: the attendance list rides along with every message."""
+        """The reduction of a round: the participation list rides along with every message."""
         return replace(self, riding=ATTENDANCE_BYTES * self.ranks).allreduce(size)
 
     def round_algorithm(self, mode: str, size: int) -> str:

@@ -204,12 +204,12 @@ def test_only_ones_own_part_is_located(two):
 def test_views_outlive_the_arena():
     with local_world(1) as (arena,):
         view = arena.view(arena.allocate(100), 100)
-        board = arena.board(1, 1)
+        control_block = arena.control_block(1, 1)
     view[:] = 1
-    with board:
-        board.words[0] = 1
+    with control_block:
+        control_block.cells[0] = 1
     assert view.sum() == 100
-    assert board.words[0] == 1
+    assert control_block.cells[0] == 1
 
 
 def test_more_than_the_host_has_is_refused(two):
@@ -270,24 +270,24 @@ def test_what_control_groups_leave(tmp_path, line, folder, names):
     assert left == [(550, f"the control group {tmp_path / folder}")]
 
 
-# -- boards ---------------------------------------------------------------------------------------
+# -- control blocks ---------------------------------------------------------------------------------------
 
 
-def test_a_board_of_another_size(two):
-    two[0].board(1, 4)
+def test_a_control_block_of_another_size(two):
+    two[0].control_block(1, 4)
     for arena in two:
-        with pytest.raises(ProtocolError, match="board 1 has 4 words, and not 5"):
-            arena.board(1, 5)
+        with pytest.raises(ProtocolError, match="control block 1 has 4 words, and not 5"):
+            arena.control_block(1, 5)
 
 
-def test_boards_run_out(two, monkeypatch):
-    monkeypatch.setattr(arena_module, "_BOARDS_MAX", 2)
-    two[0].board(1, 1)
-    two[1].board(2, 1)
+def test_control_blocks_run_out(two, monkeypatch):
+    monkeypatch.setattr(arena_module, "_CONTROL_BLOCKS_MAX", 2)
+    two[0].control_block(1, 1)
+    two[1].control_block(2, 1)
     for arena in two:
-        with pytest.raises(UsageError, match="have 2 boards"):
-            arena.board(3, 1)
-    assert not two[1].board(1, 1).created
+        with pytest.raises(UsageError, match="have 2 control blocks"):
+            arena.control_block(3, 1)
+    assert not two[1].control_block(1, 1).created
 
 
 # -- loops ----------------------------------------------------------------------------------------
@@ -297,14 +297,14 @@ def never():
     raise AssertionError("there was no alarm")
 
 
-def until(arena, board, value):
-    return arena.wait(Wait(board, lambda: board.words[0] >= value), lambda: None, lambda: f"{value}")
+def until(arena, control_block, value):
+    return arena.wait(Wait(control_block, lambda: control_block.cells[0] >= value), lambda: None, lambda: f"{value}")
 
 
-def add_one(board):
-    with board:
-        board.words[0] += 1
-        board.wake()
+def add_one(control_block):
+    with control_block:
+        control_block.cells[0] += 1
+        control_block.wake()
 
 
 async def asleep(arena, *names):
@@ -314,7 +314,7 @@ async def asleep(arena, *names):
 
 def test_callers_come_and_go_with_their_loops(two):
     """Each `asyncio.run` is another loop, and one that is gone rings for nobody."""
-    mine, other = (arena.board(1, 1) for arena in two)
+    mine, other = (arena.control_block(1, 1) for arena in two)
 
     async def caller(value):
         task = asyncio.create_task(until(two[0], mine, value))
@@ -324,14 +324,14 @@ def test_callers_come_and_go_with_their_loops(two):
 
     for value, run in enumerate([asyncio.run, uvloop.run, asyncio.run], 1):
         run(caller(value))
-    assert mine.words[0] == 3
+    assert mine.cells[0] == 3
     assert not two[0].waiting()
 
 
 @BOTH
 def test_several_loops_wait_at_once(two, loop):
-    """The runtime's and two callers', in a thread each; two bells wake all of them."""
-    mine, other = (arena.board(1, 1) for arena in two)
+    """The runtime's and two callers', in a thread each; two doorbells wake all of them."""
+    mine, other = (arena.control_block(1, 1) for arena in two)
     runtime = loop()
     two[0].runtime_loop = runtime
 
@@ -354,7 +354,7 @@ def test_several_loops_wait_at_once(two, loop):
 
 @BOTH
 def test_a_closed_loop_breaks_nothing(two, loop):
-    mine, other = (arena.board(1, 1) for arena in two)
+    mine, other = (arena.control_block(1, 1) for arena in two)
     abandoned = loop()
     waiter = until(two[0], mine, 1)
     with contextlib.closing(abandoned):
@@ -376,7 +376,7 @@ def test_a_closed_loop_breaks_nothing(two, loop):
 
 def test_an_alarm_reaches_every_loop(two):
     """From a thread that has none."""
-    mine, _ = (arena.board(1, 1) for arena in two)
+    mine, _ = (arena.control_block(1, 1) for arena in two)
     stopped = []
 
     def check():
@@ -439,8 +439,8 @@ def check_joined(outcomes):
         outcomes[-1].view(address, 10)[:] = 3
         assert {int(arena.view(address, 10).sum()) for arena in outcomes} == {30}
         assert [arena.place for arena in outcomes] == list(range(len(outcomes)))
-        add_one(outcomes[-1].board(1, 1))
-        assert {arena.board(1, 1).words[0] for arena in outcomes} == {1}
+        add_one(outcomes[-1].control_block(1, 1))
+        assert {arena.control_block(1, 1).cells[0] for arena in outcomes} == {1}
     finally:
         for arena in outcomes:
             if isinstance(arena, HostArena):
@@ -602,7 +602,7 @@ def visitor(folder):
 
 
 HELLO = ["asyncoll arena", 1, "0", 11, "boot", 4096, ""]
-STRANGERS = {
+UNAUTHENTICATED = {
     "silent": b"",
     "noise": b"\xc1 not msgpack",
     "truncated": msgpack.packb(HELLO)[:-8],
@@ -614,8 +614,8 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("message", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_turned_away(folder, caplog, message):
+@pytest.mark.parametrize("message", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED)
+def test_unauthenticated_are_turned_away(folder, caplog, message):
     ranks = (10, 11)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
         first = pool.submit(fd_passing.join, folder, 10, ranks)

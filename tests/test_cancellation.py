@@ -50,7 +50,7 @@ def delay_s(random) -> float:
 
 async def nothing_is_pending(comm: Communicator) -> None:
     async def look() -> list[str]:
-        return comm._endpoint.waiting() + list(map(str, comm._calls._attendance._visits))
+        return comm._endpoint.waiting() + list(map(str, comm._calls._participation._visits))
 
     assert await comm._runner.start(look()) == []  # on the runtime's loop: it goes on while a caller's thread looks
 

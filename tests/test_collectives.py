@@ -74,7 +74,7 @@ def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, m
 )
 @pytest.mark.parametrize("count", [0, 5, 3001])
 def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch):
-    """A round's attendance list, here among messages that overtake each other and come before they are asked for."""
+    """A round's participation list, here among messages that overtake each other and come before they are asked for."""
     monkeypatch.setattr(on_lane, "allreduce", algorithm)
 
     async def main(comm):

@@ -1070,7 +1070,7 @@ def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
         if comm.rank == 0:
             await comm.rpc.call(1, "echo", 1)
             inbox = comm.rpc._exchange._carrier._outboxes[1].inbox
-            thread = threading.Thread(target=inbox.board.__enter__)
+            thread = threading.Thread(target=inbox.control_block.__enter__)
             thread.start()  # to the kernel, a thread that ends is an owner that dies
             thread.join()
             with pytest.raises(PeerLostError) as caught:
@@ -1139,7 +1139,7 @@ def test_segments_that_nobody_sends_end_the_world(segment):
         assert comm.rpc
         kind, number, payload = segment
         if comm.rank == 0:
-            comm._endpoint.switchboard.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
+            comm._endpoint.router.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)
         await comm.barrier()

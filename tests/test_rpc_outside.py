@@ -435,13 +435,13 @@ CROWDED = """
 import asyncio, socket, sys
 from asyncoll.rpc import serve
 
-def come_and_go(strangers):
-    for _ in range(strangers):
+def come_and_go(unauthenticated peers):
+    for _ in range(unauthenticated peers):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(sys.argv[1].removeprefix("ipc://"))
 
-async def meet(strangers: int) -> None:
-    come_and_go(strangers)
+async def meet(unauthenticated peers: int) -> None:
+    come_and_go(unauthenticated peers)
 
 async def main():
     async with serve(meet, sys.argv[1]):
@@ -453,7 +453,7 @@ asyncio.run(main())
 """
 
 
-def test_a_crowd_of_strangers_while_a_service_computes_harms_nobody(ipc):
+def test_a_crowd_of_unauthenticated_while_a_service_computes_harms_nobody(ipc):
     """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
 
     async def main():
@@ -548,10 +548,10 @@ def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
     run(main())
 
 
-def test_a_service_without_a_pulse_is_not_connected_to(ipc, monkeypatch):
+def test_a_service_without_a_heartbeat_is_not_connected_to(ipc, monkeypatch):
     """Or one that froze right after its answer would be waited for in vain."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(service_sockets.Pulse, "_begin", lambda pulse: None)
+    monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
 
     async def main():
         async with serve(Service(), ipc):

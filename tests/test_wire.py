@@ -90,11 +90,11 @@ def test_a_strange_header_is_explained(place, value, complaint):
         wire.decode([bytes(header)])
 
 
-def test_a_rider_goes_along_with_data_and_has_a_limit():
+def test_a_piggyback_goes_along_with_data_and_has_a_limit():
     frames = message(wire.DATA, b"data")
-    assert wire.decode([*frames, bytes(wire.RIDER_BYTES)]).kind == wire.DATA
-    with pytest.raises(ProtocolError, match="rider"):
-        wire.decode([*frames, bytes(wire.RIDER_BYTES + 1)])
+    assert wire.decode([*frames, bytes(wire.PIGGYBACK_BYTES)]).kind == wire.DATA
+    with pytest.raises(ProtocolError, match="piggyback"):
+        wire.decode([*frames, bytes(wire.PIGGYBACK_BYTES + 1)])
 
 
 @pytest.mark.parametrize(("kind", "limit"), LIMITS)

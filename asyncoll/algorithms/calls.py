@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.forms import Form
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.staging import DisagreementError, Hall
+from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.arguments import digest
@@ -24,7 +24,7 @@ from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageEr
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.numbering import Numbering
-from asyncoll.runtime.pending import Attendance, Visit
+from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.work import Work
 from asyncoll.statistics import Ledger
@@ -100,12 +100,14 @@ class Calls:
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self.ledger = Ledger()
         self._check = partial(endpoint.failures.check, group.communicator)
-        self._attendance = Attendance(endpoint, group, runner.post)
-        self._hall: Hall | None = None
+        self._pending = PendingCalls(endpoint, group, runner.post)
+        self._staging: StagingArea | None = None
         self.arena = endpoint.shared_by(group.ranks)
         if self.arena is not None:
             sizes = choose(group.size, os.environ)
-            self._hall = Hall(self.arena, group.size, group.rank, digest(group.communicator, "hall"), sizes)
+            self._staging = StagingArea(
+                self.arena, group.size, group.rank, digest(group.communicator, "staging area"), sizes
+            )
             endpoint.executions.on_dispute(group.communicator, self._describe)
             endpoint.membership.on_trace(self._trace)
 
@@ -132,18 +134,18 @@ class Calls:
 
         `discarded` is called, on any thread, if that is cancelled or never awaited: the call may be over by then.
         """
-        visit = self._attendance.enter(call, call.number)
+        pending = self._pending.enter(call, call.number)
         try:
             self._unstarted = None
-            if self._hall is None:
+            if self._staging is None:
                 lead = self._group.communicator
-                return self._by_message(call, visit, lead, lambda lane: body(MessageCall(lane)), discarded)
+                return self._by_message(call, pending, lead, lambda lane: body(MessageCall(lane)), discarded)
             self._recent.append(call)
-            self._hall.begin(call.number)
-            work = self._in_memory(self._hall, call, visit, body)
+            self._staging.begin(call.number)
+            work = self._in_memory(self._staging, call, pending, body)
             return self._start_in_memory(work, call.__str__, nbytes, discarded)
         except BaseException as error:
-            self._attendance.leave(visit)
+            self._pending.leave(pending)
             self.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
@@ -151,7 +153,7 @@ class Calls:
         self, call: Round, body: Coroutine[Any, Any, T], discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
         """Start a call of a wait-avoiding operation; `discarded` as above."""
-        visit = self._attendance.enter(call)
+        pending = self._pending.enter(call)
 
         async def work() -> T:
             try:
@@ -162,23 +164,23 @@ class Calls:
                 self._tell_of(call, error)
                 raise
             finally:
-                self._attendance.leave(visit)
+                self._pending.leave(pending)
 
         try:
-            if self._hall is None:
+            if self._staging is None:
                 return self._runner.start(work(), discarded)
             return self._start_in_memory(work(), call.__str__, call.operation.nbytes, discarded)
         except BaseException:
-            self._attendance.leave(visit)
+            self._pending.leave(pending)
             raise
 
     def _start_in_memory(
         self, body: Coroutine[Wait | Turn, None, T], what: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
         """Start what awaits nothing but conditions of memory. If it is long, it is the runtime's from the start."""
-        assert self._hall is not None
-        work = Work(self._hall.arena, body, self._check, what)
-        if nbytes > self._hall.sizes.long:
+        assert self._staging is not None
+        work = Work(self._staging.arena, body, self._check, what)
+        if nbytes > self._staging.sizes.long:
             return self._runner.start(work.finish(), discarded)
         return self._runner.drive(work, discarded)
 
@@ -186,8 +188,8 @@ class Calls:
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         """Start a call of two ranks."""
-        visit = self._attendance.enter(call, ranks=(self._group.ranks[source], self._group.ranks[dest]))
-        return self._by_message(call, visit, digest(self._group.communicator, "pair", source, dest, tag), body)
+        pending = self._pending.enter(call, ranks=(self._group.ranks[source], self._group.ranks[dest]))
+        return self._by_message(call, pending, digest(self._group.communicator, "pair", source, dest, tag), body)
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         """The caller's checks are done, `check_caller` among them."""
@@ -203,7 +205,7 @@ class Calls:
     def _by_message(
         self,
         call: Signature,
-        visit: Visit,
+        pending: PendingCall,
         context: int,
         body: Callable[[Lane], Awaitable[T]],
         discarded: Callable[[], None] = lambda: None,
@@ -218,7 +220,7 @@ class Calls:
                 self._abort_for(call, error)
                 raise
             finally:
-                self._attendance.leave(visit)
+                self._pending.leave(pending)
                 self.ledger.enter(call.operation, lane.traffic)
 
         return self._runner.start(work(), discarded)
@@ -237,14 +239,16 @@ class Calls:
 
     # -- in memory --------------------------------------------------------------------------------
 
-    async def _in_memory(self, hall: Hall, call: Signature, visit: Visit, body: Callable[[Form], Awaitable[T]]) -> T:
-        form = SharedCall(hall, call.number, call.fingerprint())
+    async def _in_memory(
+        self, staging: StagingArea, call: Signature, pending: PendingCall, body: Callable[[Form], Awaitable[T]]
+    ) -> T:
+        form = SharedCall(staging, call.number, call.fingerprint())
         try:
             self._check()
             return await body(form)
         except DisagreementError as disagreement:
             self._dispute(call, disagreement.place)
-            await failure(hall.board)  # the communicator fails as soon as that rank has said what it called
+            await failure(staging.control_block)  # the communicator fails as soon as that rank has said what it called
             raise
         except PeerLostError as error:
             lost = self._endpoint.noticed(error, self._runner.post)
@@ -255,13 +259,16 @@ class Calls:
             await self._retreat(form)
             raise
         finally:
-            self._attendance.leave(visit)
+            self._pending.leave(pending)
             self.ledger.enter(call.operation, form.traffic)
             self._endpoint.in_memory.enter(call.operation, form.traffic)
-            hall.end(call.number)
+            staging.end(call.number)
 
     async def _retreat(self, form: SharedCall) -> None:
-        """However often the caller is cancelled meanwhile. Not if somebody is lost over the board where to say so."""
+        """Withdraw the arrays of a failed call, however often the caller is cancelled meanwhile.
+
+        Without effect if a rank has died while it held the lock of the control block.
+        """
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 with contextlib.suppress(PeerLostError):
@@ -271,7 +278,7 @@ class Calls:
     def _dispute(self, call: Signature, place: int) -> None:
         peer, context = self._group.ranks[place], self._group.communicator
         question = Dispute(context, context, call.number, str(call))
-        self._runner.post(lambda: self._endpoint.switchboard.tell(peer, question))
+        self._runner.post(lambda: self._endpoint.router.tell(peer, question))
 
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
         """Who took part in call `number`, and what it was, if it is not too long ago."""
@@ -280,8 +287,8 @@ class Calls:
 
     def _trace(self, rank: int) -> str:
         """The last call that `rank` has begun, of those that this rank has numbered too, and in its words."""
-        assert self._hall is not None
-        number = self._hall.begun(self._group.ranks.index(rank)) if rank in self._group.ranks else 0
+        assert self._staging is not None
+        number = self._staging.begun(self._group.ranks.index(rank)) if rank in self._group.ranks else 0
         begun = [call for call in list(self._recent) if call.number <= number]
         return str(begun[-1]) if begun else ""
 

@@ -238,7 +238,7 @@ class _Launcher:
 
 
 def _freeze_s() -> float:
-    from asyncoll.world.rendezvous import freeze_s  # takes long to import, and is seldom needed
+    from asyncoll.world.environment import freeze_s  # takes long to import, and is seldom needed
 
     with suppress(UsageError):  # the ranks have been told of it
         return freeze_s(os.environ) or math.inf

@@ -16,7 +16,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.in_memory import InMemory
-from asyncoll.rpc.service import Method, Registry
+from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Failure, error_of
@@ -53,7 +53,7 @@ class Rpc:
             raise UsageError(FOREIGN_LOOP)
         self._ranks = group.ranks
         self._check_not_forked = endpoint.check_not_forked
-        self._registry = Registry()
+        self._registry = FunctionRegistry()
         self._loop = asyncio.get_running_loop()
         broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         carrier = _carrier(endpoint, group, runner, broken)
@@ -163,7 +163,7 @@ def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[
     """Through memory, if all ranks of the group share it."""
     arena = endpoint.shared_by(group.ranks)
     if arena is None:
-        return MessageCarrier(endpoint.switchboard, group, runner.post, broken)
+        return MessageCarrier(endpoint.router, group, runner.post, broken)
     check = partial(endpoint.failures.check, group.communicator)
     lost = partial(endpoint.noticed, post=runner.post)
     return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken, lost)

@@ -23,7 +23,7 @@ from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageEr
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.failure import CallerError, LateError
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
-from asyncoll.rpc.service import Function, Registry
+from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.runtime.deadlines import deadline, lift, now_s
 from asyncoll.runtime.progress import offload
 from asyncoll.tensors.reductions import Array
@@ -74,7 +74,7 @@ class _Stream:
 class Server:
     """The calls of all peers that run here."""
 
-    def __init__(self, registry: Registry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
+    def __init__(self, registry: FunctionRegistry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
         """`broken` is told of a peer that sends what no peer sends."""
         self._registry = registry
         self._reply = reply

@@ -1,6 +1,6 @@
 """One rank's presence in the world: what comes goes to those it is for, what is gone is missed, services run beside.
 
-Here the runtime of a rank is put together: its executions, its switchboard, its failures, and what it knows of others.
+Here the runtime of a rank is put together: its executions, its router, its failures, and what it knows of others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolE
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of
 from asyncoll.runtime.membership import Membership
-from asyncoll.runtime.router import Switchboard
+from asyncoll.runtime.router import Router
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.transport import Arena, Buffer, Transport, wire
 
@@ -38,9 +38,9 @@ class Endpoint:
         self.size = transport.size
         self.traffic = Traffic()  # by message
         self.in_memory = Ledger()  # the same of calls in shared memory, when they have ended
-        self.switchboard = Switchboard(transport, self.traffic)
-        self.failures = Failures(self.switchboard)
-        self.executions = Executions(transport, self.switchboard, self.failures)
+        self.router = Router(transport, self.traffic)
+        self.failures = Failures(self.router)
+        self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership()
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
@@ -106,7 +106,7 @@ class Endpoint:
         self.membership.introduced(self.rank, me)
         for peer in range(self.size):
             if peer != self.rank:
-                self.switchboard.tell(peer, me)
+                self.router.tell(peer, me)
 
     def on_depart(self, callback: Callable[[], None]) -> None:
         """`callback` is called when this rank has made its last call and only serves the others."""
@@ -155,7 +155,7 @@ class Endpoint:
                 self.executions.credited(source, header.number)
             elif header.kind == wire.SIGNAL:
                 self.traffic.bytes_received += len(frames[1])
-                self.switchboard.signalled(source, header, frames[1])
+                self.router.signalled(source, header, frames[1])
             else:
                 self._told(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
@@ -174,7 +174,7 @@ class Endpoint:
         elif isinstance(message, wire.Dispute):
             self.executions.answer(source, message)
         else:
-            self.switchboard.told(source, message)
+            self.router.told(source, message)
 
     # -- who is gone ------------------------------------------------------------------------------
 

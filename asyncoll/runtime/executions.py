@@ -20,7 +20,7 @@ import numpy as np
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.failures import WORLD, Failure, Failures, break_off
 from asyncoll.runtime.matching import Key, Mailbox, Receive
-from asyncoll.runtime.router import Switchboard
+from asyncoll.runtime.router import Router
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Buffer, Transport, wire
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -45,13 +45,13 @@ class Identity:
 class Execution:
     """One execution of one operation at this rank; `identity` is None while only peers have spoken of it."""
 
-    __slots__ = ("early_riders", "granted", "identity", "mailbox", "rider", "spoken", "waits")
+    __slots__ = ("early_piggybacks", "granted", "identity", "mailbox", "piggyback", "spoken", "waits")
 
     def __init__(self) -> None:
         self.identity: Identity | None = None
         self.mailbox = Mailbox()
-        self.rider: Array | None = None  # goes along with every message, and grows to the maximum of all that come
-        self.early_riders: list[tuple[int, Buffer]] = []
+        self.piggyback: Array | None = None  # goes along with every message, and grows to the maximum of all that come
+        self.early_piggybacks: list[tuple[int, Buffer]] = []
         self.granted: set[Key] = set()
         self.waits: dict[asyncio.Future[None], Key | None] = {}
         self.spoken: dict[int, int] = {}  # source: fingerprint, heard before this rank opened the execution
@@ -72,9 +72,9 @@ class _Link:
 class Executions:
     """Those of one rank. Everything happens on the runtime's loop."""
 
-    def __init__(self, transport: Transport, switchboard: Switchboard, failures: Failures) -> None:
+    def __init__(self, transport: Transport, router: Router, failures: Failures) -> None:
         self._transport = transport
-        self._switchboard = switchboard
+        self._router = router
         self._failures = failures
         self._current: dict[tuple[int, int], Execution] = {}  # also those that only peers have spoken of
         self._finished: dict[tuple[int, int], Identity] = {}
@@ -84,18 +84,18 @@ class Executions:
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution it last spoke of
         failures.on_any(self._break_off)
 
-    def open(self, identity: Identity, rider: Array | None = None) -> Execution:
+    def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
         self._failures.check(identity.communicator)
         key = (identity.context, identity.number)
         execution = self._of(key)
         assert execution.identity is None, f"{identity.describe()} is already open"
-        execution.identity, execution.rider = identity, rider
+        execution.identity, execution.piggyback = identity, piggyback
         for source, fingerprint in execution.spoken.items():
             if fingerprint != identity.fingerprint:
                 execution.mailbox.forget(source)  # it is part of something else
                 self._dispute(source, identity)
-        for source, early in execution.early_riders:
+        for source, early in execution.early_piggybacks:
             if execution.spoken[source] == identity.fingerprint:
                 self._ride(source, execution, early)
         return execution
@@ -128,7 +128,7 @@ class Executions:
             raise
         if receive.into.nbytes > SEGMENT_BYTES:
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
-            self._switchboard.send(source, [header])
+            self._router.send(source, [header])
         else:
             for payload in early:
                 self._earn(source, _cost(payload))
@@ -152,7 +152,7 @@ class Executions:
         if data.nbytes > SEGMENT_BYTES or link.outstanding + cost > WINDOW_BYTES:
             return False
         link.outstanding += cost
-        self._switchboard.send(dest, _data_frames(execution, step, data.view(np.uint8)))
+        self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
 
     async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
@@ -164,7 +164,7 @@ class Executions:
         await self._grant(execution, dest, step)
         raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
-            self._switchboard.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
+            self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
             await self._transport.drain(dest)
 
     async def _credit(self, execution: Execution, dest: int) -> None:
@@ -208,13 +208,13 @@ class Executions:
 
     # -- what comes -------------------------------------------------------------------------------
 
-    def arrived(self, source: int, header: wire.Header, payload: Buffer, rider: Buffer | None = None) -> None:
+    def arrived(self, source: int, header: wire.Header, payload: Buffer, piggyback: Buffer | None = None) -> None:
         """A segment of `source`, and what goes along with it."""
         execution = self._agreed(source, header)
         if execution is None:
             return
-        if rider is not None:
-            self._ride(source, execution, rider)
+        if piggyback is not None:
+            self._ride(source, execution, piggyback)
         receive = execution.mailbox.posted.get((source, header.step))
         if execution.mailbox.arrive((source, header.step), payload):
             assert receive is not None
@@ -247,17 +247,17 @@ class Executions:
         for future in waiters:
             _set(future)
 
-    def _ride(self, source: int, execution: Execution, rider: Buffer) -> None:
+    def _ride(self, source: int, execution: Execution, piggyback: Buffer) -> None:
         """Take in what came along with the data of `source`."""
         if execution.identity is None:
-            execution.early_riders.append((source, rider))
+            execution.early_piggybacks.append((source, piggyback))
             return
-        mine = execution.rider
-        if mine is None or len(rider) != mine.nbytes:
-            text = f"{len(rider)} bytes go along with {execution.identity.describe()}"
+        mine = execution.piggyback
+        if mine is None or len(piggyback) != mine.nbytes:
+            text = f"{len(piggyback)} bytes go along with {execution.identity.describe()}"
             self._failures.broken(source, ProtocolError(text))
             return
-        np.maximum(mine, np.frombuffer(rider, np.uint8).view(mine.dtype), out=mine)
+        np.maximum(mine, np.frombuffer(piggyback, np.uint8).view(mine.dtype), out=mine)
 
     def _agreed(self, source: int, header: wire.Header) -> Execution | None:
         """The execution that `source` speaks of, if the two agree on what it is."""
@@ -284,7 +284,7 @@ class Executions:
         link = self._links[source]
         link.earned += amount
         if link.earned >= WINDOW_BYTES // 4:
-            self._switchboard.send(source, [wire.encode(wire.CREDIT, number=link.earned)])
+            self._router.send(source, [wire.encode(wire.CREDIT, number=link.earned)])
             link.earned = 0
 
     # -- what ranks disagree about ----------------------------------------------------------------
@@ -292,7 +292,7 @@ class Executions:
     def _dispute(self, source: int, identity: Identity) -> None:
         """Ask `source` what it meant; its answer, which names both sides, goes to every member."""
         question = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
-        self._switchboard.tell(source, question)
+        self._router.tell(source, question)
 
     def on_dispute(self, context: int, describe: Callable[[int], tuple[tuple[int, ...], str] | None]) -> None:
         """`describe(number)` knows who takes part in that execution of `context`, and what it is."""
@@ -305,7 +305,7 @@ class Executions:
         if known is None and dispute.context in self._described:
             known = self._described[dispute.context](dispute.number)
         members, mine = known or ((source,), "something long ago")
-        text = f"rank {source} called {dispute.description}, but rank {self._switchboard.rank} called {mine}"
+        text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)
 
     def trace(self, source: int) -> str:
@@ -323,7 +323,7 @@ def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffe
     identity = execution.identity
     assert identity is not None
     header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
-    return [header, payload] if execution.rider is None else [header, payload, execution.rider.view(np.uint8)]
+    return [header, payload] if execution.piggyback is None else [header, payload, execution.piggyback.view(np.uint8)]
 
 
 def _check_whole(receive: Receive) -> None:

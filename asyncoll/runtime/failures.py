@@ -22,7 +22,7 @@ from asyncoll.errors import (
     PeerLostError,
     ProtocolError,
 )
-from asyncoll.runtime.router import Switchboard
+from asyncoll.runtime.router import Router
 from asyncoll.transport import wire
 
 WORLD = 0  # instead of a communicator
@@ -63,8 +63,8 @@ def _ranks(listed: str) -> tuple[int, ...]:
 class Failures:
     """The failures that one rank has heard of, and who of it waits for what they may end."""
 
-    def __init__(self, switchboard: Switchboard) -> None:
-        self._switchboard = switchboard
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._first: dict[int, Failure] = {}  # by communicator
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
         self._listeners: list[tuple[int, Callable[[Failure], None]]] = []
@@ -135,7 +135,7 @@ class Failures:
 
     def abort(self, communicator: int, members: Iterable[int], reason: str) -> None:
         """Give up for a reason of this rank's own."""
-        self.give_up(wire.Abort(communicator, self._switchboard.rank, reason), communicator, members)
+        self.give_up(wire.Abort(communicator, self._router.rank, reason), communicator, members)
 
     def mismatch(self, communicator: int, members: Iterable[int], text: str) -> None:
         """Ranks called different things: tell every member, and fail the communicator here."""
@@ -145,7 +145,7 @@ class Failures:
         """`source` broke the protocol: nothing it says can be trusted, so the world ends, and everybody hears why."""
         text = f"rank {source} broke the protocol: {error}"
         logger.error(text)
-        self.give_up(wire.Broken(source, text), WORLD, range(self._switchboard.size))
+        self.give_up(wire.Broken(source, text), WORLD, range(self._router.size))
 
     def pass_on(self) -> None:
         """Tell everybody what has failed, as this rank has heard it.
@@ -154,12 +154,12 @@ class Failures:
         """
         for failure in tuple(self._first.values()):
             if not isinstance(failure, Closed):
-                self._spread(failure, range(self._switchboard.size))
+                self._spread(failure, range(self._router.size))
 
     def _spread(self, failure: Told, members: Iterable[int]) -> None:
         for member in members:
-            if member != self._switchboard.rank:
-                self._switchboard.tell(member, failure)
+            if member != self._router.rank:
+                self._router.tell(member, failure)
 
 
 def break_off(future: asyncio.Future[Any], failure: Failure) -> None:

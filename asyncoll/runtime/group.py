@@ -36,12 +36,12 @@ class Lane:
 
     Ranks here are places in the group. Use it as a context manager around the whole execution. An array that is being
     received into must not be read, and one that is being sent must not be written, until the call that says so is done.
-    A short `rider` goes along with every message and becomes, element by element, the maximum of what has come: that of
-    all ranks, once an algorithm is done in which every rank's result depends on every rank's data.
-    Steps are below 2^24 and used once in a phase.
+    A short `piggyback` goes along with every message and becomes, element by element, the maximum of what has come:
+    that of all ranks, once an algorithm is done in which every rank's result depends on every rank's data. Steps are
+    below 2^24 and used once in a phase.
     """
 
-    __slots__ = ("_execution", "_executions", "_identity", "_phase", "_rider", "_world", "rank", "size", "traffic")
+    __slots__ = ("_execution", "_executions", "_identity", "_phase", "_piggyback", "_world", "rank", "size", "traffic")
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class Lane:
         number: int,
         fingerprint: int,
         describe: Callable[[], str],
-        rider: Array | None = None,
+        piggyback: Array | None = None,
     ) -> None:
         self.rank = group.rank
         self.size = group.size
         self.traffic = Traffic()
         self._phase = 0
         self._world = group.ranks
-        self._rider = rider
+        self._piggyback = piggyback
         self._executions = executions
         self._identity = Identity(group.communicator, group.ranks, context, number, fingerprint, describe)
 
     def __enter__(self) -> Lane:
-        self._execution = self._executions.open(self._identity, self._rider)
+        self._execution = self._executions.open(self._identity, self._piggyback)
         return self
 
     def __exit__(

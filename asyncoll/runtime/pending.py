@@ -26,7 +26,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class PendingCall:
     """One call under way."""
 
     call: Call
@@ -36,7 +36,7 @@ class Visit:
     expires_s: float
 
 
-class Attendance:
+class PendingCalls:
     """One rank's calls on one communicator that are not over.
 
     They begin and end in any thread; everything else happens on the runtime's loop.
@@ -48,9 +48,9 @@ class Attendance:
         self._group = group
         self._post = post
         self._patience_s = endpoint.patience_s
-        self._visits: dict[Visit, None] = {}
+        self._pending: dict[PendingCall, None] = {}
         self._calls = 0
-        self._last: Visit | None = None
+        self._last: PendingCall | None = None
         self._idle_since_s = deadlines.now_s()
         self._looks_at_s = math.inf  # when the runtime looks for calls that are overdue
         self._timer: asyncio.TimerHandle | None = None
@@ -58,34 +58,34 @@ class Attendance:
         self._answers: dict[int, Here] = {}
         self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # while it asks
-        endpoint.switchboard.on_control(Where, group.communicator, self._answer)
-        endpoint.switchboard.on_control(Here, group.communicator, self._heard)
+        endpoint.router.on_control(Where, group.communicator, self._answer)
+        endpoint.router.on_control(Here, group.communicator, self._heard)
 
-    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> Visit:
+    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> PendingCall:
         """A call begins, in its caller's thread and context.
 
         `number` is its place among those that all ranks make; `ranks` are those that it concerns, if not all.
         """
         now_s = deadlines.now_s()
         ends_s = deadlines.expires_s()
-        visit = Visit(
+        pending = PendingCall(
             call,
             number,
             ranks or self._group.ranks,
             now_s,
             min(now_s + self._patience_s, math.inf if ends_s is None else ends_s),
         )
-        self._visits[visit] = None
-        self._last = visit
+        self._pending[pending] = None
+        self._last = pending
         self._calls = number or self._calls
-        if visit.expires_s < self._looks_at_s:
-            self._looks_at_s = visit.expires_s
+        if pending.expires_s < self._looks_at_s:
+            self._looks_at_s = pending.expires_s
             self._post(self._look)
-        return visit
+        return pending
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, pending: PendingCall) -> None:
         """It is over. Idempotent."""
-        self._visits.pop(visit, None)
+        self._pending.pop(pending, None)
         self._idle_since_s = deadlines.now_s()
 
     # -- on the runtime's loop --------------------------------------------------------------------
@@ -96,23 +96,23 @@ class Attendance:
         if self._timer is not None:
             self._timer.cancel()
         self._looks_at_s = math.inf  # before looking: who enters meanwhile has this called again
-        now_s, visits = deadlines.now_s(), tuple(self._visits)
-        overdue = next((visit for visit in visits if visit.expires_s <= now_s), None)
+        now_s, pending = deadlines.now_s(), tuple(self._pending)
+        overdue = next((pending for pending in pending if pending.expires_s <= now_s), None)
         if overdue is not None:
             self._endpoint.spawn(self._give_up(overdue), self._group.communicator)
             return
-        looks_at_s = min([now_s + self._patience_s, *(visit.expires_s for visit in visits)])
+        looks_at_s = min([now_s + self._patience_s, *(pending.expires_s for pending in pending)])
         if looks_at_s < math.inf:
             self._looks_at_s = min(looks_at_s, self._looks_at_s)
             self._timer = asyncio.get_running_loop().call_later(looks_at_s - now_s, self._look)
 
-    async def _give_up(self, overdue: Visit) -> None:
+    async def _give_up(self, overdue: PendingCall) -> None:
         async with self._asking:  # one at a time: answers do not say to whose question
             await self._tell_who_is_late(overdue)
 
-    async def _tell_who_is_late(self, overdue: Visit) -> None:
+    async def _tell_who_is_late(self, overdue: PendingCall) -> None:
         await self._ask(overdue.ranks)
-        if overdue not in self._visits:
+        if overdue not in self._pending:
             self._look()
             return
         missing = [rank for rank in overdue.ranks if not self._has_come(rank, overdue)]
@@ -130,7 +130,7 @@ class Attendance:
         self._all_answered = asyncio.Event()
         self._asked = set(ranks) - {self._endpoint.rank}
         for rank in self._asked:
-            self._endpoint.switchboard.tell(rank, Where(self._group.communicator))
+            self._endpoint.router.tell(rank, Where(self._group.communicator))
         try:
             with contextlib.suppress(TimeoutError):  # who has not answered by then is said not to
                 await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
@@ -142,13 +142,13 @@ class Attendance:
         if self._all_answered is not None and self._answers.keys() >= self._asked:
             self._all_answered.set()
 
-    def _has_come(self, rank: int, visit: Visit) -> bool:
+    def _has_come(self, rank: int, pending: PendingCall) -> bool:
         if rank == self._endpoint.rank:
             return True
         answer = self._answers.get(rank)
         if answer is None:
             return False
-        return visit.call.key in answer.inside.split("\n") or 0 < visit.number <= answer.calls
+        return pending.call.key in answer.inside.split("\n") or 0 < pending.number <= answer.calls
 
     def _whereabouts(self, rank: int) -> str:
         answer = self._answers.get(rank)
@@ -157,14 +157,14 @@ class Attendance:
 
     def _answer(self, source: int, question: Where) -> None:
         """Say where this rank is."""
-        visits, now_s = tuple(self._visits), deadlines.now_s()
-        if visits:
-            doing = " and ".join(f"in {visit.call} for {now_s - visit.since_s:.1f} s" for visit in visits)
+        pending, now_s = tuple(self._pending), deadlines.now_s()
+        if pending:
+            doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
         else:
             after = f", after {self._last.call}" if self._last is not None else " and has made no call"
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
-        inside = "\n".join(visit.call.key for visit in visits)
-        self._endpoint.switchboard.tell(source, Here(question.communicator, self._calls, inside, doing))
+        inside = "\n".join(pending.call.key for pending in pending)
+        self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
 
 
 def _listed(ranks: Iterable[int]) -> str:

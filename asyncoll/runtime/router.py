@@ -19,7 +19,7 @@ SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # sourc
 Asked = TypeVar("Asked", wire.Announce, wire.Where, wire.Here)  # control messages for whoever asks for them
 
 
-class Switchboard:
+class Router:
     """The messages of one rank. All that it sends counts in `traffic`."""
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:

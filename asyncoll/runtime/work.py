@@ -1,8 +1,9 @@
 """Who drives a coroutine in memory: the caller who awaits it, or the runtime if nobody does.
 
-Such a coroutine awaits nothing but conditions of shared memory and turns (`transport.board.until`, `turn_of`), so it
-belongs to no loop and may be driven by any, one after another. Its first steps are taken at the call, in the caller's
-own thread: a call between ranks that are all there is over without any other thread, or the loop, having turned.
+Such a coroutine awaits nothing but conditions of shared memory and turns (`transport.control_block.until`, `turn_of`),
+so it belongs to no loop and may be driven by any, one after another. Its first steps are taken at the call, in the
+caller's own thread: a call between ranks that are all there is over without any other thread, or the loop, having
+turned.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import build
 
-_current: ContextVar[Registry | None] = ContextVar("registry", default=None)
+_current: ContextVar[RegisteredMemory | None] = ContextVar("registry", default=None)
 
 
 class SharedMemory(Protocol):
@@ -29,7 +29,7 @@ class SharedMemory(Protocol):
     def view(self, address: int, nbytes: int) -> reductions.Array: ...
 
 
-class Registry:
+class RegisteredMemory:
     """The registered tensors of one rank."""
 
     def __init__(self, arena: SharedMemory | None) -> None:
@@ -88,9 +88,9 @@ def _ordinary(nbytes: int) -> reductions.Array:
         raise UsageError(f"cannot allocate {nbytes} bytes: {error}; use smaller tensors") from None
 
 
-def current() -> Registry:
+def current() -> RegisteredMemory:
     """The registry of the world that this task is in; outside of any, one of ordinary memory."""
-    return _current.get() or Registry(None)
+    return _current.get() or RegisteredMemory(None)
 
 
 def _dtype(dtype: Any) -> tuple[str, bool]:

@@ -1,9 +1,9 @@
-"""A board: words in shared memory under one lock, and those who sleep until somebody changes them.
+"""A control block: cells in shared memory under one lock, and those who sleep until somebody changes them.
 
-Whatever ranks of a host tell each other in shared memory stands on a board, or lies in memory that an address on a
-board leads to. It is written before its writer leaves the lock, and read after its reader has entered it, so the lock
-alone orders all of it, on every processor. Nothing is ever concluded from a word that was read without the lock: such a
-look is a hint that the lock is worth taking.
+Whatever ranks of a host tell each other in shared memory stands on a control block, or lies in memory that an address
+on a control block leads to. It is written before its writer leaves the lock, and read after its reader has entered it,
+so the lock alone orders all of it, on every processor. Nothing is ever concluded from a cell that was read without the
+lock: such a look is a hint that the lock is worth taking.
 
 Algorithms in memory are coroutines that await nothing but `until`, and `turn_of` where they wait for another of the
 same rank. They know no loop: who drives one decides how it waits.
@@ -31,45 +31,45 @@ class Mutex(Protocol):
         """Give the lock back, if this thread has it, and let nobody have it again: an exception has come between."""
 
 
-class Bells(Protocol):
+class Doorbells(Protocol):
     """Wakes the ranks of a host."""
 
-    def ring(self, bells: Iterable[int]) -> None: ...
+    def ring(self, doorbells: Iterable[int]) -> None: ...
 
 
-_SLEEPING = 0  # how many of the words that follow are not zero
-_BELLS = 1  # for each bell, whether somebody who hears it sleeps here
+_SLEEPING = 0  # how many of the cells that follow are not zero
+_DOORBELLS = 1  # for each doorbell, whether somebody who hears it sleeps here
 
-BELLS = 2  # of each rank: the caller's loop hears one, the runtime's the other
+DOORBELLS = 2  # of each rank: the caller's loop hears one, the runtime's the other
 
 
-class Board:
+class ControlBlock:
     """Use it as a context manager: it is the lock, held for some microseconds and never across an await."""
 
-    __slots__ = ("_bells", "_count", "_mutex", "_ringing", "_sleepers", "created", "interleaved", "words")
+    __slots__ = ("_count", "_doorbells", "_mutex", "_ringing", "_sleepers", "cells", "created", "interleaved")
 
     def __init__(
         self,
         raw: memoryview,
         places: int,
         mutex: Mutex,
-        bells: Bells,
+        doorbells: Doorbells,
         *,
         created: bool,
         interleaved: bool = False,
     ) -> None:
-        """`raw` is the shared memory, `board_bytes` of it, zero at first."""
-        words = raw.cast("q")
-        self._count = places * BELLS
-        self._sleepers = words[: _BELLS + self._count]
-        self.words = words[_BELLS + self._count :]  # the user's, of 64 bits each
+        """`raw` is the shared memory, `control_block_bytes` of it, zero at first."""
+        cells = raw.cast("q")
+        self._count = places * DOORBELLS
+        self._sleepers = cells[: _DOORBELLS + self._count]
+        self.cells = cells[_DOORBELLS + self._count :]  # the user's, of 64 bits each
         self.created = created  # here, and not by another rank
         self.interleaved = interleaved  # all ranks share a thread, and must be given turns
         self._mutex = mutex
-        self._bells = bells
+        self._doorbells = doorbells
         self._ringing: list[int] = []
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ControlBlock:
         try:
             self._mutex.acquire()
         except BaseException:  # a signal handler may raise just after the lock is taken
@@ -78,7 +78,7 @@ class Board:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, AsyncollError):  # words may be half changed
+        if kind is not None and not issubclass(kind, AsyncollError):  # cells may be half changed
             self._mutex.abandon()
             return
         if not self._ringing:
@@ -86,7 +86,7 @@ class Board:
             return
         ringing, self._ringing = self._ringing, []
         self._mutex.release()
-        self._bells.ring(ringing)
+        self._doorbells.ring(ringing)
 
     def abandon(self, mutex: Mutex) -> None:
         """In a forked child: `mutex` refuses everybody."""
@@ -98,29 +98,29 @@ class Board:
         `at_most` so many, where more could not run at once anyway: the rest sleep on until somebody wakes all.
         """
         sleepers = self._sleepers
-        for bell in range(self._count if sleepers[_SLEEPING] else 0):
-            if sleepers[_BELLS + bell] and at_most > 0:
-                sleepers[_BELLS + bell] = 0
+        for doorbell in range(self._count if sleepers[_SLEEPING] else 0):
+            if sleepers[_DOORBELLS + doorbell] and at_most > 0:
+                sleepers[_DOORBELLS + doorbell] = 0
                 sleepers[_SLEEPING] -= 1
                 at_most -= 1
-                self._ringing.append(bell)
+                self._ringing.append(doorbell)
 
-    def sleep(self, bell: int) -> None:
-        """Under the lock: whoever hears `bell` sleeps, until the next `wake`."""
-        if not self._sleepers[_BELLS + bell]:
-            self._sleepers[_BELLS + bell] = 1
+    def sleep(self, doorbell: int) -> None:
+        """Under the lock: whoever hears `doorbell` sleeps, until the next `wake`."""
+        if not self._sleepers[_DOORBELLS + doorbell]:
+            self._sleepers[_DOORBELLS + doorbell] = 1
             self._sleepers[_SLEEPING] += 1
 
 
-def board_bytes(words: int, places: int) -> int:
-    """The shared memory of a board with so many words of its user's, on a host of so many ranks."""
-    return 8 * (_BELLS + places * BELLS + words)
+def control_block_bytes(cells: int, places: int) -> int:
+    """The shared memory of a control block with so many cells of its user's, on a host of so many ranks."""
+    return 8 * (_DOORBELLS + places * DOORBELLS + cells)
 
 
 class Wait(NamedTuple):
     """What a coroutine in memory waits for. `ready` only reads; it is called under the lock, or without as a hint."""
 
-    board: Board
+    control_block: ControlBlock
     ready: Callable[[], bool]
 
 
@@ -145,13 +145,13 @@ class Turn:
 
 
 @types.coroutine
-def breathe(board: Board) -> Generator[Wait, None, None]:
+def checkpoint(control_block: ControlBlock) -> Generator[Wait, None, None]:
     """Where other ranks may do anything: said once for each piece of long work.
 
     Between processes they may at any time. Where they share a thread, nothing would ever be seen half done without it.
     """
-    if board.interleaved:
-        yield Wait(board, _always)
+    if control_block.interleaved:
+        yield Wait(control_block, _always)
 
 
 def _always() -> bool:
@@ -159,9 +159,9 @@ def _always() -> bool:
 
 
 @types.coroutine
-def failure(board: Board) -> Generator[Wait, None, None]:
+def failure(control_block: ControlBlock) -> Generator[Wait, None, None]:
     """Wait for what has gone wrong elsewhere to be heard of here, which ends every wait."""
-    yield Wait(board, _never)
+    yield Wait(control_block, _never)
 
 
 def _never() -> bool:
@@ -169,13 +169,13 @@ def _never() -> bool:
 
 
 @types.coroutine
-def until(board: Board, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
-    """Wait until `ready()`, which only reads the words of `board`."""
+def until(control_block: ControlBlock, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
+    """Wait until `ready()`, which only reads the cells of `control_block`."""
     if ready():  # a hint
-        with board:
+        with control_block:
             if ready():
                 return
-    yield Wait(board, ready)
+    yield Wait(control_block, ready)
 
 
 @types.coroutine

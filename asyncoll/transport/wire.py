@@ -1,8 +1,8 @@
 """Message to frames and back. No sockets, no clock, no pickle.
 
 A message is a fixed header and, in frames of their own, a payload of raw tensor bytes (DATA) or msgpack (CONTROL) and
-a rider that goes along with DATA. The header names the execution that the message belongs to, (context, number), the
-step inside it, and the fingerprint of what its sender believes that execution to be. `number` means: of DATA, GRANT
+a piggyback that goes along with DATA. The header names the execution that the message belongs to, (context, number),
+the step inside it, and the fingerprint of what its sender believes that execution to be. `number` means: of DATA, GRANT
 and SIGNAL, the call or the round; of CREDIT, bytes.
 """
 
@@ -20,7 +20,7 @@ from asyncoll.errors import ProtocolError
 MAGIC: Final = b"ac"
 VERSION: Final = 1
 SEGMENT_BYTES: Final = 1 << 20  # the largest payload of one DATA message; 1 MiB moved fastest through ZeroMQ
-RIDER_BYTES: Final = 1 << 18  # the largest rider: the attendance list of 16,384 ranks
+PIGGYBACK_BYTES: Final = 1 << 18  # the largest piggyback: the participation list of 16,384 ranks
 CONTROL_BYTES: Final = 1 << 16  # the largest payload of one CONTROL message
 MAX_FRAME_BYTES: Final = SEGMENT_BYTES
 
@@ -68,8 +68,8 @@ def decode(frames: list[Buffer]) -> Header:
         raise ProtocolError(f"unknown kind of message {header.kind}")
     expected = 2 if limit else 1
     if header.kind == DATA and len(frames) == 3:
-        if len(frames[2]) > RIDER_BYTES:
-            raise ProtocolError(f"a rider of more than {RIDER_BYTES} bytes")
+        if len(frames[2]) > PIGGYBACK_BYTES:
+            raise ProtocolError(f"a piggyback of more than {PIGGYBACK_BYTES} bytes")
     elif len(frames) != expected:
         raise ProtocolError(f"a message of kind {header.kind} has {expected} frames, got {len(frames)}")
     if limit and len(frames[1]) > limit:

@@ -30,7 +30,8 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.wire import Overdue
-from asyncoll.world.rendezvous import Environment, Meeting, meet
+from asyncoll.world.environment import Environment
+from asyncoll.world.rendezvous import PeerLinks, meet
 
 _member = threading.Lock()  # held by the process while it is in a world
 T = TypeVar("T")
@@ -106,12 +107,12 @@ def _claimed(environment: Environment) -> Iterator[None]:
 async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
     process = os.getpid()
     joining = _joining(environment)
-    meeting = await _meet(environment, joining)
+    links = await _meet(environment, joining)
     thread = ProgressThread()
     try:
-        with meeting.until_joined:
-            async with World(_endpoint(meeting, environment), thread, meeting.hosts, joining) as comm:
-                meeting.until_joined.close()
+        with links.until_joined:
+            async with World(_endpoint(links, environment), thread, links.hosts, joining) as comm:
+                links.until_joined.close()
                 with comm.registry.as_current():
                     yield comm
     finally:
@@ -148,25 +149,25 @@ def _joining(environment: Environment) -> Joining:
     return Joining(environment.rank, environment.size, limit_s)
 
 
-async def _meet(environment: Environment, joining: Joining) -> Meeting:
+async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
     """In a thread, which must end before this does: nothing else would close what it has opened."""
-    meeting = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
+    links = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
     try:
-        return await asyncio.shield(meeting)
+        return await asyncio.shield(links)
     except asyncio.CancelledError as error:
         joining.cancel()
         with contextlib.suppress(AsyncollError):
-            met = await meeting
+            met = await links
             met.until_joined.__exit__(type(error), error, None)
             await met.transport.close()
         raise
 
 
-def _endpoint(meeting: Meeting, environment: Environment) -> Endpoint:
-    transport: Transport = meeting.transport
-    if meeting.arena is not None:
-        transport = SlottedTransport(transport, meeting.arena)
-    return Endpoint(transport, meeting.arena, environment.deadline_s)
+def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
+    transport: Transport = links.transport
+    if links.arena is not None:
+        transport = SlottedTransport(transport, links.arena)
+    return Endpoint(transport, links.arena, environment.deadline_s)
 
 
 class World:

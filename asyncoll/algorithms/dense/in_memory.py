@@ -1,4 +1,4 @@
-"""Textbook collectives in shared memory, as coroutines that await nothing but meetings.
+"""Textbook collectives in shared memory, as coroutines that await nothing but rendezvous.
 
 A short array is copied into a slot, shown, and read by those who want it. A long one passes in windows, through two
 slots in turn, so that it is still in the cache when it is read; registered ones are read, and written, where they are.
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.staging import Hall, Meeting
+from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, reducer
-from asyncoll.transport.control_block import breathe, failure
+from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
 
@@ -37,82 +37,82 @@ class _Reduction(NamedTuple):
 class SharedCall:
     """One collective call at one rank. Arrays are flat; those that are returned into must not overlap others."""
 
-    def __init__(self, hall: Hall, number: int, fingerprint: int) -> None:
-        self.rank = hall.rank
-        self.size = hall.size
+    def __init__(self, staging: StagingArea, number: int, fingerprint: int) -> None:
+        self.rank = staging.rank
+        self.size = staging.size
         self.traffic = Traffic()
-        self._hall = hall
+        self._staging = staging
         self._number = number
         self._fingerprint = fingerprint
-        self._count = 0  # meetings so far
-        # Where peers use the caller's memory, and how many bytes they write: of the last two meetings.
-        self._lent: deque[tuple[Meeting, int]] = deque(maxlen=2)
+        self._count = 0  # rendezvous so far
+        # Where peers use the caller's memory, and how many bytes they write: of the last two rendezvous.
+        self._lent: deque[tuple[Rendezvous, int]] = deque(maxlen=2)
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
         """After a failure: nobody who is left uses the caller's memory, or relies on what it has read there."""
-        for meeting, total in self._lent:
-            await meeting.withdraw(total, is_lost)
+        for rendezvous, total in self._lent:
+            await rendezvous.withdraw(total, is_lost)
 
-    async def _leave(self, meeting: Meeting) -> None:
+    async def _leave(self, rendezvous: Rendezvous) -> None:
         """Look at nothing any more. If somebody gave up whose memory this rank has read, wait for the failure."""
-        if not meeting.leave():
-            await failure(meeting.board)
+        if not rendezvous.leave():
+            await failure(rendezvous.control_block)
 
     async def barrier(self) -> None:
-        meeting = await self._next()
-        if meeting.arrive_shortly():
-            meeting.leave(reduced=1)
+        rendezvous = await self._next()
+        if rendezvous.arrive_shortly():
+            rendezvous.leave(reduced=1)
         else:
-            await meeting.reduced(1)
-            meeting.leave()
+            await rendezvous.reduced(1)
+            rendezvous.leave()
 
     # -- reductions -------------------------------------------------------------------------------
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `x` over all ranks, in place."""
-        if 0 < x.nbytes <= self._hall.sizes.short:
+        if 0 < x.nbytes <= self._staging.sizes.short:
             await self._allreduce_shortly(x, op, dtype)
             return
         what = self._reduction(x, op, dtype)
-        total, address = x.nbytes, self._hall.arena.locate(x)
-        if total > self._hall.sizes.window:
-            meeting = await self._next()
+        total, address = x.nbytes, self._staging.arena.locate(x)
+        if total > self._staging.sizes.window:
+            rendezvous = await self._next()
             if address is not None:
                 self.traffic.sent(total)
-            meeting.arrive(address or 0, total, direct=address is not None)
-            self._lend(meeting, address, total)  # whoever comes last may write at once
-            await meeting.everybody()
-            if not meeting.is_direct():
+            rendezvous.arrive(address or 0, total, direct=address is not None)
+            self._lend(rendezvous, address, total)  # whoever comes last may write at once
+            await rendezvous.everybody()
+            if not rendezvous.is_direct():
                 self._lent.clear()
-                meeting.leave()
+                rendezvous.leave()
                 await self._in_windows(what)
                 return
         else:
-            meeting = await self._come(what, 0, total, address)
-            self._lend(meeting, address, total)
-        await self._take_part(meeting, what, 0, total, direct=address is not None)
+            rendezvous = await self._come(what, 0, total, address)
+            self._lend(rendezvous, address, total)
+        await self._take_part(rendezvous, what, 0, total, direct=address is not None)
 
-    def _lend(self, meeting: Meeting, address: int | None, total: int) -> None:
-        """The memory at `address`, the caller's own if there is one, is shown at this meeting, to be reduced."""
+    def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
+        """The memory at `address`, the caller's own if there is one, is shown at this rendezvous, to be reduced."""
         if address is not None:
-            self._lent.append((meeting, total))
+            self._lent.append((rendezvous, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """The last to come reduces for all. Registered or not: a copy costs less than finding out."""
-        hall, meeting = self._hall, await self._next()
-        hall.short_array(self.rank, meeting.turn, x.dtype, x.size)[...] = x
+        staging, rendezvous = self._staging, await self._next()
+        staging.short_array(self.rank, rendezvous.turn, x.dtype, x.size)[...] = x
         self.traffic.sent(x.nbytes)
-        if meeting.arrive_shortly():
-            arrays = [hall.short_array(place, meeting.turn, x.dtype, x.size) for place in range(self.size)]
+        if rendezvous.arrive_shortly():
+            arrays = [staging.short_array(place, rendezvous.turn, x.dtype, x.size) for place in range(self.size)]
             reducer(op, dtype)(arrays[0], arrays, self.size if op is ReduceOp.AVG else 1)
             x[...] = arrays[0]
             self.traffic.received(x.nbytes * (self.size - 1))
-            meeting.leave(reduced=x.nbytes)
+            rendezvous.leave(reduced=x.nbytes)
         else:
-            await meeting.reduced(x.nbytes)
-            x[...] = hall.short_array(0, meeting.turn, x.dtype, x.size)
+            await rendezvous.reduced(x.nbytes)
+            x[...] = staging.short_array(0, rendezvous.turn, x.dtype, x.size)
             self.traffic.received(x.nbytes)
-            meeting.leave()
+            rendezvous.leave()
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         """Reduce into the root's `x`; the others' stay as they are."""
@@ -124,59 +124,59 @@ class SharedCall:
 
     async def _in_windows(self, what: _Reduction) -> None:
         """Copy one window in while others are still at the one before."""
-        window, total = self._hall.sizes.window, what.raw.size
-        behind: tuple[Meeting, int, int] | None = None
+        window, total = self._staging.sizes.window, what.raw.size
+        behind: tuple[Rendezvous, int, int] | None = None
         for start in range(0, max(total, 1), window):
             end = min(start + window, total)
-            meeting = await self._come(what, start, end)
+            rendezvous = await self._come(what, start, end)
             if behind is not None:
                 await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
-            behind = meeting, start, end
+            behind = rendezvous, start, end
         if behind is not None:
             await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
 
-    async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Meeting:
+    async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Rendezvous:
         """Show a part of the array: a copy, unless it lies at an address."""
-        meeting = await self._next()
+        rendezvous = await self._next()
         self.traffic.sent(end - start)
         if address is not None:
-            meeting.arrive(address, end - start, direct=True, helpers=self._helpers(end - start))
-            return meeting
-        address, slot = self._hall.slot(meeting.turn, end - start)
+            rendezvous.arrive(address, end - start, direct=True, helpers=self._helpers(end - start))
+            return rendezvous
+        address, slot = self._staging.slot(rendezvous.turn, end - start)
         slot[...] = what.raw[start:end]
-        meeting.arrive(address, end - start, helpers=self._helpers(end - start))
-        return meeting
+        rendezvous.arrive(address, end - start, helpers=self._helpers(end - start))
+        return rendezvous
 
     def _helpers(self, total: int) -> int:
         """How many more ranks than the last to come can reduce so many bytes at once. The others may sleep."""
-        chunks = max(1, -(-total // self._hall.sizes.chunk))
-        return min(chunks, self._hall.arena.cores) - 1 if total else self.size
+        chunks = max(1, -(-total // self._staging.sizes.chunk))
+        return min(chunks, self._staging.arena.cores) - 1 if total else self.size
 
-    async def _take_part(self, meeting: Meeting, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
+    async def _take_part(self, rendezvous: Rendezvous, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
         """Reduce bytes `start` to `end` together, and get the result."""
-        await meeting.everybody()
-        shown = meeting.shown()
-        await self._reduce_chunks(meeting, what, shown, end - start)
-        await meeting.reduced(end - start)
+        await rendezvous.everybody()
+        shown = rendezvous.shown()
+        await self._reduce_chunks(rendezvous, what, shown, end - start)
+        await rendezvous.reduced(end - start)
         if what.is_wanted and not direct:
-            await breathe(meeting.board)
-            what.raw[start:end] = self._hall.arena.view(shown[0][0], end - start)
+            await checkpoint(rendezvous.control_block)
+            what.raw[start:end] = self._staging.arena.view(shown[0][0], end - start)
             if self.rank:
                 self.traffic.received(end - start)
-        await self._leave(meeting)
-        if direct and self.rank == 0 and not meeting.is_direct():
-            await meeting.everybody_left()  # others read the result in the caller's memory
+        await self._leave(rendezvous)
+        if direct and self.rank == 0 and not rendezvous.is_direct():
+            await rendezvous.everybody_left()  # others read the result in the caller's memory
 
     async def _reduce_chunks(
-        self, meeting: Meeting, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
+        self, rendezvous: Rendezvous, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
     ) -> None:
-        view, chunk = self._hall.arena.view, self._hall.sizes.chunk
+        view, chunk = self._staging.arena.view, self._staging.sizes.chunk
         others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
         interrupted: BaseException | None = None
-        while (first := meeting.claim(chunk, total)) is not None:
+        while (first := rendezvous.claim(chunk, total)) is not None:
             length = min(chunk, total - first)
             try:
-                await breathe(meeting.board)
+                await checkpoint(rendezvous.control_block)
             except BaseException as error:  # who claims a chunk reduces it: others wait for it
                 interrupted = error
             arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
@@ -188,7 +188,7 @@ class SharedCall:
                 reduced = length
                 self.traffic.received(length * (self.size - 1))
             finally:
-                meeting.done(reduced, total)
+                rendezvous.done(reduced, total)
         if interrupted is not None:
             raise interrupted
 
@@ -259,83 +259,83 @@ class SharedCall:
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
         """Show `mine` to everybody, and take what each rank in `wanted` shows: its number of bytes is known."""
-        window, shown = self._hall.sizes.window, mine.size if mine is not None else 0
-        address = self._hall.arena.locate(mine) if mine is not None and shown > window else None
+        window, shown = self._staging.sizes.window, mine.size if mine is not None else 0
+        address = self._staging.arena.locate(mine) if mine is not None and shown > window else None
         start, longest = 0, 1
         while start < longest:
-            meeting = await self._next()
+            rendezvous = await self._next()
             if address is None:
-                self._show_piece(meeting, mine, start)
+                self._show_piece(rendezvous, mine, start)
             else:
                 self.traffic.sent(max(0, min(window, shown - start)))
-                meeting.arrive(address + start, shown, direct=True)
-                self._lend(meeting, address, 0)
-            await meeting.everybody()
-            table = meeting.shown()
+                rendezvous.arrive(address + start, shown, direct=True)
+                self._lend(rendezvous, address, 0)
+            await rendezvous.everybody()
+            table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
-                await self._take(meeting, take, source, table[source][0], start, min(start + window, size))
-            await self._leave(meeting)
+                await self._take(rendezvous, take, source, table[source][0], start, min(start + window, size))
+            await self._leave(rendezvous)
             start += window
         if address is not None:
-            await self._quiet(meeting)
+            await self._quiet(rendezvous)
 
-    def _show_piece(self, meeting: Meeting, mine: Array | None, start: int) -> None:
+    def _show_piece(self, rendezvous: Rendezvous, mine: Array | None, start: int) -> None:
         shown = mine.size if mine is not None else 0
-        address, slot = self._hall.slot(meeting.turn, max(0, min(self._hall.sizes.window, shown - start)))
+        address, slot = self._staging.slot(rendezvous.turn, max(0, min(self._staging.sizes.window, shown - start)))
         if mine is not None:
             slot[...] = mine[start : start + slot.size]
             self.traffic.sent(slot.size)
-        meeting.arrive(address, shown)
+        rendezvous.arrive(address, shown)
 
     async def _deal(self, blocks: Sequence[Array], take: Take, wanted: dict[int, int]) -> None:
         """Show `blocks[place]` to each place, and take mine of each rank in `wanted`: its number of bytes is known."""
-        window = max(64, self._hall.sizes.window // self.size // 64 * 64)
+        window = max(64, self._staging.sizes.window // self.size // 64 * 64)
         shown = max((block.size for block in blocks), default=0)
         start, longest = 0, 1
         while start < longest:
-            meeting = await self._next()
+            rendezvous = await self._next()
             apart = max(0, min(window, shown - start))
-            address, slot = self._hall.slot(meeting.turn, apart * self.size)
+            address, slot = self._staging.slot(rendezvous.turn, apart * self.size)
             for place, block in enumerate(blocks):
                 piece = block[start : start + apart]
                 slot[place * apart : place * apart + piece.size] = piece
                 if place != self.rank:
                     self.traffic.sent(piece.size)
-            meeting.arrive(address, shown)
-            await meeting.everybody()
-            table = meeting.shown()
+            rendezvous.arrive(address, shown)
+            await rendezvous.everybody()
+            table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
                 address, length, _ = table[source]
                 mine = address + self.rank * max(0, min(window, length - start))
-                await self._take(meeting, take, source, mine, start, min(start + window, size))
-            meeting.leave()
+                await self._take(rendezvous, take, source, mine, start, min(start + window, size))
+            rendezvous.leave()
             start += window
 
-    async def _take(self, meeting: Meeting, take: Take, source: int, address: int, start: int, end: int) -> None:
+    async def _take(self, rendezvous: Rendezvous, take: Take, source: int, address: int, start: int, end: int) -> None:
         if start < end:
-            await breathe(meeting.board)
-            take(source, start, self._hall.arena.view(address, end - start))
+            await checkpoint(rendezvous.control_block)
+            take(source, start, self._staging.arena.view(address, end - start))
             if source != self.rank:
                 self.traffic.received(end - start)
 
-    async def _quiet(self, last: Meeting) -> None:
+    async def _quiet(self, last: Rendezvous) -> None:
         """Nobody looks at what this call has shown any more."""
         await last.everybody_left()
         if self._count > 1:
-            before = self._hall.meeting(self._number, self._count - 2, self._fingerprint)
+            before = self._staging.rendezvous(self._number, self._count - 2, self._fingerprint)
             await before.everybody_left()
 
-    async def _next(self) -> Meeting:
-        """The next meeting of the call, once there is room for it."""
-        hall = self._hall
+    async def _next(self) -> Rendezvous:
+        """The next rendezvous of the call, once there is room for it."""
+        staging = self._staging
         if not self._count:
-            await hall.wait_for(self._number - hall.sizes.calls)  # it had its meetings in the same place
-        meeting = hall.meeting(self._number, self._count, self._fingerprint)
+            await staging.wait_for(self._number - staging.sizes.calls)  # it had its rendezvous in the same place
+        rendezvous = staging.rendezvous(self._number, self._count, self._fingerprint)
         self._count += 1
-        await meeting.free()
-        return meeting
+        await rendezvous.free()
+        return rendezvous
 
 
 def _bytes(arrays: Sequence[Array]) -> list[Array]:

@@ -24,7 +24,7 @@ SMALL_MAX_BYTES = 1 << 20
 # A tiny array goes through a tree of radix 8: 4 messages a rank on average instead of 2 log2 P, and fewer one after
 # another. Each message costs its ranks processor time that is their own computation's. Measured: see BENCHMARKS.md.
 TREE_MIN_RANKS = 5
-TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the attendance list of two thousand ranks
+TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the participation list of two thousand ranks
 TREE_RADIX = 8
 
 ALLTOALL_AHEAD = 4  # messages under way at once: the bucket of the authors of Ok-Topk

@@ -1,8 +1,8 @@
 """Where the ranks of a communicator meet in shared memory: everybody shows memory, everybody looks, everybody leaves.
 
-A call consists of one meeting or several. Meetings take turns in a few places on a board: two for each call that may be
-under way, so that a rank can come to the next meeting while others are still at the one before. A place is free again
-when all have left it, and so is the memory that was shown there.
+A call consists of one rendezvous or several. Meetings take turns in a few places on a control block: two for each call
+that may be under way, so that a rank can come to the next rendezvous while others are still at the one before. A place
+is free again when all have left it, and so is the memory that was shown there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.errors import AsyncollError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Arena, Board
+from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 
-# Words of a meeting, and of each rank's part in it.
+# Cells of a rendezvous, and of each rank's part in it.
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
 _HEAD = 9
 _PART = 3  # the address of what it shows, negative if it is the caller's own memory; how long it is; whether it reduces
 
-_HALF = 1 << 63  # 64 bits without a sign, in a word that has one
+_HALF = 1 << 63  # 64 bits without a sign, in a cell that has one
 _NUMBERS = 1 << 30
 _LEAST = 1024  # bytes of a slot
 _VIEWS_MAX = 1024  # kinds of short arrays whose views are kept
@@ -40,12 +40,12 @@ class DisagreementError(AsyncollError):
 
 
 def _tag(number: int, count: int) -> int:
-    """Tells a meeting from all that may be in its place before or after it: a word that is never 0, even in years."""
+    """Identifies a rendezvous among those that use the same place. Never 0, and not repeated for years."""
     return (number % _NUMBERS + 1) << 32 | count
 
 
-class Hall:
-    """The meetings of one communicator, as one of its ranks sees them."""
+class StagingArea:
+    """The rendezvous of one communicator, as one of its ranks sees them."""
 
     def __init__(self, arena: Arena, size: int, rank: int, context: int, sizes: Sizes) -> None:
         self.arena = arena
@@ -53,23 +53,23 @@ class Hall:
         self.rank = rank
         self.sizes = sizes
         self._stride = _HEAD + _PART * size
-        self._addresses = 2 * sizes.calls * self._stride  # words: of each rank's short arrays
-        self._begun = self._addresses + size  # words: the newest call of each rank, of which nothing but an error tells
-        self.board = arena.board(context, self._begun + size)
+        self._addresses = 2 * sizes.calls * self._stride  # cells: of each rank's short arrays
+        self._begun = self._addresses + size  # cells: the newest call of each rank, of which nothing but an error tells
+        self.control_block = arena.control_block(context, self._begun + size)
         self._slots: dict[int, tuple[int, Array]] = {}  # with their addresses, by turn
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self._turns: dict[int, Turn] = {}  # by the call whose end they wait for
-        self.known_free = 0  # the tag of a meeting whose place was seen to be free
+        self.known_free = 0  # the tag of a rendezvous whose place was seen to be free
 
     def begin(self, number: int) -> None:
         """Call `number` begins here."""
         self._unfinished.add(number)
-        self.board.words[self._begun + self.rank] = number
+        self.control_block.cells[self._begun + self.rank] = number
 
     def begun(self, place: int) -> int:
         """The number of the newest call of the rank at `place`, if it has been seen by now."""
-        return self.board.words[self._begun + place]
+        return self.control_block.cells[self._begun + place]
 
     def end(self, number: int) -> None:
         """Call `number` is over here."""
@@ -88,14 +88,14 @@ class Hall:
         else:
             await turn_of(turn)
 
-    def meeting(self, number: int, count: int, fingerprint: int) -> Meeting:
-        """The meeting after `count` others of call `number`."""
-        return Meeting(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
+    def rendezvous(self, number: int, count: int, fingerprint: int) -> Rendezvous:
+        """The rendezvous after `count` others of call `number`."""
+        return Rendezvous(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
 
     def look_ahead(self, number: int) -> None:
-        """Under the lock: note whether the place of the first meeting of call `number` is free."""
-        words, base, tag = self.board.words, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
-        is_left = words[base + _LEFT] == self.size or words[base + _TAG] in (0, tag)
+        """Under the lock: note whether the place of the first rendezvous of call `number` is free."""
+        cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
+        is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
         if is_left and self.is_over(number - self.sizes.calls):  # which may come back to it otherwise
             self.known_free = tag
 
@@ -133,138 +133,138 @@ class Hall:
         return array
 
     def _short_address(self, place: int) -> int:
-        """Where that rank's short arrays lie: it says so before it first comes to a meeting with one."""
-        word = self._addresses + place
-        with self.board as board:
-            if not board.words[word]:
+        """Where that rank's short arrays lie: it says so before it first comes to a rendezvous with one."""
+        cell = self._addresses + place
+        with self.control_block as control_block:
+            if not control_block.cells[cell]:
                 assert place == self.rank
-                board.words[word] = self.arena.allocate(2 * self.sizes.calls * self.sizes.short)
-            return board.words[word]
+                control_block.cells[cell] = self.arena.allocate(2 * self.sizes.calls * self.sizes.short)
+            return control_block.cells[cell]
 
 
-class Meeting:
+class Rendezvous:
     """All ranks at one point of one call. Every rank that takes part calls `free`, `arrive`, `everybody`, `leave`."""
 
-    __slots__ = ("_base", "_fingerprint", "_hall", "_number", "_words", "tag", "turn")
+    __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
 
-    def __init__(self, hall: Hall, turn: int, number: int, count: int, fingerprint: int) -> None:
-        self._hall = hall
-        self._words = hall.board.words
-        self._base = hall.base(turn)
+    def __init__(self, staging: StagingArea, turn: int, number: int, count: int, fingerprint: int) -> None:
+        self._staging = staging
+        self._cells = staging.control_block.cells
+        self._base = staging.base(turn)
         self._fingerprint = fingerprint - _HALF
         self._number = number
         self.turn = turn
         self.tag = _tag(number, count)
 
     @property
-    def board(self) -> Board:
-        return self._hall.board
+    def control_block(self) -> ControlBlock:
+        return self._staging.control_block
 
     async def free(self) -> None:
-        """Wait until all have left the meeting before it in the same place. My memory for it is then free, too."""
-        words, base, tag, size = self._words, self._base, self.tag, self._hall.size
-        if self._hall.known_free != tag:
-            await until(self.board, lambda: words[base + _TAG] in (0, tag) or words[base + _LEFT] == size)
+        """Wait until all have left the rendezvous before it in the same place. My memory for it is then free, too."""
+        cells, base, tag, size = self._cells, self._base, self.tag, self._staging.size
+        if self._staging.known_free != tag:
+            await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
 
     def arrive_shortly(self) -> bool:
         """Show one's short array. Returns whether all the others have; then they wait for this rank to reduce it."""
         arrived = self._base + _ARRIVED
-        with self._hall.board:
+        with self._staging.control_block:
             self._enter()
-            self._words[arrived] += 1
-            return self._words[arrived] == self._hall.size
+            self._cells[arrived] += 1
+            return self._cells[arrived] == self._staging.size
 
     def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
         """Show memory: `direct` if it is the caller's own. The last to come wakes so many of those who wait for that.
 
         Raises DisagreementError if others have come for another call.
         """
-        words, base = self._words, self._base
-        with self.board as board:
+        cells, base = self._cells, self._base
+        with self.control_block as control_block:
             self._enter()
-            part = base + _HEAD + _PART * self._hall.rank
-            words[part] = -address if direct else address
-            words[part + 1] = nbytes
-            words[part + 2] = 0
-            words[base + _DIRECT] += direct
-            words[base + _ARRIVED] += 1
-            if words[base + _ARRIVED] == self._hall.size:
-                board.wake(helpers)
+            part = base + _HEAD + _PART * self._staging.rank
+            cells[part] = -address if direct else address
+            cells[part + 1] = nbytes
+            cells[part + 2] = 0
+            cells[base + _DIRECT] += direct
+            cells[base + _ARRIVED] += 1
+            if cells[base + _ARRIVED] == self._staging.size:
+                control_block.wake(helpers)
 
     def _enter(self) -> None:
-        """Under the lock. Whoever comes first opens the meeting."""
-        words, base = self._words, self._base
-        if words[base + _TAG] == self.tag:
-            if words[base + _FINGERPRINT] != self._fingerprint:
-                raise DisagreementError(words[base + _FIRST])
+        """Under the lock. Whoever comes first opens the rendezvous."""
+        cells, base = self._cells, self._base
+        if cells[base + _TAG] == self.tag:
+            if cells[base + _FINGERPRINT] != self._fingerprint:
+                raise DisagreementError(cells[base + _FIRST])
             return
-        for word in range(base, base + _HEAD):
-            words[word] = 0
-        words[base + _TAG] = self.tag
-        words[base + _FINGERPRINT] = self._fingerprint
-        words[base + _FIRST] = self._hall.rank
+        for cell in range(base, base + _HEAD):
+            cells[cell] = 0
+        cells[base + _TAG] = self.tag
+        cells[base + _FINGERPRINT] = self._fingerprint
+        cells[base + _FIRST] = self._staging.rank
 
     async def everybody(self) -> None:
         """Wait until all ranks are here."""
-        words, arrived, size = self._words, self._base + _ARRIVED, self._hall.size
-        await until(self.board, lambda: words[arrived] == size)
+        cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
+        await until(self.control_block, lambda: cells[arrived] == size)
 
     # -- what is shown: once everybody is here ----------------------------------------------------
 
     def shown(self) -> list[tuple[int, int, bool]]:
         """By rank: the address of what it shows, its length, and whether that is its caller's own memory."""
         first = self._base + _HEAD
-        words = self._words[first : first + _PART * self._hall.size].tolist()
-        return [(abs(words[i]), words[i + 1], words[i] < 0) for i in range(0, len(words), _PART)]
+        cells = self._cells[first : first + _PART * self._staging.size].tolist()
+        return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
 
     def is_direct(self) -> bool:
         """Whether all ranks show their callers' own memory."""
-        return self._words[self._base + _DIRECT] == self._hall.size
+        return self._cells[self._base + _DIRECT] == self._staging.size
 
     # -- reducing together ------------------------------------------------------------------------
 
     def claim(self, chunk: int, total: int) -> int | None:
         """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed."""
-        words, claimed = self._words, self._base + _CLAIMED
-        with self._hall.board:
-            first = words[claimed]
+        cells, claimed = self._cells, self._base + _CLAIMED
+        with self._staging.control_block:
+            first = cells[claimed]
             if first >= total:
                 return None
-            words[claimed] = first + chunk
-            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 1
+            cells[claimed] = first + chunk
+            cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 1
         return first
 
     def done(self, nbytes: int, total: int) -> None:
         """This rank has reduced so many bytes."""
-        words, done = self._words, self._base + _DONE
-        with self._hall.board as board:
-            words[done] += nbytes
-            words[self._base + _HEAD + _PART * self._hall.rank + 2] = 0
-            if words[done] == total or words[self._base + _CLAIMED] == total:
-                board.wake()
+        cells, done = self._cells, self._base + _DONE
+        with self._staging.control_block as control_block:
+            cells[done] += nbytes
+            cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
+            if cells[done] == total or cells[self._base + _CLAIMED] == total:
+                control_block.wake()
 
     async def reduced(self, total: int) -> None:
         """Wait until all of `total` bytes are."""
-        words, done = self._words, self._base + _DONE
-        await until(self.board, lambda: words[done] == total)
+        cells, done = self._cells, self._base + _DONE
+        await until(self.control_block, lambda: cells[done] == total)
 
     async def withdraw(self, total: int, is_lost: Callable[[int], bool]) -> None:
         """After a failure: nobody claims any more, and who has read what this rank showed cannot rely on it.
 
         Wait until those who have claimed are done, or gone.
         """
-        words, first = self._words, self._base + _HEAD + 2
-        with self.board:
-            if words[self._base + _TAG] != self.tag:
+        cells, first = self._cells, self._base + _HEAD + 2
+        with self.control_block:
+            if cells[self._base + _TAG] != self.tag:
                 return
-            words[self._base + _WITHDRAWN] = 1
-            words[self._base + _CLAIMED] = total
-            words[first + _PART * self._hall.rank] = 0
+            cells[self._base + _WITHDRAWN] = 1
+            cells[self._base + _CLAIMED] = total
+            cells[first + _PART * self._staging.rank] = 0
 
         def is_busy(place: int) -> bool:
-            return words[self._base + _TAG] == self.tag and words[first + _PART * place] > 0 and not is_lost(place)
+            return cells[self._base + _TAG] == self.tag and cells[first + _PART * place] > 0 and not is_lost(place)
 
-        await until(self.board, lambda: not any(map(is_busy, range(self._hall.size))))
+        await until(self.control_block, lambda: not any(map(is_busy, range(self._staging.size))))
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -273,18 +273,20 @@ class Meeting:
 
         Returns whether what was seen can be relied on.
         """
-        hall, words, left = self._hall, self._words, self._base + _LEFT
-        with hall.board as board:
-            words[left] += 1
+        staging, cells, left = self._staging, self._cells, self._base + _LEFT
+        with staging.control_block as control_block:
+            cells[left] += 1
             if reduced:
-                words[self._base + _DONE] = reduced
-                board.wake()
-            elif words[left] == hall.size:
-                board.wake()
-            hall.look_ahead(self._number + 1)
-            return not words[self._base + _WITHDRAWN]
+                cells[self._base + _DONE] = reduced
+                control_block.wake()
+            elif cells[left] == staging.size:
+                control_block.wake()
+            staging.look_ahead(self._number + 1)
+            return not cells[self._base + _WITHDRAWN]
 
     async def everybody_left(self) -> None:
         """Wait until nobody looks at what this rank has shown."""
-        words, base = self._words, self._base
-        await until(self.board, lambda: words[base + _TAG] != self.tag or words[base + _LEFT] == self._hall.size)
+        cells, base = self._cells, self._base
+        await until(
+            self.control_block, lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size
+        )

@@ -1,349 +1,82 @@
-"""The rounds of one operation on a board: what is staged, the round that runs, and the results that are kept.
+"""BlockTable: pieces of shared memory of one size that ranks hand around instead of copying.
 
-Methods are called under the board's lock, except where they say otherwise.
+A block is written once, by whoever has just got it, and only read from then on. It is free again when nobody keeps it:
+not as a contribution, nor in a round, nor as a result, nor to read it. It may come from any rank's memory. BlockTable
+count from 1, so that a cell that is 0 means none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from asyncoll.transport import Arena, ControlBlock
 
-import numpy as np
+_FREE, _MADE = range(2)  # numbers of blocks
+_HEAD = 2
 
-from asyncoll.algorithms.rounds.blocks import NONE, Blocks
-from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.operation_registry import Roster
-from asyncoll.arguments import digest
-from asyncoll.tensors.reductions import Array, storage
-from asyncoll.transport import Arena
-
-CHUNK_BYTES = 1 << 17  # that one rank reduces at a time
-_HELPED = 4  # a round of more chunks wakes those who sleep, to reduce it with them
-_BEGINNINGS = 64  # rounds whose beginning is remembered
-_ALIGNED = 64  # bytes
-
-LENT = -1  # instead of a block: the memory of a caller who waits
-
-# Words: whether each rank is gone (`Roster` sets them), these, a row for each rank, and tables by round.
-_LATEST, _RUNNING, _CLAIMED, _DONE, _CHUNKS = range(5)
-_HEAD = 5
-# A row. Staged: its block, its address, the number of the newest contribution. Taken by the round that runs: likewise.
-# The block for the result of the rank's group. The round that its caller waits for, and the record that was granted to
-# it: round, and a record's words. How long its callers have waited, and how late they came.
-_STAGED, _STAGED_AT, _TICKET, _SOURCE, _SOURCE_AT, _TAKEN, _DEST, _HERE = range(8)
-_GRANT, _WAITED_NS, _LATE_NS, _ROW = 8, 12, 13, 14
-_RECORD = 3  # for each rank: the block of its group's result, the contributors in it, its own newest one in it
+NONE = 0
 
 
-Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
+class BlockTable:
+    """The blocks of one control block. All methods but `provide` are called under its lock."""
 
+    def __init__(self, arena: Arena, control_block: ControlBlock, first_cell: int, limit: int, nbytes: int) -> None:
+        self._arena = arena
+        self._control_block = control_block
+        self._cells = control_block.cells
+        self._head = first_cell
+        self._stack = first_cell + _HEAD  # of free blocks
+        self._addresses = self._stack + limit - 1
+        self._keepers = self._addresses + limit
+        self._limit = limit
+        self._nbytes = nbytes
 
-class Kept(NamedTuple):
-    """The record of a result, as one rank has it. Its block is kept until it is dropped."""
+    @staticmethod
+    def cells(limit: int) -> int:
+        """How many cells of a control block they need."""
+        return _HEAD + 3 * limit
 
-    number: int
-    block: int
-    active: int
-    taken: int
+    def free_count(self) -> int:
+        return self._cells[self._head + _FREE]
 
+    def provide(self, count: int) -> None:
+        """Make more, until `count` are free, as far as this can be seen without the lock. Not under the lock."""
+        while self.free_count() < count:
+            address = self._arena.allocate(self._nbytes)
+            cells = self._cells
+            with self._control_block:
+                block = cells[self._head + _MADE] + 1
+                if block > self._limit:
+                    raise RuntimeError("somebody keeps blocks and never drops them")
+                cells[self._head + _MADE] = block
+                cells[self._addresses + block] = address
+                self._push(block)
 
-class Chunk(NamedTuple):
-    """A piece of a round's work."""
-
-    into: int
-    sources: tuple[int, ...]
-    part: int  # of the layout
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a contribution lies in a block."""
-
-    offsets: tuple[int, ...]  # of its parts
-    lengths: tuple[int, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, operation: Operation) -> Layout:
-        lengths = tuple(count * storage(dtype).itemsize for dtype, count in operation.layout)
-        ends = tuple(accumulate((-(-length // _ALIGNED) * _ALIGNED for length in lengths), initial=0))
-        return cls(ends[:-1], lengths, max(ends[-1], _ALIGNED))
-
-
-class RoundBoard:
-    """As one of the ranks sees it."""
-
-    def __init__(
-        self,
-        arena: Arena,
-        roster: Roster,
-        operation: Operation,
-        communicator: int,
-        size: int,
-        rank: int,
-        layout: Layout,
-    ) -> None:
-        """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
-        self._operation = operation
-        self._layout = layout
-        self._size = size
-        self._cores = arena.cores
-        self._keeps = operation.group_size > 0  # contributions stay, and replace each other
-        self._everybody = tuple(range(size))
-        self._head = size
-        self._rows = self._head + _HEAD
-        self._mine = self._rows + _ROW * rank
-        self._records = self._rows + _ROW * size
-        self._kept_rounds = operation.history + 1
-        self._stride = 1 + _RECORD * size
-        self._begun = self._records + self._kept_rounds * self._stride
-        self._counts = self._begun + _BEGINNINGS
-        blocks = self._counts + size + 1
-        # A rank may fill one, have one staged, one in a round and one granted to it, and read as many as are kept. It
-        # may hold as many again for the call after one that was cancelled.
-        limit = size * (3 * operation.history + 12) + 16
-        context = digest(communicator, "rounds", operation.name)
-        self.board = roster.enter(context, operation.fingerprint(), blocks + Blocks.words(limit))
-        self.words = self.board.words
-        self.blocks = Blocks(arena, self.board, blocks, limit, layout.nbytes)
-        # The same words as arrays: with many ranks, a loop over all words of their rows would be most of a round.
-        self._gone = np.frombuffer(self.words[:size], np.int64)
-        self._table = np.frombuffer(self.words[self._rows : self._records], np.int64).reshape(size, _ROW)
-        self._results = np.frombuffer(self.words[self._records : self._begun], np.int64).reshape(-1, self._stride)
-        self._all = [(self._everybody, slice(None))]
-        self._chunks_of_block = len(self._chunks(0, ()))
-
-    @property
-    def latest(self) -> int:
-        """The newest round that is over."""
-        return self.words[self._head + _LATEST]
-
-    @property
-    def running(self) -> int:
-        """The round that runs; 0 if none does."""
-        return self.words[self._head + _RUNNING]
-
-    # -- contributions ----------------------------------------------------------------------------
-
-    def staged(self) -> tuple[int, int, int]:
-        """The block and the address of what this rank has staged, NONE and 0 if nothing; its newest contribution."""
-        words, mine = self.words, self._mine
-        return words[mine + _STAGED], words[mine + _STAGED_AT], words[mine + _TICKET]
-
-    def put(self, block: int, address: int) -> int:
-        """Stage this instead of what is staged; returns the contribution's number."""
-        words, mine = self.words, self._mine
-        self._drop(words[mine + _STAGED])
-        words[mine + _STAGED], words[mine + _STAGED_AT] = block, address
-        words[mine + _TICKET] += 1
-        return words[mine + _TICKET]
-
-    def replace(self, block: int, address: int) -> None:
-        """The same contribution lies here now."""
-        self.words[self._mine + _STAGED], self.words[self._mine + _STAGED_AT] = block, address
-
-    def is_being_read(self) -> bool:
-        """Whether a round that runs reads this rank's caller's own memory."""
-        return self.running > 0 and self.words[self._mine + _SOURCE] == LENT
-
-    # -- opening a round --------------------------------------------------------------------------
-
-    def come(self, number: int) -> None:
-        """This rank's caller waits for round `number`; 0: for none."""
-        self.words[self._mine + _HERE] = number
-
-    def may_open(self) -> bool:
-        """Whether the next round may be opened, now that this rank's caller waits for it."""
-        if self.running:
-            return False
-        operation, number = self._operation, self.latest + 1
-        if operation.is_synchronous(number):
-            return self._count_here(number) == self._size
-        if operation.opening is Opening.MAJORITY:
-            return any(self._is_here(place, number) for place in operation.drawn(number, self._size))
-        return operation.quorum == 1 or self._count_here(number) >= operation.quorum
-
-    def _is_here(self, place: int, number: int) -> bool:
-        words = self.words
-        return words[self._rows + _ROW * place + _HERE] == number or words[place] > 0
-
-    def _count_here(self, number: int) -> int:
-        return int(np.count_nonzero((self._table[:, _HERE] == number) | (self._gone > 0)))
-
-    def is_awaited(self, rank: int) -> bool:
-        """As `WaitAvoiding._is_awaited`."""
-        operation, number = self._operation, self.latest + 1
-        if self.running or operation.opening is not Opening.MAJORITY or operation.is_synchronous(number):
-            return False
-        if rank not in operation.drawn(number, self._size):
-            return False
-        return 2 * int(np.count_nonzero(self._table[:, _HERE] == number)) >= self._size
-
-    def open(self, now_ns: int) -> int:
-        """Open the next round and take what is staged. Returns how many free blocks it needs, if there are too few."""
-        number = self.latest + 1
-        parts = self._parts(number)
-        if self.blocks.free_count() < len(parts):
-            return len(parts)
-        words, head, table = self.words, self._head, self._table
-        words[head + _RUNNING] = number
-        words[head + _CLAIMED] = words[head + _DONE] = 0
-        words[self._begun + number % _BEGINNINGS] = now_ns
-        table[:, _SOURCE : _SOURCE_AT + 1] = table[:, _STAGED : _STAGED_AT + 1]
-        chunks = 0
-        for places, index in parts:
-            staged = table[index, _SOURCE].tolist()
-            taken = [self._rows + _ROW * place for place, block in zip(places, staged, strict=True) if block != NONE]
-            for row in taken:
-                self._take(row)
-            dest = self._destination(taken)
-            table[index, _DEST] = dest
-            if taken and dest != words[taken[0] + _SOURCE]:
-                chunks += self._chunks_of_block
-        words[head + _CHUNKS] = chunks
-        if not chunks:
-            self._publish()
-        elif chunks > _HELPED:
-            self.board.wake(min(chunks, self._cores) - 1)
-        return 0
-
-    def _parts(self, number: int) -> Parts:
-        """The groups of a round, each with the index of its rows."""
-        if not self._keeps or self._operation.is_synchronous(number):
-            return self._all
-        return [(places, np.array(places)) for places in self._operation.groups(number, self._size)]
-
-    def _take(self, row: int) -> None:
-        """What is staged there is a source of the round that runs."""
-        words = self.words
-        words[row + _TAKEN] = words[row + _TICKET]
-        if self._keeps:
-            self.blocks.keep(words[row + _STAGED])
-        else:
-            words[row + _STAGED], words[row + _STAGED_AT] = NONE, 0
-
-    def _destination(self, taken: list[int]) -> int:
-        """The block for the result: that of a contribution which is alone."""
-        if not taken:
+    def take(self) -> int:
+        """A free block, to be kept once; NONE if there is none."""
+        cells = self._cells
+        free = cells[self._head + _FREE]
+        if not free:
             return NONE
-        alone = self.words[taken[0] + _SOURCE]
-        if len(taken) > 1 or alone == LENT:
-            return self.blocks.take()
-        self.blocks.keep(alone)
-        return alone
+        cells[self._head + _FREE] = free - 1
+        block = cells[self._stack + free - 1]
+        cells[self._keepers + block] = 1
+        return block
 
-    # -- carrying it out --------------------------------------------------------------------------
+    def keep(self, block: int) -> None:
+        if block != NONE:
+            self._cells[self._keepers + block] += 1
 
-    def work(self) -> list[Chunk]:
-        """What is to be done in the round that runs, the same at all ranks. It stands until that is over."""
-        chunks: list[Chunk] = []
-        for places, index in self._parts(self.running):
-            blocks, addresses = self._table[index, _SOURCE].tolist(), self._table[index, _SOURCE_AT].tolist()
-            sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
-            dest = self.words[self._rows + _ROW * places[0] + _DEST]
-            if sources and dest not in blocks:
-                chunks += self._chunks(self.blocks.address(dest), sources)
-        return chunks
+    def drop(self, block: int) -> None:
+        if block == NONE:
+            return
+        self._cells[self._keepers + block] -= 1
+        if not self._cells[self._keepers + block]:
+            self._push(block)
 
-    def _chunks(self, into: int, sources: tuple[int, ...]) -> list[Chunk]:
-        layout = self._layout
-        return [
-            Chunk(into + at, tuple(source + at for source in sources), part, min(CHUNK_BYTES, offset + length - at))
-            for part, (offset, length) in enumerate(zip(layout.offsets, layout.lengths, strict=True))
-            for at in range(offset, offset + length, CHUNK_BYTES)
-        ]
+    def _push(self, block: int) -> None:
+        cells = self._cells
+        free = cells[self._head + _FREE]
+        cells[self._stack + free] = block
+        cells[self._head + _FREE] = free + 1
 
-    def is_help_wanted(self) -> bool:
-        """Whether there is something to be claimed."""
-        head = self._head
-        return self.running > 0 and self.words[head + _CLAIMED] < self.words[head + _CHUNKS]
-
-    def claim(self, number: int) -> int:
-        """The place in `work` of a chunk for this rank to reduce; -1 if there is none, or round `number` is over."""
-        words, claimed = self.words, self._head + _CLAIMED
-        if self.running != number or not self.is_help_wanted():
-            return -1
-        words[claimed] += 1
-        return words[claimed] - 1
-
-    def done(self) -> None:
-        """A chunk is reduced. The last one publishes the round."""
-        words, head = self.words, self._head
-        words[head + _DONE] += 1
-        if words[head + _DONE] == words[head + _CHUNKS]:
-            self._publish()
-
-    def _publish(self) -> None:
-        words, table, number = self.words, self._table, self.running
-        sources = table[:, _SOURCE].tolist()
-        for block in sources:
-            self._drop(block)
-        record = self._results[number % self._kept_rounds]
-        for block in set(record[1::_RECORD].tolist()):  # the results of an older round are kept no longer
-            self._drop(block)
-        record[0] = number
-        columns = record[1:].reshape(self._size, _RECORD)
-        columns[:, 0], columns[:, 2] = table[:, _DEST], table[:, _TAKEN]
-        for places, index in self._parts(number):
-            active = sum([sources[place] != NONE for place in places])
-            columns[index, 1] = active
-            words[self._counts + active] += 1
-        for place, waits_for in enumerate(table[:, _HERE].tolist()):
-            if waits_for == number:
-                table[place, _GRANT] = number
-                table[place, _GRANT + 1 : _WAITED_NS] = columns[place]
-                self.blocks.keep(words[self._rows + _ROW * place + _DEST])
-        words[self._head + _LATEST], words[self._head + _RUNNING] = number, 0
-        self.board.wake()
-
-    def _drop(self, block: int) -> None:
-        if block > NONE:
-            self.blocks.drop(block)
-
-    # -- results ----------------------------------------------------------------------------------
-
-    def granted(self, number: int) -> Kept | None:
-        """What this rank's caller has waited for, and waits for no more; None if round `number` was over before."""
-        words, mine = self.words, self._mine
-        words[mine + _HERE] = 0
-        grant = words[mine + _GRANT : mine + _GRANT + 4].tolist()
-        words[mine + _GRANT] = 0
-        return Kept(*grant) if number and grant[0] == number else None
-
-    def keep(self, first: int, last: int, rank: int) -> list[Kept]:
-        """The results of rounds `first` to `last` that are still there, oldest first."""
-        found = []
-        for number in range(max(first, self.latest - self._kept_rounds + 1, 1), last + 1):
-            record = self._records + number % self._kept_rounds * self._stride
-            column = record + 1 + _RECORD * rank
-            kept = Kept(number, *self.words[column : column + _RECORD].tolist())
-            self.blocks.keep(kept.block)
-            found.append(kept)
-        return found
-
-    def drop(self, kept: Kept) -> None:
-        self._drop(kept.block)
-
-    # -- who waits for whom -----------------------------------------------------------------------
-
-    def count_late(self, aim: int, now_ns: int) -> None:
-        """This rank's caller, who aims at round `aim`, comes now."""
-        newest = max(self.latest, self.running)
-        if newest >= aim:
-            begun = self.words[self._begun + max(aim, newest - _BEGINNINGS + 1) % _BEGINNINGS]
-            self.words[self._mine + _LATE_NS] += max(0, now_ns - begun)
-
-    def count_wait(self, number: int, since_ns: int, now_ns: int) -> None:
-        """It has waited for the beginning of round `number`, or until now if that has not begun."""
-        has_begun = max(self.latest, self.running) >= number
-        until_ns = self.words[self._begun + number % _BEGINNINGS] if has_begun else now_ns
-        self.words[self._mine + _WAITED_NS] += max(0, until_ns - since_ns)
-
-    def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
-        """Results by number of contributors; seconds that each rank has waited, and has come late."""
-        counts = self.words[self._counts : self._counts + self._size + 1].tolist()
-        waited, late = ((self._table[:, which] / 1e9).tolist() for which in (_WAITED_NS, _LATE_NS))
-        return {active: count for active, count in enumerate(counts) if count}, waited, late
+    def address(self, block: int) -> int:
+        return self._cells[self._addresses + block]

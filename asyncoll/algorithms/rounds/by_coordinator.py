@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.tally import ATTENDANCE_BYTES
+from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.endpoint import Endpoint
@@ -77,8 +77,8 @@ class CoordinatedRounds(WaitAvoiding):
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         ticket = super()._stage(contribution)
         assert self._staged is not None
-        attendance = self._tally.sign(1, 0, contributes=True, gone=False)
-        self._sent.append(_Sent(ticket, _packed([attendance, *self._staged])))
+        participation = self._tally.sign(1, 0, contributes=True, gone=False)
+        self._sent.append(_Sent(ticket, _packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket
 
@@ -158,17 +158,17 @@ class CoordinatedRounds(WaitAvoiding):
 
     def _sum(self) -> bytes:
         """What has come, in order of ranks, so that the bits do not depend on who was first."""
-        attendance = np.zeros((4, self._group.size), np.float32)
+        participation = np.zeros((4, self._group.size), np.float32)
         total: Parts | None = None
         for place, payload in sorted(self._given, key=lambda given: given[0]):
             column, *parts = self._unpacked(payload, 1)
-            attendance[:, place] += column
+            participation[:, place] += column
             if total is None:
                 total = parts
             else:
                 self._combine(total, parts)
         assert total is not None
-        return _packed([attendance.reshape(-1), *total])
+        return _packed([participation.reshape(-1), *total])
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -183,12 +183,12 @@ class CoordinatedRounds(WaitAvoiding):
         """The round that is armed is over."""
         number = self._number
         self._early.pop(number, None)  # what came too late for it is sent again by those who sent it
-        attendance, *parts = self._unpacked(payload, self._group.size)
-        counted = self._count_mine(attendance[self._group.rank])
+        participation, *parts = self._unpacked(payload, self._group.size)
+        counted = self._count_mine(participation[self._group.rank])
         taken = self._sent[counted - 1].ticket if counted else self._latest.taken
         del self._sent[:counted]
         self._tally.began(self._endpoint.now_s())
-        active, _ = self._tally.count_round(self._everybody, attendance)
+        active, _ = self._tally.count_round(self._everybody, participation)
         synchronous = self.operation.is_synchronous(number)
         self._publish(Result(number, parts, active, self._everybody, taken, synchronous))
 
@@ -201,10 +201,10 @@ class CoordinatedRounds(WaitAvoiding):
     def _coordinator_of(self, number: int) -> int:
         return self._coordinator if number == self._number else self.operation.drawn(number, self._group.size)[0]
 
-    # -- payloads: an attendance list, then the parts ---------------------------------------------
+    # -- payloads: an participation list, then the parts ---------------------------------------------
 
     def _payload_bytes(self, ranks: int) -> int:
-        return ATTENDANCE_BYTES * ranks + self.operation.nbytes
+        return PARTICIPATION_BYTES * ranks + self.operation.nbytes
 
     def _unpacked(self, payload: Buffer, ranks: int) -> Parts:
         raw = np.frombuffer(payload, np.uint8)

@@ -203,9 +203,9 @@ class ActivatedRounds(WaitAvoiding):
             self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
-        attendance = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
-        await self._allreduce(group, number, parts, attendance)
-        active, gone = self._tally.count_round(members, attendance)
+        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
+        await self._allreduce(group, number, parts, participation)
+        active, gone = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and gone == group.size
         self._publish(Result(number, parts, active, members, taken, synchronous, deserted, lent))
@@ -224,11 +224,11 @@ class ActivatedRounds(WaitAvoiding):
                 np.copyto(part, staged[place])
         return parts, False
 
-    async def _allreduce(self, group: Group, number: int, parts: Parts, attendance: Array) -> None:
-        """Reduce the parts; the attendance list, of which every rank fills in its own column, rides along."""
+    async def _allreduce(self, group: Group, number: int, parts: Parts, participation: Array) -> None:
+        """Reduce the parts; the participation list, of which every rank fills in its own column, rides along."""
         describe = lambda: f"round {number} of {self.describe()}"  # noqa: E731
         with Lane(
-            self._endpoint.executions, group, self._context, number, self._fingerprint, describe, attendance
+            self._endpoint.executions, group, self._context, number, self._fingerprint, describe, participation
         ) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)

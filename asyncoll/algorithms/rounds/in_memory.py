@@ -20,23 +20,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncoll.algorithms.rounds.accounting import Accounting
-from asyncoll.algorithms.rounds.block_table import LENT, Chunk, Kept, Layout, RoundBoard
-from asyncoll.algorithms.rounds.blocks import NONE
+from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.operation_registry import Roster
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.round_record import LENT, Chunk, Kept, Layout, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
 from asyncoll.errors import PeerLostError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
-from asyncoll.transport.control_block import Turn, breathe, turn_of, until
+from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
 
 LENT_MIN_BYTES = 1 << 16  # a copy of less costs less than finding out whether it is registered
 
 
 @dataclass(slots=True)
-class _Visit:
+class _Call:
     """One call."""
 
     aim: int
@@ -61,7 +61,7 @@ class OneSidedRounds:
     def __init__(
         self,
         arena: Arena,
-        roster: Roster,
+        registry: OperationRegistry,
         group: Group,
         operation: Operation,
         describe: Callable[[], str],
@@ -78,8 +78,8 @@ class OneSidedRounds:
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = Layout.of(operation)
-        self._rounds = RoundBoard(arena, roster, operation, group.communicator, group.size, group.rank, self._layout)
-        self._board = self._rounds.board
+        self._rounds = RoundRecord(arena, registry, operation, group.communicator, group.size, group.rank, self._layout)
+        self._control_block = self._rounds.control_block
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
@@ -115,7 +115,7 @@ class OneSidedRounds:
             if self._turn != turn:  # looked at after the entry was made: the call before may end in another thread
                 await turn_of(mine)
         except asyncio.CancelledError:
-            await self._put(contribution, _Visit(0, 0, 0, []))
+            await self._put(contribution, _Call(0, 0, 0, []))
             raise
         finally:
             self._turns.pop(turn, None)
@@ -135,66 +135,66 @@ class OneSidedRounds:
             waiting.come()
 
     async def _call(self, contribution: Contribution) -> HeldDelivery:
-        visit = self._begin()
+        call = self._begin()
         try:
-            if not self._lend(contribution, visit):
-                await self._put(contribution, visit)
-            if visit.number and not visit.is_over:
-                await self._take_part(visit)
+            if not self._lend(contribution, call):
+                await self._put(contribution, call)
+            if call.number and not call.is_over:
+                await self._take_part(call)
         except BaseException:
-            self._drop(visit.missed)
+            self._drop(call.missed)
             raise
-        return self._deliver(visit)
+        return self._deliver(call)
 
-    def _begin(self) -> _Visit:
+    def _begin(self) -> _Call:
         """Decide whether this call is in time for a round."""
         rounds, came_ns, aim = self._rounds, self._now_ns(), self._accounting.aim
-        with self._board:
+        with self._control_block:
             while self._unread:
                 rounds.drop(self._unread.popleft())
             latest = rounds.latest
             rounds.count_late(aim, came_ns)
             if latest < aim:
-                return _Visit(aim, latest + 1, came_ns, [])
+                return _Call(aim, latest + 1, came_ns, [])
             if not rounds.is_awaited(self._rank):
-                return _Visit(aim, 0, came_ns, [])
+                return _Call(aim, 0, came_ns, [])
             missed = rounds.keep(max(aim, latest + 1 - self.operation.history), latest, self._rank)
-            return _Visit(aim, latest + 1, came_ns, missed)
+            return _Call(aim, latest + 1, came_ns, missed)
 
-    def _arrive(self, visit: _Visit) -> None:
+    def _arrive(self, call: _Call) -> None:
         """Under the lock: what is staged is this caller's, who waits from now on."""
-        if visit.number:
-            self._rounds.come(visit.number)
-            self._open(visit)
+        if call.number:
+            self._rounds.come(call.number)
+            self._open(call)
 
-    def _open(self, visit: _Visit) -> int:
+    def _open(self, call: _Call) -> int:
         """Under the lock: open the round if this rank may; returns how many blocks are missing for it."""
         rounds, missing = self._rounds, 0
-        if rounds.latest < visit.number and rounds.may_open():
+        if rounds.latest < call.number and rounds.may_open():
             missing = rounds.open(self._now_ns())
-        if rounds.latest >= visit.number:
-            rounds.count_wait(visit.number, visit.came_ns, self._now_ns())
-            visit.kept = rounds.granted(visit.number)
-            visit.is_over = True
+        if rounds.latest >= call.number:
+            rounds.count_wait(call.number, call.came_ns, self._now_ns())
+            call.kept = rounds.granted(call.number)
+            call.is_over = True
         return missing
 
-    async def _take_part(self, visit: _Visit) -> None:
+    async def _take_part(self, call: _Call) -> None:
         """Wait until the round is over; open it, if this rank may, and help to carry it out."""
         rounds = self._rounds
         try:
             while True:
-                with self._board:
-                    missing = self._open(visit)
+                with self._control_block:
+                    missing = self._open(call)
                     running = rounds.running
-                    work = rounds.work() if rounds.is_help_wanted() and not visit.is_over else []
-                if visit.is_over:
+                    work = rounds.work() if rounds.is_help_wanted() and not call.is_over else []
+                if call.is_over:
                     return
                 rounds.blocks.provide(missing)
                 await self._help(running, work)
                 if not missing:
-                    await until(self._board, lambda: rounds.latest >= visit.number or self._is_needed())
+                    await until(self._control_block, lambda: rounds.latest >= call.number or self._is_needed())
         except (Exception, asyncio.CancelledError):
-            await self._give_up(visit)
+            await self._give_up(call)
             raise
 
     def _is_needed(self) -> bool:
@@ -207,13 +207,13 @@ class OneSidedRounds:
         """
         interrupted: BaseException | None = None
         while work:
-            with self._board:
+            with self._control_block:
                 place = self._rounds.claim(number)
             if place < 0:
                 break
-            interrupted = await self._outlast(breathe(self._board)) or interrupted
+            interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
             self._reduce(work[place])
-            with self._board:
+            with self._control_block:
                 self._rounds.done()
         if interrupted is not None:
             raise interrupted
@@ -233,23 +233,23 @@ class OneSidedRounds:
 
     # -- contributing -----------------------------------------------------------------------------
 
-    def _lend(self, contribution: Contribution, visit: _Visit) -> bool:
+    def _lend(self, contribution: Contribution, call: _Call) -> bool:
         """Stage the caller's own memory, if that is registered, and the next round, which it waits for, takes it."""
-        if not visit.number or self._keeps or self._layout.nbytes < LENT_MIN_BYTES:
+        if not call.number or self._keeps or self._layout.nbytes < LENT_MIN_BYTES:
             return False
         parts = contribution.lend()
         address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
             return False
         rounds = self._rounds
-        with self._board:
-            if rounds.running or rounds.latest + 1 != visit.number or rounds.staged()[0] != NONE:
+        with self._control_block:
+            if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
                 return False
-            visit.ticket = rounds.put(LENT, address)
-            self._arrive(visit)
+            call.ticket = rounds.put(LENT, address)
+            self._arrive(call)
         return True
 
-    async def _put(self, contribution: Contribution, visit: _Visit) -> None:
+    async def _put(self, contribution: Contribution, call: _Call) -> None:
         """Stage a block of its own, together with what is staged; from the start if that is taken meanwhile.
 
         Cancelling it waits for its end: the contribution stays in.
@@ -257,17 +257,17 @@ class OneSidedRounds:
         rounds = self._rounds
         interrupted: BaseException | None = None
         block, before = self._new_block()
-        while not visit.ticket:
+        while not call.ticket:
             self._fill(block, contribution, 0 if self._keeps else before[1])
-            interrupted = await self._outlast(breathe(self._board)) or interrupted
-            with self._board:
+            interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
+            with self._control_block:
                 if self._keeps or rounds.staged() == before:
-                    visit.ticket = rounds.put(block, rounds.blocks.address(block))
-                    self._arrive(visit)
+                    call.ticket = rounds.put(block, rounds.blocks.address(block))
+                    self._arrive(call)
                 before = rounds.staged()
         if interrupted is not None:
-            if visit.number:
-                await self._give_up(visit)
+            if call.number:
+                await self._give_up(call)
             raise interrupted
 
     def _fill(self, block: int, contribution: Contribution, older: int) -> None:
@@ -286,7 +286,7 @@ class OneSidedRounds:
         """A block to fill, and what is staged now."""
         rounds = self._rounds
         while True:
-            with self._board:
+            with self._control_block:
                 block, staged = rounds.blocks.take(), rounds.staged()
             if block != NONE:
                 return block, staged
@@ -294,23 +294,23 @@ class OneSidedRounds:
 
     def _drop_block(self, block: int) -> None:
         if block != NONE:
-            with self._board:
+            with self._control_block:
                 self._rounds.blocks.drop(block)
 
     # -- giving up --------------------------------------------------------------------------------
 
-    async def _give_up(self, visit: _Visit) -> None:
+    async def _give_up(self, call: _Call) -> None:
         """The caller stops waiting: nobody must use its memory any more."""
         rounds = self._rounds
-        with self._board:
-            if not visit.is_over:
-                rounds.count_wait(visit.number, visit.came_ns, self._now_ns())
-                visit.kept = rounds.granted(visit.number)
-        self._drop([visit.kept] if visit.kept else [])
+        with self._control_block:
+            if not call.is_over:
+                rounds.count_wait(call.number, call.came_ns, self._now_ns())
+                call.kept = rounds.granted(call.number)
+        self._drop([call.kept] if call.kept else [])
         self._move_in()
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                await until(self._board, lambda: not rounds.is_being_read() or self._has_lost())
+                await until(self._control_block, lambda: not rounds.is_being_read() or self._has_lost())
                 return
 
     def _move_in(self) -> None:
@@ -325,7 +325,7 @@ class OneSidedRounds:
         self._arena.view(own, self._layout.nbytes)[: self._layout.lengths[0]] = self._arena.view(
             address, self._layout.lengths[0]
         )
-        with self._board:
+        with self._control_block:
             if rounds.staged() == before:
                 rounds.replace(block, own)
                 block = NONE
@@ -333,18 +333,18 @@ class OneSidedRounds:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def _deliver(self, visit: _Visit) -> HeldDelivery:
+    def _deliver(self, call: _Call) -> HeldDelivery:
         """The round that was waited for, or else the newest."""
-        kept, missed = visit.kept, visit.missed
+        kept, missed = call.kept, call.missed
         if kept is None:
             rounds = self._rounds
             self._drop(missed)
-            with self._board:
+            with self._control_block:
                 newest = rounds.latest
-                *missed, kept = rounds.keep(max(visit.aim, newest - self.operation.history), newest, self._rank)
+                *missed, kept = rounds.keep(max(call.aim, newest - self.operation.history), newest, self._rank)
         result = self._result(kept)
-        included = visit.ticket == result.taken if self._keeps else visit.ticket <= result.taken
-        lag = result.number - visit.aim
+        included = call.ticket == result.taken if self._keeps else call.ticket <= result.taken
+        lag = result.number - call.aim
         self._tally.count_call(lag, included=included, next_has_begun=False)
         missed, skipped, dropped = self._accounting.deliver(kept.number, missed)
         self._drop(dropped)
@@ -374,18 +374,18 @@ class OneSidedRounds:
         kept: list[Kept] = []
         if self.operation.history:
             numbers = [result.number for result in delivery.results]
-            with contextlib.suppress(PeerLostError), self._board:
+            with contextlib.suppress(PeerLostError), self._control_block:
                 kept = [record for number in numbers for record in self._rounds.keep(number, number, self._rank)]
         self._accounting.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
     def _drop(self, kept: Sequence[Kept]) -> None:
         if kept:
-            with self._board:
+            with self._control_block:
                 for record in kept:
                     self._rounds.drop(record)
 
     def statistics(self) -> OperationStatistics:
-        with self._board:
+        with self._control_block:
             active, waits_s, late_s = self._rounds.totals()
             rounds = self._rounds.latest
         calls = self._tally.statistics()

@@ -17,7 +17,7 @@ from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.by_tree import ActivatedRounds
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation
-from asyncoll.algorithms.rounds.operation_registry import Roster
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result, WaitAvoiding
 from asyncoll.arguments import digest
@@ -79,18 +79,18 @@ class Operations:
         self._group = group
         self._post = post
         self._operations: dict[str, Rounds] = {}
-        self._roster: Roster | None = None
+        self._registry: OperationRegistry | None = None
         self.arena = endpoint.shared_by(group.ranks)
         if self.arena is not None:
-            self._roster = Roster(self.arena, group.size, group.rank, group.communicator)
-            endpoint.on_depart(self._roster.depart)
+            self._registry = OperationRegistry(self.arena, group.size, group.rank, group.communicator)
+            endpoint.on_depart(self._registry.depart)
         else:
-            endpoint.switchboard.on_control(Announce, group.communicator, self._announced)
+            endpoint.router.on_control(Announce, group.communicator, self._announced)
 
     async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
         """One call: `bundle` is the contribution, and gets the result."""
         self._endpoint.failures.check(self._group.communicator)
-        operation = await self._get_in_memory(spec, site) if self._roster else self._get(spec, self._group.rank, site)
+        operation = await self._get_in_memory(spec, site) if self._registry else self._get(spec, self._group.rank, site)
         delivery = await operation.call(bundle)
         receipt.sign(operation, delivery)
         try:
@@ -129,18 +129,18 @@ class Operations:
         if known is not None:
             return known
         assert self.arena is not None
-        assert self._roster is not None
+        assert self._registry is not None
         group, context = self._group, digest(self._group.communicator, "persistent", spec.name)
         text = f"{spec} at {site}"
         self._endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
             has_lost = lambda: bool(self._endpoint.membership.lost)  # noqa: E731
-            operation = OneSidedRounds(self.arena, self._roster, group, spec, lambda: text, has_lost)
+            operation = OneSidedRounds(self.arena, self._registry, group, spec, lambda: text, has_lost)
         except DisagreementError as disagreement:
             peer = group.ranks[disagreement.place]
             question = Dispute(group.communicator, context, 1, text)
-            self._post(lambda: self._endpoint.switchboard.tell(peer, question))
-            await self._roster.failure()
+            self._post(lambda: self._endpoint.router.tell(peer, question))
+            await self._registry.failure()
             raise
         self._operations[spec.name] = operation
         return operation
@@ -167,7 +167,7 @@ class Operations:
         message = _announcement(self._group.communicator, spec, site)
         size = self._group.size
         for edge in edges(size):
-            self._endpoint.switchboard.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
+            self._endpoint.router.tell(self._group.ranks[(self._group.rank + (1 << edge)) % size], message)
         form = by_coordinator.CoordinatedRounds if by_coordinator.suits(spec, size) else ActivatedRounds
         operation = self._operations[spec.name] = form(self._endpoint, self._group, spec, lambda: text)
         return operation

@@ -12,8 +12,8 @@ import numpy as np
 
 from asyncoll.tensors.reductions import Array
 
-_PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of an attendance list; times: waited, late
-ATTENDANCE_BYTES = 16  # of each rank in an attendance list
+_PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of an participation list; times: waited, late
+PARTICIPATION_BYTES = 16  # of each rank in an participation list
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ class Tally:
             self._passed_s = now_s
 
     def sign(self, members: int, place: int, *, contributes: bool, gone: bool) -> Array:
-        """This rank's attendance list of a round among so many members: its own column filled, to be summed."""
-        attendance = np.zeros((4, members), np.float32)
-        attendance[:, place] = contributes, gone, *self._own_times_s
+        """This rank's participation list of a round among so many members: its own column filled, to be summed."""
+        participation = np.zeros((4, members), np.float32)
+        participation[:, place] = contributes, gone, *self._own_times_s
         self._own_times_s = [0.0, 0.0]
-        return attendance.reshape(-1)
+        return participation.reshape(-1)
 
-    def count_round(self, members: tuple[int, ...], attendance: Array) -> tuple[int, int]:
+    def count_round(self, members: tuple[int, ...], participation: Array) -> tuple[int, int]:
         """Take in the list of a finished round; returns how many contributed, and how many make no more calls."""
-        rows = attendance.reshape(4, len(members))
+        rows = participation.reshape(4, len(members))
         active, gone = int(np.count_nonzero(rows[_PRESENT])), int(np.count_nonzero(rows[_GONE]))
         if len(members) == self._times_s.shape[1]:
             self._times_s += rows[_TIMES_S]

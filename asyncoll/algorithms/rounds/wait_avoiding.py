@@ -100,7 +100,7 @@ class WaitAvoiding(ABC):
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._places = {rank: place for place, rank in enumerate(group.ranks)}
         self._arm()
-        endpoint.switchboard.on_signal(self._context, self._heard)
+        endpoint.router.on_signal(self._context, self._heard)
         endpoint.on_depart(self._stand_in)
         self._stand_in()
 
@@ -230,9 +230,7 @@ class WaitAvoiding(ABC):
             self._spare = oldest.parts
 
     def _send(self, place: int, number: int, step: int, payload: Buffer = b"") -> None:
-        self._endpoint.switchboard.signal(
-            self._group.ranks[place], self._context, number, step, self._fingerprint, payload
-        )
+        self._endpoint.router.signal(self._group.ranks[place], self._context, number, step, self._fingerprint, payload)
 
     def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
         if fingerprint != self._fingerprint:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncoll.communicator import Communicator
-from asyncoll.transport.control_block import Board, Mutex
+from asyncoll.transport.control_block import ControlBlock, Mutex
 
 
-class Passages:
-    """As a context manager, counts the passages of this rank in `count`, whichever threads they are on.
+class InjectionPoints:
+    """As a context manager, counts the injection points of this rank in `count`, whichever threads they are on.
 
     `passed(number)`, from 1, is called at each of them, in the very thread.
     """
@@ -30,14 +30,14 @@ class Passages:
         self._endpoint = comm._endpoint
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Passages:
+    def __enter__(self) -> InjectionPoints:
         endpoint, enter = self._endpoint, self._undo.enter_context
         enter(_shadowed(endpoint.transport, "send", self._passing(endpoint.transport.send)))
         enter(_shadowed(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
-            enter(_shadowed(arena, "board", self._watching(arena.board)))
-            for board in list(arena._boards.values()):  # type: ignore[attr-defined]
-                self._watch(board)
+            enter(_shadowed(arena, "control block", self._watching(arena.control_block)))
+            for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
+                self._watch(control_block)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,32 +59,32 @@ class Passages:
 
         return passing
 
-    def _watching(self, board_of: Callable[..., Board]) -> Callable[..., Board]:
-        """Boards that are made while somebody watches are watched too."""
+    def _watching(self, control_block_of: Callable[..., ControlBlock]) -> Callable[..., ControlBlock]:
+        """Control blocks that are made while somebody watches are watched too."""
 
-        def board(context: int, words: int) -> Board:
-            made = board_of(context, words)
+        def control_block(context: int, cells: int) -> ControlBlock:
+            made = control_block_of(context, cells)
             self._watch(made)
             return made
 
-        return board
+        return control_block
 
-    def _watch(self, board: Board) -> None:
-        mutex = board._mutex
+    def _watch(self, control_block: ControlBlock) -> None:
+        mutex = control_block._mutex
         if isinstance(mutex, _WatchedMutex) and mutex.watcher is self:
             return
 
         def restore() -> None:
-            board._mutex = mutex
+            control_block._mutex = mutex
 
-        board._mutex = _WatchedMutex(mutex, self, self._pass)
+        control_block._mutex = _WatchedMutex(mutex, self, self._pass)
         self._undo.callback(restore)
 
 
 class _WatchedMutex:
     """A `Mutex` that says when it is about to be taken, and when it is held."""
 
-    def __init__(self, mutex: Mutex, watcher: Passages, passing: Callable[[], None]) -> None:
+    def __init__(self, mutex: Mutex, watcher: InjectionPoints, passing: Callable[[], None]) -> None:
         self.watcher = watcher
         self._mutex = mutex
         self._passing = passing

@@ -18,7 +18,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.launch import control
 from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan
-from asyncoll.testing.faults.injection_points import Passages
+from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.world.join import connect
 
@@ -90,11 +90,11 @@ class _Part:
     async def _calls(self, comm: Communicator) -> None:
         comm.rpc.register(echo)
         await self._call(comm)
-        with Passages(comm) as rehearsed:
+        with InjectionPoints(comm) as rehearsed:
             await self._call(comm)
-        passage = 1 + int(self._plan.depth * rehearsed.count)
+        injection_point = 1 + int(self._plan.depth * rehearsed.count)
         what = _Told(self._kind.make(), self)
-        with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, passage=passage):
+        with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
             await self._call(comm)
         await self._go_on(comm)
         self.tell("done")

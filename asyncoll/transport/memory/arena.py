@@ -1,7 +1,7 @@
-"""Memory between the processes of one host, the boards in it, and the bells that wake who sleeps at them.
+"""Memory between the processes of one host, the control blocks in it, and the doorbells that wake who sleeps at them.
 
-Every rank brings a part and maps everybody's: an address is a place and an offset in its part. What is allocated is
-really there, so that touching it never fails.
+Every rank brings a segment and maps everybody's: an address is a place and an offset in its segment. What is allocated
+is really there, so that touching it never fails.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.control_block import BELLS, Board, Turn, Wait, board_bytes
-from asyncoll.transport.memory.doorbell import Bell, Line
+from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
+from asyncoll.transport.memory.doorbell import Doorbell, Line
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, Patience, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
-from asyncoll.transport.memory.segment import HEAD_BYTES, Part, capacity_of, close_part, make_part, map_part
+from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
 _LOCK = 64
 _DIRECTORY = 128
-_BOARDS_MAX = 4096
+_CONTROL_BLOCKS_MAX = 4096
 
 # How often a waiter looks before it sleeps, giving way each time to whoever wants the processor. With a core for each
 # rank it looks for 50 us: among 2 ranks, a message there and back takes 10 us, and 125 where both sleep. Without, a few
@@ -51,8 +51,8 @@ def local_world(size: int) -> Iterator[list[HostArena]]:
     with contextlib.ExitStack() as parts_only:
         parts = []
         for place in range(size):
-            parts.append(make_part(place, capacity))
-            parts_only.callback(close_part, parts[-1])
+            parts.append(make_segment(place, capacity))
+            parts_only.callback(close_segment, parts[-1])
         arenas = [HostArena(place, tuple(range(size)), parts) for place in range(size)]
     try:
         yield arenas
@@ -67,8 +67,8 @@ class HostArena:
     Set `runtime_loop` if there is one: whoever waits on any other loop is a caller. `patience` is without end at first.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Part]) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before anybody asks for a board."""
+    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Segment]) -> None:
+        """Copies the descriptors of `parts`, by place. Place 0's must be made before any control block."""
         self.place = place
         self.ranks = ranks
         self.patience = Patience()
@@ -78,20 +78,26 @@ class HostArena:
         self._turns_s = _TURNS_S if self.cores == len(ranks) else _TURNS_S_WITHOUT_CORES
         self._sleeps_until_s = 0.0
         self._capacity = os.fstat(parts[place].memory).st_size
-        self._boards: dict[int, Board] = {}
+        self._control_blocks: dict[int, ControlBlock] = {}
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
         self._heap_lock = threading.Lock()
         self._parent: int | None = None  # whose arena it is, in a forked child
         with contextlib.ExitStack() as undo:
             self._memory = _copy(undo, parts[place].memory)
-            self._eventfds = [_copy(undo, bell) for part in parts for bell in part[1:]]  # by the number of the bell
-            self._bytes = [map_part(part.memory, self._capacity, own=part is parts[place]) for part in parts]
+            self._eventfds = [
+                _copy(undo, doorbell) for segment in parts for doorbell in segment[1:]
+            ]  # by the number of the doorbell
+            self._bytes = [
+                map_segment(segment.memory, self._capacity, own=segment is parts[place]) for segment in parts
+            ]
             if place == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
         self._base = _pointer(self._bytes[place])
         self._line = Line()
-        self._bells = [Bell(number, self._eventfds[number]) for number in range(place * BELLS, (place + 1) * BELLS)]
+        self._doorbells = [
+            Doorbell(number, self._eventfds[number]) for number in range(place * DOORBELLS, (place + 1) * DOORBELLS)
+        ]
         forks.register(self)
 
     # -- memory -----------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ class HostArena:
             try:
                 offset = self._heap.allocate(nbytes)
             except MemoryError:
-                why = f"a rank's part of it has {mib(self._capacity)}, or not so much in a row"
+                why = f"a rank's segment of it has {mib(self._capacity)}, or not so much in a row"
                 raise too_much(nbytes, why) from None
             extent = self._heap.extent(offset)
         address = offset + self.place * self._capacity
@@ -131,48 +137,48 @@ class HostArena:
         offset = _pointer(flat) - self._base
         return offset + self.place * self._capacity if 0 <= offset < self._capacity else None
 
-    # -- boards -----------------------------------------------------------------------------------
+    # -- control blocks -----------------------------------------------------------------------------------
 
-    def board(self, context: int, words: int) -> Board:
-        if context not in self._boards:
+    def control_block(self, context: int, cells: int) -> ControlBlock:
+        if context not in self._control_blocks:
             with self._directory() as entries:
-                self._boards.setdefault(context, self._open_board(entries, context, words))
-        board = self._boards[context]
-        if len(board.words) != words:
-            raise ProtocolError(f"board {context:x} has {len(board.words)} words, and not {words}")
-        return board
+                self._control_blocks.setdefault(context, self._open_control_block(entries, context, cells))
+        control_block = self._control_blocks[context]
+        if len(control_block.cells) != cells:
+            raise ProtocolError(f"control block {context:x} has {len(control_block.cells)} cells, and not {cells}")
+        return control_block
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
-        """The boards of all ranks, in the order in which they were made: context, address, bytes. Under its lock."""
+        """The control blocks of all ranks, in the order of their making: context, address, bytes. Under its lock."""
         mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self.patience)
         with mutex:
-            yield self.view(_DIRECTORY, 24 * _BOARDS_MAX).view(np.uint64).reshape(-1, 3)
+            yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
 
     def _lock_of_directory(self) -> memoryview:
         return self.view(_LOCK, MUTEX_BYTES).data
 
-    def _open_board(self, entries: Array, context: int, words: int) -> Board:
+    def _open_control_block(self, entries: Array, context: int, cells: int) -> ControlBlock:
         used = int(np.count_nonzero(entries[:, 2]))
         known = np.flatnonzero(entries[:used, 0] == context)
         created = not len(known)
         if created:
-            self._enter_board(entries, used, context, words)
+            self._enter_control_block(entries, used, context, cells)
         _, address, nbytes = map(int, entries[used if created else known[0]])
         place, offset = divmod(address, self._capacity)
         if place >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
-            raise ProtocolError(f"the directory of boards is corrupt: {nbytes} bytes at {address}")
+            raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
         mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self.patience)
-        return Board(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
+        return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
-    def _enter_board(self, entries: Array, used: int, context: int, words: int) -> None:
-        if used == _BOARDS_MAX:
+    def _enter_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
+        if used == _CONTROL_BLOCKS_MAX:
             raise UsageError(
-                f"the ranks of this host have {_BOARDS_MAX} boards in shared memory, and there is no room for another: "
-                "use fewer communicators and names, or --transport zmq"
+                f"the ranks of this host have {_CONTROL_BLOCKS_MAX} control blocks in shared memory, and there is "
+                "no room for another: use fewer communicators and names, or --transport zmq"
             )
-        nbytes = MUTEX_BYTES + board_bytes(words, len(self.ranks))
+        nbytes = MUTEX_BYTES + control_block_bytes(cells, len(self.ranks))
         address = self.allocate(nbytes)
         memory = self.view(address, nbytes)
         memory[:] = 0
@@ -184,31 +190,33 @@ class HostArena:
     def now_s(self) -> float:
         return time.monotonic()  # noqa: TID251 (loops have clocks of their own, which may lag by milliseconds)
 
-    def ring(self, bells: Iterable[int]) -> None:
-        for bell in bells:
-            os.eventfd_write(self._eventfds[bell], 1)
+    def ring(self, doorbells: Iterable[int]) -> None:
+        for doorbell in doorbells:
+            os.eventfd_write(self._eventfds[doorbell], 1)
 
     async def wait(
         self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
     ) -> None:
         if await self._sees_between_turns(wait.ready) if turning else self._sees(wait.ready):
-            with wait.board:
+            with wait.control_block:
                 if wait.ready():
                     return
-        bell = self._bells[asyncio.get_running_loop() is self.runtime_loop]
-        sleeper = bell.enter(what)
+        doorbell = self._doorbells[asyncio.get_running_loop() is self.runtime_loop]
+        sleeper = doorbell.enter(what)
         try:
             while True:
                 rung = sleeper.lie_down()
-                with wait.board as board:  # whoever makes it ready has had the lock before, or will and finds a sleeper
+                with (
+                    wait.control_block as control_block
+                ):  # whoever makes it ready has had the lock before, or will and finds a sleeper
                     if wait.ready():
                         return
-                    board.sleep(bell.number)
+                    control_block.sleep(doorbell.number)
                 check()
                 await rung
                 check()  # before the lock, which a stopped process may have
         finally:
-            bell.leave(sleeper)
+            doorbell.leave(sleeper)
 
     async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
         await self._line.wait(turn, check, what)
@@ -249,7 +257,7 @@ class HostArena:
         return True
 
     def alarm(self) -> None:
-        self.ring(bell.number for bell in self._bells)
+        self.ring(doorbell.number for doorbell in self._doorbells)
         self._line.alarm()
 
     def bury(self) -> None:
@@ -257,24 +265,26 @@ class HostArena:
         self.alarm()
 
     def waiting(self) -> list[str]:
-        return [sleeper.what() for bell in self._bells for sleeper in tuple(bell.sleepers)] + self._line.waiting()
+        return [
+            sleeper.what() for doorbell in self._doorbells for sleeper in tuple(doorbell.sleepers)
+        ] + self._line.waiting()
 
     def close(self) -> None:
-        """What others still hold, views and boards, stays mapped until they let it go, and is safe to touch."""
+        """What others still hold, views and control blocks, stays mapped until they let it go, and is safe to touch."""
         forks.unregister(self)
-        for bell in self._bells:
-            bell.close()
-        self._boards.clear()
+        for doorbell in self._doorbells:
+            doorbell.close()
+        self._control_blocks.clear()
         self._bytes.clear()
         self._descriptors.close()
 
     def abandon(self, parent: int) -> None:
-        """In a forked child, where another mapping has taken the place of the memory: see `part`."""
+        """In a forked child, where another mapping has taken the place of the memory: see `segment`."""
         self._parent = parent
-        forks.give_up(bell.descriptor for bell in self._bells)
+        forks.give_up(doorbell.descriptor for doorbell in self._doorbells)
         forks.give_up(self._eventfds)
-        for board in self._boards.values():
-            board.abandon(AbandonedMutex(parent))
+        for control_block in self._control_blocks.values():
+            control_block.abandon(AbandonedMutex(parent))
 
 
 def _pointer(flat: Array) -> int:

@@ -1,4 +1,4 @@
-"""A rank's bell: a descriptor that any process of the host can ring, and who sleeps here until somebody does.
+"""A rank's doorbell: a descriptor that any process of the host can ring, and who sleeps here until somebody does.
 
 And the line of those at this rank who wait for others of it, which costs no ringing.
 """
@@ -15,7 +15,7 @@ from asyncoll.transport.control_block import Turn
 
 
 class Sleeper:
-    """Somebody at this rank who waits until a bell rings."""
+    """Somebody at this rank who waits until a doorbell rings."""
 
     def __init__(self, what: Callable[[], str]) -> None:
         self.what = what
@@ -52,7 +52,7 @@ class Line:
     """Those of this rank, on any loops, who wait for a turn. Whoever ends before one of them rouses that one alone."""
 
     def __init__(self) -> None:
-        self._sleepers: dict[Sleeper, None] = {}  # changed and copied as those of a bell
+        self._sleepers: dict[Sleeper, None] = {}  # changed and copied as those of a doorbell
 
     async def wait(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
         sleeper = Sleeper(what)
@@ -77,8 +77,8 @@ class Line:
         return [sleeper.what() for sleeper in tuple(self._sleepers)]
 
 
-class Bell:
-    """One of this rank's bells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
+class Doorbell:
+    """One of this rank's doorbells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
 
     def __init__(self, number: int, descriptor: int) -> None:
         """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
@@ -112,7 +112,7 @@ class Bell:
         return any(sleeper.loop is loop for sleeper in tuple(self.sleepers))
 
     def _heard(self) -> None:
-        """Whichever loop hears it first silences the bell, so it must rouse the sleepers of all."""
+        """Whichever loop hears it first silences the doorbell, so it must rouse the sleepers of all."""
         try:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.descriptor)

@@ -3,7 +3,7 @@
 The first rank listens on a unix socket, and the others connect to it. In four steps everybody knows that all have an
 arena, or why nobody has one:
 
-  each to the first    who I am, and the descriptors of my part; or why I have none
+  each to the first    who I am, and the descriptors of my segment; or why I have none
   the first to each    the descriptors of all parts, by place
   each to the first    that I could use them; or why not
   the first to each    that everybody could
@@ -31,7 +31,7 @@ from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, Protoco
 from asyncoll.transport.addresses import check_path, user_of
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.memory.arena import HostArena
-from asyncoll.transport.memory.segment import LAYOUT, Part, capacity_of, check_part, close_part, make_part
+from asyncoll.transport.memory.segment import LAYOUT, Segment, capacity_of, check_segment, close_segment, make_segment
 
 _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
@@ -77,8 +77,8 @@ class _Member:
     rank: int
     boot: str = ""
     capacity: int = 0
-    failure: str = ""  # why it has no part
-    part: Part | None = None
+    failure: str = ""  # why it has no segment
+    segment: Segment | None = None
 
     def hello(self) -> list[object]:
         return [self.magic, self.layout, self.version, self.rank, self.boot, self.capacity, self.failure]
@@ -89,13 +89,13 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -
 
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     capacity = capacity_of(len(ranks))
-    part, failure = None, ""
+    segment, failure = None, ""
     try:
-        part = make_part(ranks.index(rank), capacity)
-        stack.callback(close_part, part)
+        segment = make_segment(ranks.index(rank), capacity)
+        stack.callback(close_segment, segment)
     except (OSError, AttributeError) as error:
         failure = f"rank {rank} cannot make memory to share: {error}"
-    return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, part)
+    return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, segment)
 
 
 class _Line:
@@ -211,16 +211,16 @@ def _greet(line: _Line, missing: Sequence[int], check: Callable[[], None]) -> _M
         if _now() > ends_s:
             raise ProtocolError(f"it has not said who it is within {_GREETING_TIMEOUT_S:.0f} s")
 
-    hello, descriptors = line.receive(check_both, len(Part._fields))
+    hello, descriptors = line.receive(check_both, len(Segment._fields))
     if not isinstance(hello, list) or len(hello) < 4 or hello[0] != _MAGIC or hello[3] not in missing:
         raise ProtocolError("it is no rank that is expected here")
     if len(hello) != _HELLO_FIELDS:
         return _Member(*hello[:4])
-    part = Part(*descriptors) if len(descriptors) == len(Part._fields) else None
-    return dataclasses.replace(_Member(*hello), part=part)
+    segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
+    return dataclasses.replace(_Member(*hello), segment=segment)
 
 
-def _examine(member: _Member, me: _Member, ranks: tuple[int, ...]) -> Part:
+def _examine(member: _Member, me: _Member, ranks: tuple[int, ...]) -> Segment:
     """What `member` brings. Raises ArenaUnavailable if that will not do."""
     if (member.layout, member.version) != (me.layout, me.version):
         raise ArenaUnavailable(
@@ -234,14 +234,14 @@ def _examine(member: _Member, me: _Member, ranks: tuple[int, ...]) -> Part:
             f"rank {member.rank} sees another size of this host's memory (parts of {member.capacity} bytes) than rank "
             f"{me.rank} (of {me.capacity})"
         )
-    if member.failure or member.part is None:
+    if member.failure or member.segment is None:
         raise ArenaUnavailable(member.failure or f"the descriptors of rank {member.rank} have not come with its hello")
-    _check(member.rank, member.part, me, ranks)
-    return member.part
+    _check(member.rank, member.segment, me, ranks)
+    return member.segment
 
 
-def _hand_over(rank: int, line: _Line, parts: Sequence[Part], joining: Joining) -> None:
-    descriptors = [descriptor for part in parts for descriptor in part]
+def _hand_over(rank: int, line: _Line, parts: Sequence[Segment], joining: Joining) -> None:
+    descriptors = [descriptor for segment in parts for descriptor in segment]
     try:
         line.send(["", _NOBODY])
         for start in range(0, len(descriptors), _BATCH):
@@ -273,7 +273,7 @@ def _follow(
     check = partial(joining.check, lambda: ranks[:1], "which gathers the ranks of this host", is_told=True)
     try:
         line = _Line(stack, connection)
-        line.send(me.hello(), me.part or ())
+        line.send(me.hello(), me.segment or ())
         _heed(line, check)
         return _agree(line, me, ranks, check)
     except (OSError, ProtocolError) as error:
@@ -324,29 +324,29 @@ def _agree(line: _Line, me: _Member, ranks: tuple[int, ...], check: Callable[[],
         return arena
 
 
-def _collect(line: _Line, me: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Part]:
-    count = len(ranks) * len(Part._fields)
+def _collect(line: _Line, me: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
+    count = len(ranks) * len(Segment._fields)
     found = [descriptor for _ in range(0, count, _BATCH) for descriptor in line.receive(check, _BATCH)[1]]
     if len(found) < count:
         raise ArenaUnavailable(f"rank {me.rank} may not have {count} more files open: raise the limit (ulimit -n)")
-    parts = [Part(*found[start : start + len(Part._fields)]) for start in range(0, count, len(Part._fields))]
-    for rank, part in zip(ranks, parts, strict=True):
-        _check(rank, part, me, ranks)
+    parts = [Segment(*found[start : start + len(Segment._fields)]) for start in range(0, count, len(Segment._fields))]
+    for rank, segment in zip(ranks, parts, strict=True):
+        _check(rank, segment, me, ranks)
     return parts
 
 
 # -- both -----------------------------------------------------------------------------------------
 
 
-def _check(rank: int, part: Part, me: _Member, ranks: tuple[int, ...]) -> None:
-    assert me.part is not None, "whoever has none does not come so far"
+def _check(rank: int, segment: Segment, me: _Member, ranks: tuple[int, ...]) -> None:
+    assert me.segment is not None, "whoever has none does not come so far"
     try:
-        check_part(part, ranks.index(rank), me.capacity, me.part)
+        check_segment(segment, ranks.index(rank), me.capacity, me.segment)
     except ProtocolError as error:
         raise ArenaUnavailable(f"rank {me.rank} cannot use the memory of rank {rank}: {error}") from error
 
 
-def _build(me: _Member, ranks: tuple[int, ...], parts: Sequence[Part]) -> HostArena:
+def _build(me: _Member, ranks: tuple[int, ...], parts: Sequence[Segment]) -> HostArena:
     try:
         return HostArena(ranks.index(me.rank), ranks, parts)
     except (OSError, AttributeError) as error:

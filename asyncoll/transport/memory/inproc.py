@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.control_block import BELLS, Board, Turn, Wait, board_bytes
+from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
 from asyncoll.transport.memory.doorbell import Line
 
 
@@ -31,12 +31,12 @@ class _Memory:
         self.blocks: dict[int, Array] = {}  # by address
         self.addresses: list[int] = []  # of the blocks, in order
         self.next = 64
-        self.boards: dict[int, Array] = {}  # by context
-        self.sleepers: dict[int, set[asyncio.Future[None]]] = {}  # by bell
+        self.control_blocks: dict[int, Array] = {}  # by context
+        self.sleepers: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
-    def ring(self, bells: Iterable[int]) -> None:
-        for bell in bells:
-            for future in self.sleepers.pop(bell, ()):
+    def ring(self, doorbells: Iterable[int]) -> None:
+        for doorbell in doorbells:
+            for future in self.sleepers.pop(doorbell, ()):
                 if not future.done():
                     future.set_result(None)
 
@@ -59,7 +59,7 @@ class InprocArena:
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
-        self._boards: dict[int, Board] = {}
+        self._control_blocks: dict[int, ControlBlock] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], str]] = {}
         self._line = Line()
 
@@ -91,17 +91,17 @@ class InprocArena:
                 return address + offset
         return None
 
-    def board(self, context: int, words: int) -> Board:
-        if context not in self._boards:
-            size = board_bytes(words, self._memory.size)
-            created = context not in self._memory.boards
-            raw = self._memory.boards.setdefault(context, np.zeros(size, np.uint8))
+    def control_block(self, context: int, cells: int) -> ControlBlock:
+        if context not in self._control_blocks:
+            size = control_block_bytes(cells, self._memory.size)
+            created = context not in self._memory.control_blocks
+            raw = self._memory.control_blocks.setdefault(context, np.zeros(size, np.uint8))
             if raw.nbytes != size:
-                raise UsageError(f"board {context:x} has {raw.nbytes} bytes at another rank, and {size} here")
-            self._boards[context] = Board(
+                raise UsageError(f"control block {context:x} has {raw.nbytes} bytes at another rank, and {size} here")
+            self._control_blocks[context] = ControlBlock(
                 raw.data, self._memory.size, _Alone(), self._memory, created=created, interleaved=True
             )
-        return self._boards[context]
+        return self._control_blocks[context]
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -112,10 +112,10 @@ class InprocArena:
         await asyncio.sleep(self._pause_s())
         while True:
             check()
-            with wait.board as board:
+            with wait.control_block as control_block:
                 if wait.ready():
                     return
-                board.sleep(self.place * BELLS)
+                control_block.sleep(self.place * DOORBELLS)
             await self._rung(what)
 
     async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
@@ -123,16 +123,16 @@ class InprocArena:
 
     async def _rung(self, what: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._memory.sleepers.setdefault(self.place * BELLS, set()).add(future)
+        self._memory.sleepers.setdefault(self.place * DOORBELLS, set()).add(future)
         self._waiting[future] = what
         try:
             await future
         finally:
             del self._waiting[future]
-            self._memory.sleepers.get(self.place * BELLS, set()).discard(future)
+            self._memory.sleepers.get(self.place * DOORBELLS, set()).discard(future)
 
     def alarm(self) -> None:
-        self._memory.ring([self.place * BELLS])
+        self._memory.ring([self.place * DOORBELLS])
         self._line.alarm()
 
     def bury(self) -> None:
@@ -142,7 +142,7 @@ class InprocArena:
         return [what() for what in self._waiting.values()] + self._line.waiting()
 
     def close(self) -> None:
-        self._boards.clear()
+        self._control_blocks.clear()
 
 
 def _pointer(flat: Array) -> int:

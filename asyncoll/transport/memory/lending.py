@@ -3,8 +3,8 @@
 New memory costs more than what is written into it: the kernel has to clear each page, and each process to map it. So
 a block that has come back is lent again.
 
-What has come back hangs on a word of a board of the lender's: the address of one block, whose first bytes hold the
-address of the next. Such a list has room for all, so nobody ever waits to give something back.
+What has come back hangs on a cell of a control block of the lender's: the address of one block, whose first bytes hold
+the address of the next. Such a list has room for all, so nobody ever waits to give something back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Arena, Board, peers_view
+from asyncoll.transport import Arena, ControlBlock, peers_view
 
 KEPT_BYTES = 1 << 28  # of blocks that are not lent, in all; the rest goes back to the host
 _SMALLEST = 1 << 12
@@ -31,11 +31,11 @@ logger = logging.getLogger("asyncoll")
 class Lender:
     """A rank's own blocks. Everything is called in one thread."""
 
-    def __init__(self, arena: Arena, board: Board, word: int) -> None:
-        """`word` of `board`, 0 at first, is where borrowers give them back."""
+    def __init__(self, arena: Arena, control_block: ControlBlock, cell: int) -> None:
+        """`cell` of `control_block`, 0 at first, is where borrowers give them back."""
         self._arena = arena
-        self._board = board
-        self._word = word
+        self._control_block = control_block
+        self._cell = cell
         self._taken: dict[int, int] = {}  # address: bytes
         self._lent: dict[int, int] = {}
         self._free: dict[int, list[int]] = {}  # bytes: addresses; the size that was not used for longest comes first
@@ -99,11 +99,11 @@ class Lender:
 
     def _collect(self) -> None:
         """What has come back is free. Of the list that peers wrote only what was lent is believed."""
-        if not self._board.words[self._word]:  # a hint
+        if not self._control_block.cells[self._cell]:  # a hint
             return
-        with self._board as board:
-            address = board.words[self._word]
-            board.words[self._word] = 0
+        with self._control_block as control_block:
+            address = control_block.cells[self._cell]
+            control_block.cells[self._cell] = 0
         while address in self._lent:
             following = _link(self._arena.view(address, _LINK))[0]
             self._keep(address, self._lent.pop(address))
@@ -120,10 +120,11 @@ class Borrower:
         self._held: dict[int, weakref.ref[Array]] = {}  # by address; `weakref.finalize` takes ten times as long
         # Those that nobody holds any more: where they come back, and their addresses. The last to hold one may let go
         # of it at any moment, even while this thread holds a lock: so nothing more is done about it then.
-        self._dropped: deque[tuple[Board, int, int]] = deque()
+        self._dropped: deque[tuple[ControlBlock, int, int]] = deque()
 
-    def borrow(self, board: Board, word: int, address: int, nbytes: int) -> Array:
-        """The flat bytes at `address`, lent by whoever collects at `word` of `board`, as long as anybody holds them.
+    def borrow(self, control_block: ControlBlock, cell: int, address: int, nbytes: int) -> Array:
+        """The flat bytes at `address`, lent by whoever collects at `cell` of `control_block`, as long as anybody holds
+        them.
 
         Raises ProtocolError if there can be no such block.
         """
@@ -133,22 +134,22 @@ class Borrower:
         # An array over a buffer, because views of an array over an array would only keep the memory of both alive.
         whole = np.frombuffer(view.data, np.uint8)
         forks.copy_for_children(whole)
-        self._held[address] = weakref.ref(whole, partial(self._drop, board, word, address))
+        self._held[address] = weakref.ref(whole, partial(self._drop, control_block, cell, address))
         return whole
 
-    def _drop(self, board: Board, word: int, address: int, _: weakref.ref[Array]) -> None:
+    def _drop(self, control_block: ControlBlock, cell: int, address: int, _: weakref.ref[Array]) -> None:
         self._held.pop(address, None)
-        self._dropped.append((board, word, address))
+        self._dropped.append((control_block, cell, address))
 
     def has_dropped(self) -> bool:
         return bool(self._dropped)
 
     def give_back(self) -> None:
         while self._dropped:
-            board, word, address = self._dropped.popleft()
-            with contextlib.suppress(PeerLostError), board:
-                _link(self._arena.view(address, _LINK))[0] = board.words[word]
-                board.words[word] = address
+            control_block, cell, address = self._dropped.popleft()
+            with contextlib.suppress(PeerLostError), control_block:
+                _link(self._arena.view(address, _LINK))[0] = control_block.cells[cell]
+                control_block.cells[cell] = address
 
 
 def _link(first: Array) -> memoryview:

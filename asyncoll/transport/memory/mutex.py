@@ -33,7 +33,7 @@ _try_lock = _holding_gil.pthread_mutex_trylock
 _unlock = _holding_gil.pthread_mutex_unlock
 _unlock.restype = None
 _timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
-_THREAD = (1 << 30) - 1  # the bits of its first word that name the owner: the kernel needs them there, too, at a death
+_THREAD = (1 << 30) - 1  # the bits of its first cell that name the owner: the kernel needs them there, too, at a death
 _SLICE_S = 0.05  # of waiting: timedlock goes by the clock on the wall, which may be set meanwhile
 
 

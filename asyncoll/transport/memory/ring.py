@@ -1,4 +1,5 @@
-"""A rank's inbox on a board: a ring of bytes that every rank of the host writes messages into, and its owner reads.
+"""A rank's inbox on a control block: a ring of bytes that every rank of the host writes messages into, and its owner
+reads.
 
 A message lies in one piece: if it does not fit between the tail and the end of the ring, that rest is skipped. Writers
 move the tail and the reader the head, under the lock; what lies between them is the reader's, who needs no lock to read
@@ -13,14 +14,16 @@ import struct
 from typing import NamedTuple
 
 from asyncoll.errors import AsyncollError, ProtocolError
-from asyncoll.transport import Arena, Board
+from asyncoll.transport import Arena, ControlBlock
 
 RING_BYTES = 1 << 18
 _ALIGNMENT = 64  # of messages, so that a header fits wherever one may begin
 _HEADER = struct.Struct("<6q")  # bytes of the message, source, bytes of the head, arrays, bytes of the body, address
 _SKIP = 0  # instead of the bytes of a message: it is not here, but at the start of the ring
 
-_TAIL, _HEAD, _CLOSED, RETURNED = range(4)  # words of the board; the last is for those who borrow from its owner
+_TAIL, _HEAD, _CLOSED, RETURNED = range(
+    4
+)  # cells of the control block; the last is for those who borrow from its owner
 _RING = 4
 
 PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # then it fits into an empty ring, wherever that begins
@@ -46,21 +49,21 @@ class Inbox:
 
     def __init__(self, arena: Arena, context: int) -> None:
         """`context` is what all ranks of the host call this inbox."""
-        self.board: Board = arena.board(context, _RING + RING_BYTES // 8)
-        self._words = self.board.words
-        self._ring = self.board.words[_RING:].cast("B")
+        self.control_block: ControlBlock = arena.control_block(context, _RING + RING_BYTES // 8)
+        self._cells = self.control_block.cells
+        self._ring = self.control_block.cells[_RING:].cast("B")
         self._ranks = arena.ranks
-        self._read = 0  # the head as the owner knows it, whatever stands on the board
+        self._read = 0  # the head as the owner knows it, whatever stands on the control_block
 
     # -- for writers ------------------------------------------------------------------------------
 
     def put(self, raw: bytes) -> int | None:
         """Put an encoded message; returns where it ends, or None if there is no room for it. Raises ShutError.
 
-        The caller holds the lock of the board.
+        The caller holds the lock of the control block.
         """
-        words = self._words
-        tail, head = words[_TAIL], words[_HEAD]
+        cells = self._cells
+        tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"an inbox from {head} to {tail}")
         if not self.has_room(len(raw)):
@@ -71,34 +74,34 @@ class Inbox:
             tail += RING_BYTES - start
             start = 0
         self._ring[start : start + len(raw)] = raw
-        words[_TAIL] = tail + size
-        self.board.wake()
+        cells[_TAIL] = tail + size
+        self.control_block.wake()
         return tail + size
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a message of so many bytes fits. Raises ShutError."""
-        words, size = self._words, _aligned(nbytes)
-        if words[_CLOSED]:
+        cells, size = self._cells, _aligned(nbytes)
+        if cells[_CLOSED]:
             raise ShutError
-        tail = words[_TAIL]
+        tail = cells[_TAIL]
         left = RING_BYTES - tail % RING_BYTES
-        return tail - words[_HEAD] + size + (left if left < size else 0) <= RING_BYTES
+        return tail - cells[_HEAD] + size + (left if left < size else 0) <= RING_BYTES
 
     def is_read(self, end: int) -> bool:
         """Whether the owner has taken the message that ends there. Raises ShutError."""
-        if self._words[_CLOSED]:
+        if self._cells[_CLOSED]:
             raise ShutError
-        return self._words[_HEAD] >= end
+        return self._cells[_HEAD] >= end
 
     # -- for the owner ----------------------------------------------------------------------------
 
     def has_messages(self) -> bool:
-        return self._words[_TAIL] != self._read
+        return self._cells[_TAIL] != self._read
 
     def take(self, at_most: int) -> list[Message]:
         """The next messages, which are in the inbox no more."""
-        with self.board as board:
-            tail = board.words[_TAIL]
+        with self.control_block as control_block:
+            tail = control_block.cells[_TAIL]
         if not self._read <= tail <= self._read + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"an inbox from {self._read} to {tail}")
         messages: list[Message] = []
@@ -111,9 +114,9 @@ class Inbox:
             else:
                 messages.append(self._message(start, most, *header))
                 self._read += header[0]
-        with self.board as board:
-            board.words[_HEAD] = self._read
-            board.wake()
+        with self.control_block as control_block:
+            control_block.cells[_HEAD] = self._read
+            control_block.wake()
         return messages
 
     def _message(
@@ -133,9 +136,9 @@ class Inbox:
 
     def close(self) -> None:
         """Writers hear of it."""
-        with self.board as board:
-            board.words[_CLOSED] = 1
-            board.wake()
+        with self.control_block as control_block:
+            control_block.cells[_CLOSED] = 1
+            control_block.wake()
 
 
 def encode(message: Message) -> bytes:

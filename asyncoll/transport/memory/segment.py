@@ -1,4 +1,5 @@
-"""What a rank brings to the memory of its host: a memfd with a header, and its bells. Made here, checked by its peers.
+"""What a rank brings to the memory of its host: a memfd with a header, and its doorbells. Made here, checked by its
+peers.
 
 It is as large as the host's memory, but empty. Its size is sealed, and it has no name, so nothing is left of it when
 the ranks are gone, however they went.
@@ -22,11 +23,11 @@ import numpy as np
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.control_block import BELLS
+from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
 
-LAYOUT = 1  # the version of everything that ranks read in each other's memory before any board
-HEAD_BYTES = 1 << 17  # of each part: its header, and in place 0's the lock of the directory and the directory
+LAYOUT = 1  # the version of everything that ranks read in each other's memory before any control_block
+HEAD_BYTES = 1 << 17  # of each segment: its header, and in place 0's the lock of the directory and the directory
 _MAGIC = b"asyncoll"
 _HEADER = struct.Struct("<8sIIQ")  # magic, layout, place, capacity
 _ADDRESSES = 1 << 45  # bytes of a process's address space for all parts together: of 47 bits, a quarter
@@ -40,8 +41,8 @@ logger = logging.getLogger("asyncoll")
 _NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL, which Python 3.11 has no name for; the kernel since 6.3
 
 
-class Part(NamedTuple):
-    """The descriptors of what a rank brings: its memory and its bells."""
+class Segment(NamedTuple):
+    """The descriptors of what a rank brings: its memory and its doorbells."""
 
     memory: int
     caller: int
@@ -49,12 +50,12 @@ class Part(NamedTuple):
 
 
 def capacity_of(places: int) -> int:
-    """The bytes of each part, most of which are never there: nobody can need more than the host has."""
+    """The bytes of each segment, most of which are never there: nobody can need more than the host has."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     return min(host, _ADDRESSES // places) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def make_part(place: int, capacity: int) -> Part:
+def make_segment(place: int, capacity: int) -> Segment:
     """Raises OSError, or AttributeError on another platform, if this host cannot do it."""
     with contextlib.ExitStack() as undo:
         memory = _anonymous_file()
@@ -63,30 +64,30 @@ def make_part(place: int, capacity: int) -> Part:
         _seal(memory)
         os.posix_fallocate(memory, 0, HEAD_BYTES)
         os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, place, capacity), 0)
-        bells = []
-        for _ in range(BELLS):
-            bells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-            undo.callback(os.close, bells[-1])
+        doorbells = []
+        for _ in range(DOORBELLS):
+            doorbells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            undo.callback(os.close, doorbells[-1])
         undo.pop_all()
-        return Part(memory, *bells)
+        return Segment(memory, *doorbells)
 
 
-def check_part(part: Part, place: int, capacity: int, like: Part) -> None:
-    """Raises ProtocolError if `part`, which another rank has made, is not what it should be. `like` is one's own."""
-    if (size := os.fstat(part.memory).st_size) != capacity:
+def check_segment(segment: Segment, place: int, capacity: int, like: Segment) -> None:
+    """Raises ProtocolError if `segment`, which another rank has made, is not what it should be. `like` is one's own."""
+    if (size := os.fstat(segment.memory).st_size) != capacity:
         raise ProtocolError(f"it has {size} bytes, and not {capacity}")
-    if _seals(part.memory) != _seals(like.memory):
+    if _seals(segment.memory) != _seals(like.memory):
         raise ProtocolError(
             "its size is not sealed as mine is; is memfd_create allowed at one of us only? Allow it at all"
         )
-    found = _HEADER.unpack(os.pread(part.memory, _HEADER.size, 0))
+    found = _HEADER.unpack(os.pread(segment.memory, _HEADER.size, 0))
     expected = (_MAGIC, LAYOUT, place, capacity)
     if found != expected:
         raise ProtocolError(f"its header is {found}, and not {expected}")
 
 
-def close_part(part: Part) -> None:
-    for descriptor in part:
+def close_segment(segment: Segment) -> None:
+    for descriptor in segment:
         os.close(descriptor)
 
 
@@ -112,7 +113,7 @@ def _seals(memory: int) -> int:
         return 0
 
 
-def map_part(memory: int, capacity: int, *, own: bool) -> Array:
+def map_segment(memory: int, capacity: int, *, own: bool) -> Array:
     mapping = mmap.mmap(memory, capacity)
     with contextlib.suppress(OSError):  # a matter of speed, and not offered everywhere
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -127,7 +128,7 @@ def map_part(memory: int, capacity: int, *, own: bool) -> Array:
 
 
 class _Mapped:
-    """A part in the address space of this process, which a forked child must not write to."""
+    """A segment in the address space of this process, which a forked child must not write to."""
 
     def __init__(self, address: int, nbytes: int, file: forks.Identity) -> None:
         self._address = address

@@ -1,7 +1,7 @@
 """What guards the sockets of ZeroMQ: who is asked about those who knock, the key pairs they show, and the log.
 
 Every connection begins with a handshake, and ZeroMQ asks (its protocol is ZAP, RFC 27) before it takes the first
-message, so nothing that strangers send is ever queued.
+message, so nothing that unauthenticated peers send is ever queued.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _WELCOME, _REFUSED = (b"200", b"OK", b"", b""), (b"400", b"it has not the key", 
 logger = logging.getLogger("asyncoll")
 
 
-class Strangers:
-    """Tells the log of strangers: of the first, then of the 2nd, 4th, 8th…, so that they cannot fill it."""
+class UnauthenticatedPeers:
+    """Tells the log of unauthenticated peers: of the first, then of the 2nd, 4th, 8th…, so that they cannot fill it."""
 
     def __init__(self, who: str) -> None:
         """`who` has to do with them."""
@@ -34,7 +34,7 @@ class Strangers:
             logger.warning("%s %s; that was stranger number %d", self._who, what, self._count)
 
 
-class Gatekeeper:
+class Authenticator:
     """Tells ZeroMQ who may come in at the sockets of one context. It may have no other."""
 
     def __init__(

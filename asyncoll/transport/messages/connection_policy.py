@@ -28,20 +28,22 @@ _FAILURES: Final = {
 }
 
 
-class Door:
+class ConnectionPolicy:
     """Of one ROUTER: which connections it takes, and how its rank introduces itself at others'."""
 
-    def __init__(self, rank: int, size: int, key: Key, strangers: authentication.Strangers, *, encrypted: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, key: Key, unauthenticated: authentication.UnauthenticatedPeers, *, encrypted: bool
+    ) -> None:
         self._rank = rank
         self._size = size
         self._key = key
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._encrypted = encrypted
         self._ranks: frozenset[bytes] = frozenset()  # the public keys of all, where they are asked for
-        self._gatekeeper: authentication.Gatekeeper | None = None
+        self._authenticator: authentication.Authenticator | None = None
 
     def attach(self, router: zmq.Socket[bytes]) -> None:
-        """Before it binds. Its context must have no other door."""
+        """Before it binds. Its context must have no other connection policy."""
         self._router = router
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, _BACKLOG + 2 * self._size)
@@ -50,11 +52,11 @@ class Door:
     def guard(self, address: str) -> None:
         """Before the ROUTER binds to `address`: first over ipc, then over tcp."""
         if address.startswith("ipc://"):
-            assert self._gatekeeper is None, "what guards tcp would ask at ipc too"
+            assert self._authenticator is None, "what guards tcp would ask at ipc too"
             self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             return
-        self._gatekeeper = authentication.Gatekeeper(self._router.context, self._is_rank, self._refused)
-        self._gatekeeper.guard(self._router)
+        self._authenticator = authentication.Authenticator(self._router.context, self._is_rank, self._refused)
+        self._authenticator.guard(self._router)
         if self._encrypted:
             self._ranks = frozenset(authentication.on_the_wire(self._pair(rank)[0]) for rank in range(self._size))
             authentication.encrypt_server(self._router, self._pair(self._rank))
@@ -76,22 +78,22 @@ class Door:
         self._loop = loop
         loop.add_reader(self._monitor.fileno(), self._heed)
         self._heed()
-        if self._gatekeeper is not None:
-            loop.add_reader(self._gatekeeper.fileno(), self._gatekeeper.read)
-            self._gatekeeper.read()
+        if self._authenticator is not None:
+            loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
+            self._authenticator.read()
 
     def close(self, *, opened: bool) -> None:
         if opened:
             self._loop.remove_reader(self._monitor.fileno())
         self._router.disable_monitor()
         self._monitor.close(linger=0)
-        if self._gatekeeper is not None:
+        if self._authenticator is not None:
             if opened:
-                self._loop.remove_reader(self._gatekeeper.fileno())
-            self._gatekeeper.close()
+                self._loop.remove_reader(self._authenticator.fileno())
+            self._authenticator.close()
 
     def _refused(self, where: str) -> None:
-        self._strangers.tell(f"turned a stranger away who came from {where}: it has not this job's key")
+        self._unauthenticated.tell(f"turned a stranger away who came from {where}: it has not this job's key")
 
     def _is_rank(self, mechanism: bytes, credentials: list[bytes]) -> bool:
         if self._encrypted:
@@ -115,4 +117,4 @@ class Door:
             except zmq.Again:
                 return
             if event["event"] in _FAILURES:
-                self._strangers.tell(f"turned a stranger away: {_FAILURES[int(event['event'])]}")
+                self._unauthenticated.tell(f"turned a stranger away: {_FAILURES[int(event['event'])]}")

@@ -20,18 +20,18 @@ def _pair(key: Key, whose: str) -> tuple[bytes, bytes]:
     return authentication.key_pair(key.derive("service", whose))
 
 
-def gatekeeper(context: zmq.Context[Any], key: Key, refused: Callable[[str], None]) -> authentication.Gatekeeper:
+def authenticator(context: zmq.Context[Any], key: Key, refused: Callable[[str], None]) -> authentication.Authenticator:
     """Lets clients in, and tells `refused` where others come from."""
     client = authentication.on_the_wire(_pair(key, "client")[0])
 
     def is_client(mechanism: bytes, credentials: list[bytes]) -> bool:
         return mechanism == b"CURVE" and hmac.compare_digest(credentials[0], client)
 
-    return authentication.Gatekeeper(context, is_client, refused)
+    return authentication.Authenticator(context, is_client, refused)
 
 
 def protect_server(socket: zmq.Socket[bytes], key: Key) -> None:
-    """Before it binds. Needs a `gatekeeper` in the same context."""
+    """Before it binds. Needs a `authenticator` in the same context."""
     authentication.encrypt_server(socket, _pair(key, "server"))
 
 

@@ -29,7 +29,7 @@ def watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
 
 
 def silence(freeze_s: float) -> str:
-    """Why a peer without a pulse is lost."""
+    """Why a peer without a heartbeat is lost."""
     return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
@@ -116,7 +116,7 @@ class ProcessWatch:
             self._process = None
 
 
-class Pulse:
+class Heartbeat:
     """A connection to a peer on which nothing passes but heartbeats.
 
     The threads of ZeroMQ send and answer them, whoever has the GIL at either end. They are not sent where messages are:

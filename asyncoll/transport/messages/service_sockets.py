@@ -25,9 +25,9 @@ from asyncoll import forks
 from asyncoll.errors import UsageError
 from asyncoll.transport.addresses import forget, prepare, user_behind
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages.authentication import Gatekeeper, Strangers
-from asyncoll.transport.messages.curve import gatekeeper, protect_client, protect_server
-from asyncoll.transport.messages.monitor import FREEZE_S, Pulse, bound_address, silence, to_zeromq, watch
+from asyncoll.transport.messages.authentication import Authenticator, UnauthenticatedPeers
+from asyncoll.transport.messages.curve import authenticator, protect_client, protect_server
+from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, bound_address, silence, to_zeromq, watch
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -184,8 +184,8 @@ class ServerSocket(_Socket):
         self._names: dict[int, bytes] = {}
         self._descriptors: dict[int, bytes] = {}  # of the connections
         self._numbers = itertools.count()
-        self._gatekeeper: Gatekeeper | None = None
-        self._strangers = Strangers(f"the service at {url}")
+        self._authenticator: Authenticator | None = None
+        self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
         self.url = ""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -200,9 +200,9 @@ class ServerSocket(_Socket):
             if uid is not None:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
             if key is not None:
-                self._gatekeeper = gatekeeper(self._context, key, self._refused)
-                self._gatekeeper.guard(self._socket)
-                self._loop.add_reader(self._gatekeeper.fileno(), self._gatekeeper.read)
+                self._authenticator = authenticator(self._context, key, self._refused)
+                self._authenticator.guard(self._socket)
+                self._loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
                 protect_server(self._socket, key)
             try:
                 self._socket.bind(to_zeromq(url))
@@ -240,9 +240,9 @@ class ServerSocket(_Socket):
             self._send((name,), kind, number, payload)
 
     def close(self) -> None:
-        if self._gatekeeper is not None and not self._is_closed:
-            self._loop.remove_reader(self._gatekeeper.fileno())
-            self._gatekeeper.close()
+        if self._authenticator is not None and not self._is_closed:
+            self._loop.remove_reader(self._authenticator.fileno())
+            self._authenticator.close()
         if self.url and not self._is_closed:
             forget(self.url)
         super().close()
@@ -253,7 +253,7 @@ class ServerSocket(_Socket):
         forks.give_up_connections([self.url])
 
     def _refused(self, address: str) -> None:
-        self._strangers.tell(f"refused a client from {address}: it has not the key")
+        self._unauthenticated.tell(f"refused a client from {address}: it has not the key")
 
     def _read_one(self) -> bool:
         try:
@@ -274,13 +274,13 @@ class ServerSocket(_Socket):
         descriptor = frame.get(zmq.SRCFD)
         segment = self._segment(frame)
         if segment is None or segment[0] != _HELLO:
-            self._strangers.tell("dropped a message from a stranger")
+            self._unauthenticated.tell("dropped a message from a stranger")
             return
         self._heed()  # that descriptor may have been another client's, whose end has not been read
         self._clients[name] = -1
         self._descriptors[descriptor] = name
         if len(self._names) >= _CLIENTS_MAX:
-            self._strangers.tell(f"refused a client: there are {_CLIENTS_MAX} already")
+            self._unauthenticated.tell(f"refused a client: there are {_CLIENTS_MAX} already")
             self._tell(name, _BYE, 0, f"it has {_CLIENTS_MAX} clients already".encode())
             return
         if segment[1] == VERSION:
@@ -303,7 +303,7 @@ class ClientSocket(_Socket):
     """Connects to a service, which is peer 0. Once it is lost it stays so."""
 
     def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
-        """`connected` is told the version of the other end, once its pulse is felt, too.
+        """`connected` is told the version of the other end, once its heartbeat is felt, too.
 
         Raises UsageError if `url` is none, is another user's, or would let anybody listen.
         """
@@ -312,7 +312,7 @@ class ClientSocket(_Socket):
         self._connected = connected
         self._url = url
         self._key = key
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self._is_lost = False
         self._uid: int | None = None  # whose service it must be
         self._introduce(self._socket)
@@ -367,8 +367,8 @@ class ClientSocket(_Socket):
         return True
 
     def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         super().close()
 
     def abandon(self, parent: int) -> None:
@@ -379,12 +379,12 @@ class ClientSocket(_Socket):
 
     def _feel(self, felt: Callable[[], None]) -> None:
         """From `felt` on, whether the service is frozen."""
-        if self._pulse is None:
+        if self._heartbeat is None:
             dealer = self._context.socket(zmq.DEALER)
             self._introduce(dealer)
-            self._pulse = Pulse(dealer, self._url, FREEZE_S, felt, self._pulseless)
+            self._heartbeat = Heartbeat(dealer, self._url, FREEZE_S, felt, self._silent)
 
-    def _pulseless(self) -> None:
+    def _silent(self) -> None:
         """If its process has died, the other connection tells so, now or soon."""
         self._loop.call_later(_DEATH_S, self._lose, silence(FREEZE_S))
 

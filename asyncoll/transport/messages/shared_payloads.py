@@ -4,9 +4,9 @@ A long payload for another rank of this host is copied into a slot, which is mem
 names the slot instead. The receiver reads the payload where it is. Once nobody there holds it any more, the slot is
 free again. So a payload is copied twice, in and out, where a socket makes four or more copies of it.
 
-Which slot is whose stands on a board of the sender's. Only the sender takes its slots, and only whom one was taken for
-gives it back. Nobody ever waits for a slot, because a receiver may hold a payload for as long as it likes: a message
-that finds none goes whole, as those to other hosts do.
+Which slot is whose stands on a control block of the sender's. Only the sender takes its slots, and only whom one was
+taken for gives it back. Nobody ever waits for a slot, because a receiver may hold a payload for as long as it likes: a
+message that finds none goes whole, as those to other hosts do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ import numpy as np
 
 from asyncoll.arguments import digest
 from asyncoll.errors import PeerLostError, UsageError
-from asyncoll.transport import MAX_FRAME_BYTES, Arena, Board, Buffer, Receiver, Transport, check_frames, peers_view
+from asyncoll.transport import (
+    MAX_FRAME_BYTES,
+    Arena,
+    Buffer,
+    ControlBlock,
+    Receiver,
+    Transport,
+    check_frames,
+    peers_view,
+)
 
 THRESHOLD_BYTES = 1 << 18  # payloads from here on go through a slot: below, what slots cost is more than they save
 SLOTS = 32  # of each sender at most, of MAX_FRAME_BYTES each; with 16, a third of 100 MB to a slower rank found none
 
-# The board of a sender has three words for each of its slots: whose it is (see below), its address, and the bytes of
-# the payload in it. They are not in the message, because nothing in a message is trusted.
+# The control block of a sender has three cells for each of its slots: whose it is (see below), its address, and the
+# bytes of the payload in it. They are not in the message, because nothing in a message is trusted.
 _COLUMNS = 3
 _FREE = 0  # otherwise rank + 1 while a message is on its way to `rank`, and the negative of it while `rank` reads it
 
@@ -48,16 +57,18 @@ class SlottedTransport:
         self._neighbours: frozenset[int] = frozenset()  # whom slots are for
 
     async def start(self, receiver: Receiver) -> None:
-        """The boards last: a rank may have died with their lock, and this one can then tell all others so.
+        """The control blocks last: a rank may have died with their lock, and this one can then tell all others so.
 
         No rank has a long payload to send before all have started: joining the world ends with a barrier.
         """
         self._incoming = _Incoming(self.rank, self._arena, receiver)
         await self._inner.start(self._incoming)
-        boards = {rank: self._arena.board(digest("slots", rank), _COLUMNS * SLOTS) for rank in self._arena.ranks}
-        self._outgoing = _Outgoing(self._arena, boards.pop(self.rank))
-        self._incoming.boards = boards
-        self._neighbours = frozenset(boards)
+        control_blocks = {
+            rank: self._arena.control_block(digest("slots", rank), _COLUMNS * SLOTS) for rank in self._arena.ranks
+        }
+        self._outgoing = _Outgoing(self._arena, control_blocks.pop(self.rank))
+        self._incoming.control_blocks = control_blocks
+        self._neighbours = frozenset(control_blocks)
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         self._incoming.give_back()
@@ -88,9 +99,9 @@ class SlottedTransport:
 class _Outgoing:
     """This rank's slots."""
 
-    def __init__(self, arena: Arena, board: Board) -> None:
+    def __init__(self, arena: Arena, control_block: ControlBlock) -> None:
         self._arena = arena
-        self._board = board
+        self._control_block = control_block
         self._addresses: list[int] = []  # of those that have been allocated
         self._most = SLOTS
         self._free: list[int] = []  # those that were, under the last lock; by now there may be more
@@ -101,28 +112,28 @@ class _Outgoing:
             slot = self._claim()
             if slot is not None:
                 self._fill(slot, dest, payload)
-        except PeerLostError:  # it died over the board, which the transport will tell in its own time
+        except PeerLostError:  # it died over the control block, which the transport will tell in its own time
             return None
         return slot
 
     def _claim(self) -> int | None:
         """A slot that nobody uses: if possible one that has been used before, and may still be in the cache."""
         if not self._free:
-            with self._board:
+            with self._control_block:
                 self._find_free()
         return self._free.pop() if self._free else self._allocate()
 
     def _fill(self, slot: int, dest: int, payload: Buffer) -> None:
         address, nbytes = self._addresses[slot], len(payload)
         self._arena.view(address, nbytes)[:] = np.frombuffer(payload, np.uint8)
-        with self._board as board:
+        with self._control_block as control_block:
             for column, value in enumerate((dest + 1, address, nbytes)):
-                board.words[column * SLOTS + slot] = value
+                control_block.cells[column * SLOTS + slot] = value
             self._find_free()  # now, when it costs no other lock
 
     def _find_free(self) -> None:
         """Under the lock. The first is the last of the list, and so used first: the fewer there are, the better."""
-        owners = self._board.words[: len(self._addresses)].tolist()
+        owners = self._control_block.cells[: len(self._addresses)].tolist()
         self._free = [slot for slot in reversed(range(len(owners))) if owners[slot] == _FREE]
 
     def _allocate(self) -> int | None:
@@ -142,7 +153,9 @@ class _Incoming:
     def __init__(self, rank: int, arena: Arena, receiver: Receiver) -> None:
         self._mine = rank + 1
         self._arena = arena
-        self.boards: dict[int, Board] = {}  # of the other ranks of this host, by rank, once they are open
+        self.control_blocks: dict[
+            int, ControlBlock
+        ] = {}  # of the other ranks of this host, by rank, once they are open
         self._receiver = receiver
         self._lost: set[int] = set()
         # (source, slot) of payloads that nobody holds any more. The last to hold one may let go of it in any thread, at
@@ -150,12 +163,12 @@ class _Incoming:
         self._dropped: deque[tuple[int, int]] = deque()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
-        if len(frames) != _FRAMES or source not in self.boards:
+        if len(frames) != _FRAMES or source not in self.control_blocks:
             self._receiver.received(source, frames)
             return
         try:
             whole = [self._whole(source, frames)]
-        except PeerLostError as error:  # it died over the board: this message can never be read
+        except PeerLostError as error:  # it died over the control block: this message can never be read
             self.lost(error.rank, error.cause, error.last_seen_s)
             return
         self._receiver.received(source, whole.pop())  # and keep no reference
@@ -170,8 +183,8 @@ class _Incoming:
         """Let the senders have the slots that are not needed here any more."""
         while self._dropped:
             source, slot = self._dropped.popleft()
-            with contextlib.suppress(PeerLostError), self.boards[source] as board:
-                board.words[slot] = _FREE
+            with contextlib.suppress(PeerLostError), self.control_blocks[source] as control_block:
+                control_block.cells[slot] = _FREE
 
     def _whole(self, source: int, frames: list[Buffer]) -> list[Buffer]:
         """The message as it was before its payload was put into a slot.
@@ -189,11 +202,11 @@ class _Incoming:
 
     def _payload(self, source: int, slot: int) -> Buffer | None:
         """What is in this slot of `source`, if it is for us."""
-        with self.boards[source] as board:
-            owner, address, nbytes = board.words[slot::SLOTS]
+        with self.control_blocks[source] as control_block:
+            owner, address, nbytes = control_block.cells[slot::SLOTS]
             if owner != self._mine:
                 return None
-            board.words[slot] = -self._mine
+            control_block.cells[slot] = -self._mine
         view = peers_view(self._arena, address, nbytes) if nbytes <= MAX_FRAME_BYTES else None
         if view is None:
             return None

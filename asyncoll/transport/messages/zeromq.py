@@ -6,11 +6,11 @@ wakes up must read until nothing is left.
 
 A peer's death is seen by the monitor of the DEALER to it, and on one host also by a pidfd of its process, because a
 process that it has forked may keep its connections open. That it is frozen, or the network to it cut, is seen by its
-pulse, a second DEALER. Ranks of one host feel the pulse of the next two of them only, and tell what they notice; those
-of other hosts feel everybody's, since a network may part any two.
+heartbeat, a second DEALER. Ranks of one host feel the heartbeat of the next two of them only, and tell what they
+notice; those of other hosts feel everybody's, since a network may part any two.
 
-A peer shows that it belongs to the job at the `Door`, and by its routing id, which follows from the job's key and its
-rank. Strangers are dropped.
+A peer shows that it belongs to the job at the `ConnectionPolicy`, and by its routing id, which follows from the job's
+key and its rank. UnauthenticatedPeers are dropped.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
 from asyncoll.transport.addresses import check_path, refuses
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages.authentication import Strangers
-from asyncoll.transport.messages.connection_policy import Door
+from asyncoll.transport.messages.authentication import UnauthenticatedPeers
+from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import (
     FREEZE_S,
+    Heartbeat,
     Monitor,
     ProcessWatch,
-    Pulse,
     bound_address,
     silence,
     to_zeromq,
@@ -56,7 +56,7 @@ _BATCH = 64  # messages handed over before the loop may do something else
 _SEAL_BYTES = 64  # that CURVE may add to a frame
 _FLUSH_MS = 200  # for ZeroMQ's threads to send what was said last; what is for a peer that is gone stays for so long
 _LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
-_NEIGHBOURS = 2  # of one host whose pulse a rank feels: if the one who would notice is busy, the other does
+_NEIGHBOURS = 2  # of one host whose heartbeat a rank feels: if the one who would notice is busy, the other does
 
 
 def ipc_address(folder: Path, rank: int) -> str:
@@ -79,7 +79,7 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
 
 
 class _Peer:
-    """The connection to one peer: a DEALER, its monitor, its pulse, and what ZeroMQ would not take yet."""
+    """The connection to one peer: a DEALER, its monitor, its heartbeat, and what ZeroMQ would not take yet."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _Peer:
         self.rank = rank
         self.dealer = dealer
         self.monitor = Monitor(dealer, stands, gone, failed)
-        self.pulse: Pulse | None = None
+        self.heartbeat: Heartbeat | None = None
         self.process: ProcessWatch | None = None
         self.stands = False  # now, or once
         self.ended = False
@@ -130,14 +130,14 @@ class ZeroMQTransport:
         self._joining = joining
         self.peers: Sequence[str] = ()
         self.are_bound = False
-        self._strangers = Strangers(f"rank {rank}")
+        self._unauthenticated = UnauthenticatedPeers(f"rank {rank}")
         self._routing_ids = [b"asyncoll" + key.derive("routing id", peer) for peer in range(size)]
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _SEAL_BYTES * encrypted)
-        self._door = Door(rank, size, key, self._strangers, encrypted=encrypted)
-        self._door.attach(self._router)
+        self._policy = ConnectionPolicy(rank, size, key, self._unauthenticated, encrypted=encrypted)
+        self._policy.attach(self._router)
         self._peers: dict[int, _Peer] = {}
         self._receiver: Receiver | None = None
         self._closed = False
@@ -146,7 +146,7 @@ class ZeroMQTransport:
 
     def bind(self, address: str) -> str:
         """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
-        self._door.guard(address)
+        self._policy.guard(address)
         try:
             self._router.bind(to_zeromq(address))
         except zmq.ZMQError as error:
@@ -160,7 +160,7 @@ class ZeroMQTransport:
         self._receiver = receiver
         self._loop = loop = asyncio.get_running_loop()
         loop.add_reader(self._router.fileno(), self._read)
-        self._door.open(loop)
+        self._policy.open(loop)
         for rank, address in enumerate(self.peers):
             if rank != self.rank and address:
                 self._connect(rank, address)
@@ -203,7 +203,7 @@ class ZeroMQTransport:
         for peer in self._peers.values():
             peer.monitor.look()  # nobody waits for what is for those who are gone
             self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.ended else 0)
-        self._door.close(opened=self._receiver is not None)
+        self._policy.close(opened=self._receiver is not None)
         self._router.close(linger=0)
         # Waits for what lingers: the peers' I/O threads take it whatever their loops are doing.
         self._context.term()
@@ -243,7 +243,7 @@ class ZeroMQTransport:
     def _deliver(self, identity: bytes, frames: list[Any]) -> None:
         source = self._sources.get(identity)
         if source is None:
-            self._strangers.tell(f"dropped a message from a stranger ({len(frames)} frames)")
+            self._unauthenticated.tell(f"dropped a message from a stranger ({len(frames)} frames)")
             return
         assert self._receiver is not None
         self._receiver.received(source, _unpack(frames))
@@ -288,11 +288,11 @@ class ZeroMQTransport:
         """One that may connect to `rank`, which listens at `address`."""
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._door.introduce(dealer, rank, address)
+        self._policy.introduce(dealer, rank, address)
         return dealer
 
     def _connected(self, rank: int) -> None:
-        """With its pulse, if that is felt, or a peer that stops in this moment would never be missed."""
+        """With its heartbeat, if that is felt, or a peer that stops in this moment would never be missed."""
         peer = self._peers[rank]
         if peer.stands:
             return
@@ -300,8 +300,8 @@ class ZeroMQTransport:
         peer.process = ProcessWatch(peer.monitor.connection, self.peers[rank], partial(self._ended, peer))
         if self._freeze_s and rank in self._felt():
             address, dealer = self.peers[rank], self._dealer(rank, self.peers[rank])
-            lose = partial(self._pulseless, peer)
-            peer.pulse = Pulse(dealer, address, self._freeze_s, partial(_set, peer.connected), lose)
+            lose = partial(self._silent, peer)
+            peer.heartbeat = Heartbeat(dealer, address, self._freeze_s, partial(_set, peer.connected), lose)
         else:
             _set(peer.connected)
 
@@ -313,7 +313,7 @@ class ZeroMQTransport:
             peer.connected.exception()  # mark it as seen: whoever waits may have given up
 
     def _felt(self) -> set[int]:
-        """The ranks whose pulse this one feels."""
+        """The ranks whose heartbeat this one feels."""
         here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
         place = here.index(self.rank)
         after = here[place + 1 :] + here[:place]
@@ -332,7 +332,7 @@ class ZeroMQTransport:
         """Its process has. Processes that it has forked in C code may still have its connections open."""
         self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its process has ended", 0.0)
 
-    def _pulseless(self, peer: _Peer) -> None:
+    def _silent(self, peer: _Peer) -> None:
         """If its process has died, the other connection tells so, now or soon."""
         self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, silence(self._freeze_s), self._freeze_s)
 
@@ -355,8 +355,8 @@ class ZeroMQTransport:
         peer.monitor.close()
         if peer.process is not None:
             peer.process.close()
-        if peer.pulse is not None:
-            peer.pulse.close()
+        if peer.heartbeat is not None:
+            peer.heartbeat.close()
         peer.dealer.close(linger=linger_ms)
         peer.connected.cancel()
         self._release(peer)
