@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncoll import rpc as rpc
-    from asyncoll.algorithms.rounds.persistent import Reduction as Reduction
+    from asyncoll.algorithms.rounds.operations import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
@@ -56,7 +56,7 @@ _HOMES = {
         "UsageError",
     ),
     "tensors.flat": ("Flat", "flatten"),
-    "algorithms.rounds.persistent": ("Reduction",),
+    "algorithms.rounds.operations": ("Reduction",),
     "runtime.progress": ("offload",),
     "algorithms.sparse.operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),

@@ -29,34 +29,13 @@ PACKAGES: dict[str, set[str]] = {
     "transport.memory": {"errors", "forks", "tensors", "transport"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
-    "runtime": {"errors", "forks", "statistics", "tensors", "transport"},
+    "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
     # what ranks do together
-    "algorithms.dense": {"errors", "runtime", "statistics", "tensors", "transport"},
-    "algorithms.rounds": {
-        "algorithms.dense",
-        "arguments",
-        "errors",
-        "runtime",
-        "tensors",
-        "transport",
-    },
-    "algorithms.sparse": {"algorithms.dense", "arguments", "errors", "tensors"},
-    "algorithms": {
-        "algorithms.dense",
-        "algorithms.rounds",
-        "arguments",
-        "errors",
-        "runtime",
-        "statistics",
-        "transport",
-    },
     "rpc": {"arguments", "errors", "runtime", "tensors", "transport", "transport.memory", "transport.messages"},
+    "algorithms": {"arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
     # what users hold
     "communicator": {
         "algorithms",
-        "algorithms.dense",
-        "algorithms.rounds",
-        "algorithms.sparse",
         "arguments",
         "errors",
         "rpc",
@@ -65,7 +44,7 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
     },
     "world": {
-        "algorithms.dense",
+        "algorithms",
         "arguments",
         "communicator",
         "errors",
@@ -77,8 +56,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "launch": {"errors", "transport", "world"},
     "": {  # asyncoll/__init__.py
-        "algorithms.rounds",
-        "algorithms.sparse",
+        "algorithms",
         "communicator",
         "errors",
         "rpc",
@@ -88,8 +66,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     # roof
     "testing": {
-        "algorithms.dense",
-        "algorithms.rounds",
+        "algorithms",
         "communicator",
         "errors",
         "launch",
@@ -104,8 +81,7 @@ PACKAGES: dict[str, set[str]] = {
     "doctor": {"", "errors", "launch", "world"},
     "bench": {
         "",
-        "algorithms.dense",
-        "algorithms.rounds",
+        "algorithms",
         "communicator",
         "errors",
         "launch",
@@ -114,8 +90,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
-SUBPACKAGES = {f"transport.{name}" for name in ("memory", "messages")}
-SUBPACKAGES |= {f"algorithms.{name}" for name in ("dense", "rounds", "sparse")}
+SUBPACKAGES = ("transport.memory", "transport.messages")
 MODULES_MAX, PACKAGES_MAX = 8, 9  # at the top of asyncoll/
 SANS_IO = ("transport.wire", "runtime.matching", "runtime.schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}

@@ -557,7 +557,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
         while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
             pass
         await comm.barrier()
-        operation = comm._operations._operations["g"]
+        operation = comm._core.backend.operations["g"]
         assert operation._staged is None or not operation._staged[0].any()
         assert not operation._waiting
 
@@ -706,7 +706,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def routers_address(comm: Communicator, rank: int) -> str:
-    return comm._endpoint.transport.peers[rank]
+    return comm._core.member.endpoint.transport.peers[rank]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -777,7 +777,7 @@ def test_nobody_can_speak_for_a_rank_that_is_there():
 
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
-            identity = comm._endpoint.transport._routing_ids[2]
+            identity = comm._core.member.endpoint.transport._routing_ids[2]
             frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
             barriers: list[asyncio.Future[Any]] = []  # once it has come in
 
@@ -834,7 +834,7 @@ def sends(frames: list[bytes]) -> Act:
     async def act(comm: Communicator) -> None:
         await comm.barrier()  # everybody has joined
         if comm.rank == 1:
-            comm._endpoint.transport.send(2, frames)
+            comm._core.member.endpoint.transport.send(2, frames)
         for _ in range(20):
             await comm.barrier()
 
@@ -888,10 +888,10 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
         await comm.solo_allreduce(x, sync_every=1)
-        operation = comm._operations._operations["solo"]
+        operation = comm._core.backend.operations["solo"]
         if comm.rank == 1:
             header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
-            comm._endpoint.transport.send(0, [header, *frames])
+            comm._core.member.endpoint.transport.send(0, [header, *frames])
             await asyncio.sleep(1)
         elif first == "arrived":
             await asyncio.sleep(0.5)

@@ -178,7 +178,7 @@ def test_an_interrupted_task_may_go_on():
 @memory
 def test_watching_leaves_nothing_behind(memory):
     async def main(comm: Communicator) -> None:
-        endpoint = comm._endpoint
+        endpoint = comm._core.member.endpoint
         await comm.barrier()
         before = [dict(vars(thing)) for thing in (endpoint.transport, endpoint, endpoint.arena) if thing is not None]
         mutexes = [control_block._mutex for control_block in endpoint.arena._control_blocks.values()] if memory else []

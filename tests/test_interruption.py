@@ -18,7 +18,7 @@ import uvloop
 from conftest import PATIENCE_S
 
 from asyncoll import forks
-from asyncoll.algorithms.rounds.persistent import Receipt
+from asyncoll.algorithms.rounds.operations import Receipt
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.runtime import progress
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt

@@ -35,7 +35,7 @@ def test_what_one_rank_notices_all_are_told(size):
         if comm.rank == size - 1:
             await asyncio.sleep(100)
         if comm.rank == 0:
-            comm._endpoint.lost(size - 1, "it has no heartbeat", 0.5)
+            comm._core.member.endpoint.lost(size - 1, "it has no heartbeat", 0.5)
         await comm.barrier()
 
     raised = failures(size, act, simulate)
@@ -53,7 +53,7 @@ def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
     """It takes time, while whoever waits in memory has just been told."""
 
     async def act(comm: Communicator) -> None:
-        endpoint = comm._endpoint
+        endpoint = comm._core.member.endpoint
         endpoint.lost(1, "it has no heartbeat", 0.5)
         monkeypatch.setattr(endpoint.membership, "culprit", None)
         error = endpoint.noticed(PeerLostError(0, "it died while it was changing shared memory"), lambda what: what())

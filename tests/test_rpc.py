@@ -1139,7 +1139,9 @@ def test_segments_that_nobody_sends_end_the_world(segment):
         assert comm.rpc
         kind, number, payload = segment
         if comm.rank == 0:
-            comm._endpoint.router.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
+            comm._core.member.endpoint.router.signal(
+                1, digest(comm._core.member.group.communicator, "rpc"), number, kind, 0, payload
+            )
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)
         await comm.barrier()

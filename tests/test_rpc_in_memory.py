@@ -650,7 +650,7 @@ def test_bad_arguments(run):
 
 def test_in_a_simulated_world():
     async def main(comm):
-        endpoint = comm._endpoint
+        endpoint = comm._core.member.endpoint
         ranks = tuple(range(comm.size))
         keeper = Mail()
         carrier = InMemory(

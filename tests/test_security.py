@@ -350,7 +350,7 @@ def attacked(monkeypatch, caplog):
         everybody = {}
 
         async def main(comm):
-            everybody[comm.rank] = comm._endpoint.transport
+            everybody[comm.rank] = comm._core.member.endpoint.transport
             await comm.barrier()
             if comm.rank == 0:
                 async with asyncio.timeout(PATIENCE_S):

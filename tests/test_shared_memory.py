@@ -173,7 +173,7 @@ def test_registered_memory_lives_as_long_as_any_view_of_it(run):
 
 def test_registered_memory_is_used_again():
     async def main(comm):
-        arena, made = comm._calls.arena, set()
+        arena, made = comm._core.backend.memory, set()
         for _ in range(50):
             x = comm.empty(1000, np.float64)
             made.add(arena.locate(x))

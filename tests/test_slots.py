@@ -370,7 +370,7 @@ def test_a_message_cannot_be_had_twice():
 def test_a_bad_marker_ends_the_world_and_names_its_source():
     async def main(comm):
         if comm.rank == 0:
-            comm._endpoint.transport._inner.send(1, [HEADER, b"\xff\xff", b"", b""])
+            comm._core.member.endpoint.transport._inner.send(1, [HEADER, b"\xff\xff", b"", b""])
         await comm.recv(np.empty(1), 1 - comm.rank)
 
     with pytest.raises(ProtocolError, match=r"rank 0 broke the protocol: .* got 4") as caught:

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.persistent import Reduction
+from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.bench.dense import wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
 from asyncoll.communicator import Communicator

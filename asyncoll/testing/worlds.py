@@ -149,8 +149,7 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
     try:
         async with world as comm:
             try:
-                with comm.registry.as_current():
-                    return await main(comm)
+                return await main(comm)
             except Exception as error:
                 errors.append(error)
                 raise

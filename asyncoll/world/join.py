@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import uvloop
 
 from asyncoll import forks
+from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
@@ -24,7 +26,9 @@ from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD
 from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.runtime.signature import Site
 from asyncoll.transport import START_TIMEOUT_S, Transport
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
@@ -113,8 +117,7 @@ async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
         with links.until_joined:
             async with World(_endpoint(links, environment), thread, links.hosts, joining) as comm:
                 links.until_joined.close()
-                with comm.registry.as_current():
-                    yield comm
+                yield comm
     finally:
         if os.getpid() == process:  # and not in a forked child, which has no such thread
             thread.stop()
@@ -179,12 +182,18 @@ class World:
         runner: Runner,
         hosts: tuple[str, ...] | None = None,
         joining: Joining | None = None,
+        choose: ChooseBackend = choose_backend,
     ) -> None:
-        """`joining` bounds how long the others may take to join; None if they are in this process."""
+        """`joining` bounds how long the others may take to join; None if they are in this process.
+
+        `choose` makes the backend of each communicator.
+        """
         self._endpoint = endpoint
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
+        self._choose = choose
+        self._inside = contextlib.ExitStack()  # what holds for the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
 
@@ -192,7 +201,9 @@ class World:
         self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         forks.register(self)
-        return await self._runner.start(self._join())
+        comm = await self._runner.start(self._join())
+        self._inside.enter_context(self._core.memory.as_current())
+        return comm
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -200,8 +211,9 @@ class World:
         if os.getpid() != self._process:  # a forked child leaves, and the rank does not
             return
         forks.unregister(self)
+        self._inside.close()
         with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
-            self._comm.open_rpc()  # who has not used it answers those who call it all the same
+            _ = self._core.rpc  # who has not used it answers those who call it all the same
         try:
             await self._flush(error)
         except BaseException as cancelled:
@@ -218,14 +230,14 @@ class World:
     async def _flush(self, error: BaseException | None) -> None:
         if error is None:
             with contextlib.suppress(AsyncollError):  # it is the world's, of which this rank is about to hear
-                for rpc in self._comm.rpcs:
+                for rpc in self._core.rpcs:
                     await rpc.flush()
 
     async def _end(self, error: BaseException | None) -> None:
         try:
             await self._runner.start(self._leave(error))
         finally:
-            for rpc in self._comm.rpcs:
+            for rpc in self._core.rpcs:
                 await rpc.close()
             await self._runner.start(self._let_go())
 
@@ -244,8 +256,8 @@ class World:
                 await self._endpoint.close(flush=self._failed())
                 await self._let_go()
             raise
-        self._comm = Communicator(self._endpoint, self._group, self._runner, self._hosts, rpcs=[])
-        return self._comm
+        self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
+        return Communicator(self._core, self._hosts)
 
     async def _meet(self) -> None:
         barrier = self._barrier("joining")
@@ -309,7 +321,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
-        await self._comm.leave()
+        await self._core.leave(Site(__file__, 0))
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")

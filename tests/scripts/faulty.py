@@ -65,7 +65,7 @@ async def main(comm: asyncoll.Communicator) -> None:
 async def late(comm: asyncoll.Communicator) -> None:
     """Rank 2 computes, in pure Python, until the others have lost their patience, which its runtime hears of."""
     pending._ANSWER_S = 60.0  # who has little time to say where it is has some all the same
-    failed, world = comm._endpoint.failures.has_failed, comm._group.communicator
+    failed, world = comm._core.member.endpoint.failures.has_failed, comm._core.member.group.communicator
     while comm.rank == 2 and not failed(world):
         pass
     try:

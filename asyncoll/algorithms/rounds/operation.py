@@ -5,10 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.arguments import digest
-from asyncoll.tensors.reductions import ReduceOp, storage
+from asyncoll.errors import UsageError
+from asyncoll.runtime.signature import Site
+from asyncoll.tensors import reductions
+from asyncoll.tensors.reductions import HOST_BYTES, ReduceOp, storage
+
+_MAX_NAME = 200
+_ROUNDS_MAX = 1 << 31
 
 Layout = tuple[tuple[str, int], ...]  # (dtype, number of elements) of each array that a contribution consists of
 
@@ -85,3 +92,42 @@ class Operation:
         }
         more = "".join(f", {rule}={value}" for rule, value in rules.items() if value)
         return f"{kind} allreduce {self.name!r} of {what}, {self.op.name}{more}"
+
+
+class RoundCall(NamedTuple):
+    """One call of a wait-avoiding operation."""
+
+    operation: Operation
+    site: Site
+
+    @property
+    def key(self) -> str:
+        return f"{self.operation.name!r}"
+
+    def __str__(self) -> str:
+        return f"a round of {self.operation} at {self.site}"
+
+
+def check_operation(spec: Operation, size: int) -> None:
+    """Raise UsageError unless `size` ranks can carry out `spec`."""
+    if not isinstance(spec.name, str) or len(spec.name) > _MAX_NAME:
+        raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
+    for dtype, count in spec.layout:
+        reductions.check_reduction(spec.op, dtype)
+        if dtype not in reductions.DTYPES or count < 0:
+            raise UsageError(f"{count} elements of {dtype}")
+    if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
+        raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
+    if spec.nbytes > HOST_BYTES:
+        raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
+    if not 0 <= spec.sync_every < _ROUNDS_MAX or not 0 <= spec.history < _ROUNDS_MAX:
+        raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
+    _check_ranks("quorum", spec.quorum, size)
+    _check_ranks("candidates", spec.candidates, size)
+    if spec.group_size:
+        _check_ranks("group_size", spec.group_size, size)
+
+
+def _check_ranks(what: str, number: int, size: int) -> None:
+    if not 1 <= number <= size:
+        raise UsageError(f"{what} {number} is not between 1 and the number of ranks, {size}")

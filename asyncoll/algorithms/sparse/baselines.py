@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncoll.algorithms.dense.forms import Form
+from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.parts import (
@@ -40,8 +40,8 @@ class _ByTopk:
 class TopkA(_ByTopk):
     """Everybody gathers what everybody has chosen: 2k(P-1) words."""
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        return await _gather_and_add(form, chosen, self._count)
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        return await _gather_and_add(collectives, chosen, self._count)
 
 
 class Gaussiank:
@@ -60,15 +60,15 @@ class Gaussiank:
         indices = selection.select(x, threshold)
         return Chosen(Part(indices, x[indices]), threshold)
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        return await _gather_and_add(form, chosen, self._count)
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        return await _gather_and_add(collectives, chosen, self._count)
 
 
-async def _gather_and_add(form: Form, chosen: Chosen, count: int) -> Outcome:
+async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> Outcome:
     mine = chosen.part
-    sizes = await tell_sizes(form, mine.size if chosen.is_finite else refusal(form.rank))
+    sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))
     total = Sum(mine, 0, count, int(sizes.sum()))
-    for part in await gather_parts(form, mine, sizes):
+    for part in await gather_parts(collectives, mine, sizes):
         total.add(part)
     sums = total.part()
     return Outcome(sums, common(mine.indices, sums.indices), 0.0, nothing(mine))
@@ -79,20 +79,20 @@ class TopkDSA(_ByTopk):
     these have become so many that this is shorter. 4k(P-1)/P to (2k + n)(P-1)/P words.
     """
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        edges = np.array([start for start, _ in bounds(self._count, form.size)] + [self._count], np.int64)
-        sums = await deal_parts(form, chosen, edges)
-        sizes = await tell_sizes(form, sums.size)
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        edges = np.array([start for start, _ in bounds(self._count, collectives.size)] + [self._count], np.int64)
+        sums = await deal_parts(collectives, chosen, edges)
+        sizes = await tell_sizes(collectives, sums.size)
         if sizes.sum() * Packing(sums).element_bytes < self._count * sums.values.itemsize:
-            total = join(await gather_parts(form, sums, sizes))
+            total = join(await gather_parts(collectives, sums, sizes))
         else:
-            total = await self._gather_densely(form, sums, edges)
+            total = await self._gather_densely(collectives, sums, edges)
         return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(total))
 
-    async def _gather_densely(self, form: Form, sums: Part, edges: Array) -> Part:
+    async def _gather_densely(self, collectives: Collectives, sums: Part, edges: Array) -> Part:
         whole = np.zeros(self._count, sums.values.dtype)
         whole[sums.indices] = sums.values
-        await form.allgather(np.split(whole, edges[1:-1]))
+        await collectives.allgather(np.split(whole, edges[1:-1]))
         indices = selection.select(whole, 0.0)
         return Part(indices.astype(sums.indices.dtype), whole[indices])
 
@@ -104,13 +104,13 @@ class GTopk(_ByTopk):
     included, and clear it: what was dropped is lost. The rank that dropped it tells how much, as `Outcome.lost`.
     """
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         packing, mine = Packing(chosen.part), chosen.part
-        size = mine.size if chosen.is_finite else refusal(form.rank)
+        size = mine.size if chosen.is_finite else refusal(collectives.rank)
         dropped = [nothing(mine)]
         distance = 1
-        while distance < form.size:
-            theirs = await _climb(form, packing, mine, size, distance)
+        while distance < collectives.size:
+            theirs = await _climb(collectives, packing, mine, size, distance)
             if isinstance(theirs, int):
                 size = min(size, theirs)
             elif theirs is not None and size >= 0:
@@ -118,7 +118,7 @@ class GTopk(_ByTopk):
                 dropped.append(rest)
                 size = mine.size
             distance *= 2
-        total = await _descend(form, packing, mine, size)
+        total = await _descend(collectives, packing, mine, size)
         gone = self._sum(dropped)
         missing = common(gone.indices, total.indices)
         lost = Part(missing, gone.values[np.searchsorted(gone.indices, missing)])
@@ -141,28 +141,28 @@ class GTopk(_ByTopk):
         )
 
 
-async def _climb(form: Form, packing: Packing, mine: Part, size: int, distance: int) -> Part | int | None:
+async def _climb(collectives: Collectives, packing: Packing, mine: Part, size: int, distance: int) -> Part | int | None:
     """One level of the tree: what this rank is given, or a refusal, or None if it gives or does nothing."""
-    turn = form.rank % (2 * distance)
-    parent, child = form.rank - distance, form.rank + distance
-    gives, takes = turn == distance, turn == 0 and child < form.size
+    turn = collectives.rank % (2 * distance)
+    parent, child = collectives.rank - distance, collectives.rank + distance
+    gives, takes = turn == distance, turn == 0 and child < collectives.size
     head = np.array([size], np.int64)
     coming = np.empty(1, np.int64)
-    await form.pass_on(head if gives else None, parent, coming if takes else None, child)
+    await collectives.pass_on(head if gives else None, parent, coming if takes else None, child)
     raw = packing.room(int(coming[0])) if takes and coming[0] >= 0 else None
-    await form.pass_on(packing.pack(mine) if gives and size >= 0 else None, parent, raw, child)
+    await collectives.pass_on(packing.pack(mine) if gives and size >= 0 else None, parent, raw, child)
     if not takes:
         return None
     return int(coming[0]) if raw is None else packing.unpack(raw)
 
 
-async def _descend(form: Form, packing: Packing, mine: Part, size: int) -> Part:
+async def _descend(collectives: Collectives, packing: Packing, mine: Part, size: int) -> Part:
     """What rank 0 has at the end, at every rank."""
     head = np.array([size], np.int64)
-    await form.broadcast(head, 0)
+    await collectives.broadcast(head, 0)
     check_refusals(head)
-    raw = packing.pack(mine) if form.rank == 0 else packing.room(int(head[0]))
-    await form.broadcast(raw, 0)
+    raw = packing.pack(mine) if collectives.rank == 0 else packing.room(int(head[0]))
+    await collectives.broadcast(raw, 0)
     return packing.unpack(raw)
 
 
@@ -175,8 +175,8 @@ class Dense:
             return Chosen(Part(bad, x[bad]), np.inf)
         return Chosen(Part(np.arange(x.size, dtype=selection.index_dtype(x.size)), x.copy()), 0.0)
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
-        await tell_sizes(form, chosen.part.size if chosen.is_finite else refusal(form.rank))
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        await tell_sizes(collectives, chosen.part.size if chosen.is_finite else refusal(collectives.rank))
         whole = chosen.part.values
-        await form.allreduce(whole, ReduceOp.SUM, whole.dtype.name)
+        await collectives.allreduce(whole, ReduceOp.SUM, whole.dtype.name)
         return Outcome(chosen.part, chosen.part.indices.copy(), 0.0, nothing(chosen.part))

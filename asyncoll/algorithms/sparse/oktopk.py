@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.forms import Form
+from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.parts import (
     Chosen,
@@ -66,36 +66,36 @@ class OkTopk:
             indices, threshold = selection.select(x, self._local), self._local
         return Chosen(Part(indices, x[indices]), threshold)
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         edges = self._edges
         if self._round % self._rules.regions_every == 0:
-            edges = await self._cut_regions(form, chosen.part.indices)
-        sums = await deal_parts(form, chosen, edges)
+            edges = await self._cut_regions(collectives, chosen.part.indices)
+        sums = await deal_parts(collectives, chosen, edges)
         threshold = self._global
         if self._thresholds_are_due or not threshold:
-            threshold = await self._exact_threshold(form, sums.values)
+            threshold = await self._exact_threshold(collectives, sums.values)
         found = selection.select(sums.values, threshold)
-        total = await _balance_and_allgather(form, Part(sums.indices[found], sums.values[found]))
+        total = await _balance_and_allgather(collectives, Part(sums.indices[found], sums.values[found]))
         self._round += 1
         self._edges = edges
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)
         self._global = self._next_threshold(threshold, total.size)
         return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
 
-    async def _cut_regions(self, form: Form, indices: Array) -> Array:
+    async def _cut_regions(self, collectives: Collectives, indices: Array) -> Array:
         """Where all ranks together cut the vector (section 3.1.1)."""
-        boundaries = selection.local_boundaries(indices, form.size, self._count)
-        await form.allreduce(boundaries, ReduceOp.SUM, "int64")
-        return selection.consensus(boundaries, form.size, self._count)
+        boundaries = selection.local_boundaries(indices, collectives.size, self._count)
+        await collectives.allreduce(boundaries, ReduceOp.SUM, "int64")
+        return selection.consensus(boundaries, collectives.size, self._count)
 
-    async def _exact_threshold(self, form: Form, sums: Array) -> float:
+    async def _exact_threshold(self, collectives: Collectives, sums: Array) -> float:
         """The k-th largest of all ranks' sums (section 3.1.4, line 10)."""
-        if self._gathers_sums(form.size):
-            return await self._threshold_of_all(form, sums)
+        if self._gathers_sums(collectives.size):
+            return await self._threshold_of_all(collectives, sums)
         search = selection.KthSearch(sums, self._k)
         while not search.done:
             counts = search.counts().astype(selection.index_dtype(self._count))
-            await form.allreduce(counts, ReduceOp.SUM, counts.dtype.name)
+            await collectives.allreduce(counts, ReduceOp.SUM, counts.dtype.name)
             search.narrow(counts)
         return search.threshold
 
@@ -108,29 +108,29 @@ class OkTopk:
             return self._k * size <= _HISTOGRAM_WORDS
         return self._rules.global_threshold == "allgather"
 
-    async def _threshold_of_all(self, form: Form, sums: Array) -> float:
-        everyones = [np.empty(size, sums.dtype) for size in await tell_sizes(form, sums.size)]
-        everyones[form.rank][...] = sums
-        await form.allgather(everyones)
+    async def _threshold_of_all(self, collectives: Collectives, sums: Array) -> float:
+        everyones = [np.empty(size, sums.dtype) for size in await tell_sizes(collectives, sums.size)]
+        everyones[collectives.rank][...] = sums
+        await collectives.allgather(everyones)
         return selection.kth_largest(np.concatenate(everyones), self._k)
 
 
-async def _balance_and_allgather(form: Form, mine: Part) -> Part:
+async def _balance_and_allgather(collectives: Collectives, mine: Part) -> Part:
     """All ranks' sums, at every rank (section 3.1.3). They are spread evenly first if a rank has far too many."""
-    sizes = await tell_sizes(form, mine.size)
+    sizes = await tell_sizes(collectives, mine.size)
     if selection.is_unbalanced(sizes):
-        mine = await _balance(form, mine, sizes)
+        mine = await _balance(collectives, mine, sizes)
         sizes = selection.balanced_sizes(sizes)
-    return join(await gather_parts(form, mine, sizes))
+    return join(await gather_parts(collectives, mine, sizes))
 
 
-async def _balance(form: Form, mine: Part, sizes: Array) -> Part:
+async def _balance(collectives: Collectives, mine: Part, sizes: Array) -> Part:
     """What this rank has once all have equally much, in the same order."""
     packing = Packing(mine)
-    outgoing, incoming = [packing.room(0)] * form.size, [packing.room(0)] * form.size
-    for rank, start, stop in selection.outgoing_pieces(sizes, form.rank):
+    outgoing, incoming = [packing.room(0)] * collectives.size, [packing.room(0)] * collectives.size
+    for rank, start, stop in selection.outgoing_pieces(sizes, collectives.rank):
         outgoing[rank] = packing.pack(mine.slice(start, stop))
-    for rank, start, stop in selection.incoming_pieces(sizes, form.rank):
+    for rank, start, stop in selection.incoming_pieces(sizes, collectives.rank):
         incoming[rank] = packing.room(stop - start)
-    await form.alltoall(outgoing, incoming)
+    await collectives.alltoall(outgoing, incoming)
     return join([packing.unpack(raw) for raw in incoming])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.forms import Form
+from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules
 from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome
@@ -119,19 +119,21 @@ class SparseOperation:
         self.is_busy = True
         return chosen
 
-    async def reduce(self, form: Form, operand: Operand, chosen: Chosen, *, dense: bool) -> SparseReduction:
+    async def reduce(
+        self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
+    ) -> SparseReduction:
         """Carry out the round. `operand` comes back as the residual."""
         try:
-            outcome = await self._method.reduce(form, chosen)
+            outcome = await self._method.reduce(collectives, chosen)
         finally:
             self.is_busy = False
         self._round += 1
         operand.flat[outcome.included] = 0
         operand.write_back()
-        return self._report(form, operand, chosen, outcome, dense=dense)
+        return self._report(collectives, operand, chosen, outcome, dense=dense)
 
     def _report(
-        self, form: Form, operand: Operand, chosen: Chosen, outcome: Outcome, *, dense: bool
+        self, collectives: Collectives, operand: Operand, chosen: Chosen, outcome: Outcome, *, dense: bool
     ) -> SparseReduction:
         total, lost = outcome.total, outcome.lost
 
@@ -150,10 +152,10 @@ class SparseOperation:
             selected=chosen.part.size,
             threshold_local=chosen.threshold,
             threshold_global=outcome.threshold,
-            words_sent=form.traffic.words_sent,
-            words_received=form.traffic.words_received,
-            messages_sent=form.traffic.messages_sent,
-            messages_received=form.traffic.messages_received,
+            words_sent=collectives.traffic.words_sent,
+            words_received=collectives.traffic.words_received,
+            messages_sent=collectives.traffic.messages_sent,
+            messages_received=collectives.traffic.messages_received,
             lost_indices=tensor(lost.indices),
             lost_values=tensor(lost.values),
             dense=None if whole is None else tensor(whole).reshape(operand.shape),

@@ -1,6 +1,6 @@
 """What all sparse allreduces are made of: parts of a vector, how they travel, and how they are added up.
 
-Written once over a `Form`, so each of them goes by message or through shared memory. Terms: n elements, k of them
+Written once over `Collectives`, so each of them goes by message or through shared memory. Terms: n elements, k of them
 wanted, P ranks.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.dense.forms import Form
+from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse.selection import select
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import Array
@@ -61,7 +61,7 @@ class Method(Protocol):
     def choose(self, x: Array) -> Chosen:
         """What to give of `x`, which is float32 or float64: in the caller's thread, without a word to anybody."""
 
-    async def reduce(self, form: Form, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         """Carry out the round, at every rank.
 
         Raises NonFiniteError at every rank, and keeps nothing of the round, if any rank's choice is not finite.
@@ -101,11 +101,11 @@ class Packing:
         return Part(raw[:edge].view(index), raw[edge:].view(value))
 
 
-async def tell_sizes(form: Form, size: int) -> Array:
+async def tell_sizes(collectives: Collectives, size: int) -> Array:
     """Every rank's `size`, as int64. One below 0 is a refusal, and raises NonFiniteError everywhere."""
-    sizes = np.empty(form.size, np.int64)
-    sizes[form.rank] = size
-    await form.allgather(list(sizes.reshape(-1, 1)))
+    sizes = np.empty(collectives.size, np.int64)
+    sizes[collectives.rank] = size
+    await collectives.allgather(list(sizes.reshape(-1, 1)))
     check_refusals(sizes)
     return sizes
 
@@ -121,30 +121,30 @@ def check_refusals(sizes: Array) -> None:
         raise NonFiniteError(tuple(sorted({-1 - int(size) for size in refused})))
 
 
-async def gather_parts(form: Form, mine: Part, sizes: Array) -> list[Part]:
+async def gather_parts(collectives: Collectives, mine: Part, sizes: Array) -> list[Part]:
     """Every rank's part, given that they have these sizes."""
     packing = Packing(mine)
     blocks = [packing.room(int(size)) for size in sizes]
-    blocks[form.rank][...] = packing.pack(mine)
-    await form.allgather(blocks)
+    blocks[collectives.rank][...] = packing.pack(mine)
+    await collectives.allgather(blocks)
     return [packing.unpack(block) for block in blocks]
 
 
-async def deal_parts(form: Form, chosen: Chosen, edges: Array) -> Part:
+async def deal_parts(collectives: Collectives, chosen: Chosen, edges: Array) -> Part:
     """Give each rank what is in its region; returns the sum of what all ranks give me: mine first, then downwards.
 
     The regions lie between the `edges`, int64 of shape (P + 1,). Split and reduce, Seed 004, section 3.1.2.
     """
     part, packing = chosen.part, Packing(chosen.part)
     cuts = np.searchsorted(part.indices, edges).tolist()
-    counts = np.diff(cuts) if chosen.is_finite else np.full(form.size, refusal(form.rank))
-    coming = np.empty(form.size, np.int64)
-    await form.alltoall(list(counts.astype(np.int64).reshape(-1, 1)), list(coming.reshape(-1, 1)))
+    counts = np.diff(cuts) if chosen.is_finite else np.full(collectives.size, refusal(collectives.rank))
+    coming = np.empty(collectives.size, np.int64)
+    await collectives.alltoall(list(counts.astype(np.int64).reshape(-1, 1)), list(coming.reshape(-1, 1)))
     check_refusals(coming)
     outgoing = [packing.pack(part.slice(start, stop)) for start, stop in pairwise(cuts)]
     incoming = [packing.room(int(count)) for count in coming]
-    total = Sum(part, int(edges[form.rank]), int(edges[form.rank + 1]), int(coming.sum()))
-    await form.alltoall(outgoing, incoming, lambda source: total.add(packing.unpack(incoming[source])))
+    total = Sum(part, int(edges[collectives.rank]), int(edges[collectives.rank + 1]), int(coming.sum()))
+    await collectives.alltoall(outgoing, incoming, lambda source: total.add(packing.unpack(incoming[source])))
     return total.part()
 
 

@@ -27,7 +27,7 @@ class InjectionPoints:
         self._passed = passed
         self._counting = threading.Lock()  # of all threads that pass
         self._is_over = False
-        self._endpoint = comm._endpoint
+        self._endpoint = comm._core.member.endpoint
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> InjectionPoints:

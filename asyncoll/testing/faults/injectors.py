@@ -94,7 +94,7 @@ class Kill:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        transport = place.comm._endpoint.transport
+        transport = place.comm._core.member.endpoint.transport
         if isinstance(transport, SimulatedTransport):
             place.crash(transport)
         else:
@@ -197,7 +197,7 @@ class Disconnect:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        transport: Any = place.comm._endpoint.transport
+        transport: Any = place.comm._core.member.endpoint.transport
         addresses = set(getattr(transport, "_inner", transport).peers)  # slots go over another transport
         for connection in _connections():
             with connection, contextlib.suppress(OSError):  # it is shut already
@@ -249,8 +249,8 @@ def _check(comm: Communicator, what: Fault, at: str, injection_point: int) -> No
         raise UsageError(
             f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
         )
-    shares_process = comm.size > 1 and isinstance(comm._runner, SharedLoop)
-    crashes = isinstance(what, Kill) and isinstance(comm._endpoint.transport, SimulatedTransport)
+    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
+    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
     if what.of_process and shares_process and not crashes:
         raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
 

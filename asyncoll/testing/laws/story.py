@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
-from asyncoll.algorithms.rounds.persistent import Reduction
+from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
@@ -320,7 +320,8 @@ class _Trainer:
 
         Nothing but the runtime knows this moment, so its method is shadowed until then.
         """
-        operations, answer, loop = self._comm._operations, self._comm._operations.contribute, asyncio.get_running_loop()
+        operations, loop = self._comm._core.operations, asyncio.get_running_loop()
+        answer = operations.contribute
         left = others
 
         async def contribute(*arguments: Any) -> Reduction:
