@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import children
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds import rules
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
@@ -61,12 +62,10 @@ class CoordinatedRounds(WaitAvoiding):
     # -- contributing -----------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        self._drawn = self.operation.drawn(self._number, self._group.size)
-        self._coordinator = self._drawn[0]
+        self._gather()
+        self._coordinator = self._gathering.drawn[0]
         # At the coordinator:
         self._begun = False
-        self._arrived: set[int] = set()
-        self._gone: set[int] = set()
         self._given: list[tuple[int, Buffer]] = []
         for sent in self._sent:  # it came too late for the round before
             self._submit(LATE, sent.payload)
@@ -90,9 +89,6 @@ class CoordinatedRounds(WaitAvoiding):
 
     def _submit(self, step: int, payload: bytes) -> None:
         self._send(self._coordinator, self._number, step, payload)
-
-    def _is_awaited(self) -> bool:
-        return self._coordinator == self._group.rank and self._is_awaiting(self._coordinator)
 
     def _stand_in(self) -> None:
         if self._endpoint.departed:
@@ -124,12 +120,12 @@ class CoordinatedRounds(WaitAvoiding):
             self._finish(payload)
             return
         if step == GONE:
-            self._gone.add(place)
+            self._gathering.gone(place)
         else:
             self._given.append((place, payload))
-            if step == ARRIVED or self._is_awaiting(place):
-                self._arrived.add(place)
-        if self._is_open() and not self._begun:
+            if step == ARRIVED or rules.late_call_opens(self.operation, self._gathering, place):
+                self._gathering.arrived(place)
+        if not self._begun and rules.may_open(self.operation, self._gathering):
             self._begun = True
             self._endpoint.spawn(self._carry_out(), self._group.communicator)
 
@@ -138,23 +134,6 @@ class CoordinatedRounds(WaitAvoiding):
         result = self._sum()
         self._pass_on(self._number, result)
         self._finish(result)
-
-    def _is_awaiting(self, place: int) -> bool:
-        """Whether most ranks wait for `place` to open the round, so that a late call of it does."""
-        candidate = self.operation.opening is Opening.MAJORITY and place in self._drawn
-        waits_for_all = self.operation.is_synchronous(self._number)
-        return candidate and not waits_for_all and 2 * len(self._arrived) >= self._group.size
-
-    def _is_open(self) -> bool:
-        """Whether the round may be carried out. Those who are gone count as arrived, but there must be a caller."""
-        if not self._arrived:
-            return False
-        here = self._arrived | self._gone
-        if self.operation.is_synchronous(self._number):
-            return len(here) == self._group.size
-        if self.operation.opening is Opening.MAJORITY:
-            return any(place in here for place in self._drawn)
-        return len(here) >= self.operation.quorum
 
     def _sum(self) -> bytes:
         """What has come, in order of ranks, so that the bits do not depend on who was first."""
@@ -176,7 +155,7 @@ class CoordinatedRounds(WaitAvoiding):
         """Down a tree that is rooted at the coordinator. It tells those first whose callers wait."""
         size, root = self._group.size, self._coordinator_of(number)
         told = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
-        for place in sorted(told, key=lambda place: place not in self._arrived):
+        for place in sorted(told, key=lambda place: not self._gathering.is_waiting(place)):
             self._send(place, number, RESULT, result)
 
     def _finish(self, payload: Buffer) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.algorithms.rounds import wait_avoiding
+from asyncoll.algorithms.rounds import rules, wait_avoiding
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
@@ -40,7 +40,7 @@ class ActivatedRounds(WaitAvoiding):
     def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
         self._lent = False  # what is staged is the memory of the caller who waits
         self._lent_to = 0  # the newest round that has reduced in the memory of its caller
-        self._early: dict[int, list[int]] = {}  # signals for later rounds, by round
+        self._early: dict[int, list[tuple[int, int]]] = {}  # signals for later rounds, by round: (place, step)
         self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
         # By place, of the ranks that this one signals: the newest round that they are known to have reached. Groups
         # that share no rank do not wait for each other, so one could run ahead of another without end.
@@ -88,8 +88,7 @@ class ActivatedRounds(WaitAvoiding):
     def _arm(self) -> None:
         """A persistent schedule makes its own next round."""
         number, size = self._number, self._group.size
-        self._arrivals = self._gone = 0  # as told to this rank, if it is drawn
-        self._drawn = () if self.operation.opening is Opening.SOLO else self.operation.drawn(number, size)
+        self._gather()
         if self.operation.is_synchronous(number):
             plan = synchronous(size)
         else:
@@ -102,63 +101,66 @@ class ActivatedRounds(WaitAvoiding):
     def _arrive(self, number: int) -> None:
         if self._has_begun():
             return
-        opening = self.operation.opening
-        alone = opening is Opening.SOLO or self.operation.is_synchronous(number)
-        if alone or (opening is Opening.MAJORITY and self._group.rank in self._drawn):
-            self._fire(OPEN)
-        else:
+        self._gathering.arrived(self._group.rank)
+        if not self._open():
             self._tell_drawn(number, ARRIVED)
 
     def _tell_drawn(self, number: int, step: int) -> None:
         if self._announced < number:
             self._announced = number
-            for place in self._drawn:
-                self._send(place, number, step)
+            for place in self._gathering.drawn:
+                if place != self._group.rank:
+                    self._send(place, number, step)
 
-    def _is_awaited(self) -> bool:
-        return self._may_open() and 2 * self._arrivals >= self._group.size
+    def _open(self) -> bool:
+        """Open the round if this rank may. Returns whether that is done, here or elsewhere."""
+        if self._has_begun():
+            return True
+        if not self._may_open():
+            return False
+        self._fire(OPEN)
+        return True
 
     def _may_open(self) -> bool:
-        return self.operation.opening is Opening.MAJORITY and self._group.rank in self._drawn
+        """Of a synchronous round: whether this rank is there. The schedule of such a round waits for the others.
+
+        A rank that is gone opens no more of them after one in which no rank made calls either.
+        """
+        if not self.operation.is_synchronous(self._number):
+            return rules.may_open(self.operation, self._gathering)
+        is_waiting = self._gathering.is_waiting(self._group.rank)
+        return is_waiting or (self._endpoint.departed and not self._latest.deserted)
 
     def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
             raise ProtocolError(f"signal {step} of {self.operation} has nothing to carry")
         if number == self._number:
-            self._heed(step)
+            self._heed(place, step)
             return
         # A round that includes everybody cannot be over elsewhere before it is here; a group's can, many times.
         if number > self._number + 1 and not self.operation.group_size:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
-        self._early.setdefault(number, []).append(step)
+        self._early.setdefault(number, []).append((place, step))
 
-    def _heed(self, step: int) -> None:
+    def _heed(self, place: int, step: int) -> None:
         if (edge := heard(step)) in self._schedule:
             self._fire(edge)
         elif step == ARRIVED:
-            self._arrivals += 1
-            self._stand_in()
+            self._gathering.arrived(place)
+            self._open()
         elif step == GONE:
-            self._gone += 1
+            self._gathering.gone(place)
+            self._open()
         else:
             raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
-        if self.operation.opening is Opening.QUORUM and self._arrivals:
-            self._open_if(self._arrivals + self._gone >= self.operation.quorum)
 
     def _stand_in(self) -> None:
-        """This rank opens no more synchronous rounds after one in which nobody else made calls either."""
         if not self._endpoint.departed:
             return
-        if self.operation.is_synchronous(self._number):
-            self._open_if(not self._latest.deserted)
-        elif self._may_open():
-            self._open_if(self._arrivals > 0)
-        elif self.operation.opening is Opening.QUORUM:
+        self._gathering.gone(self._group.rank)
+        counted = self.operation.opening is Opening.QUORUM and not self.operation.is_synchronous(self._number)
+        if not self._open() and counted:
             self._tell_drawn(self._number, GONE)
-
-    def _open_if(self, ready: bool) -> None:
-        if ready and not self._has_begun():
-            self._fire(OPEN)
 
     def _fire(self, step: Step) -> None:
         if self._is_far_ahead():
@@ -237,8 +239,8 @@ class ActivatedRounds(WaitAvoiding):
     def _publish(self, result: Result) -> None:
         super()._publish(result)
         self._report()
-        for step in self._early.pop(self._number, []):
-            self._heed(step)
+        for place, step in self._early.pop(self._number, []):
+            self._heed(place, step)
 
 
 def _neighbours(group: Group, direction: int) -> list[int]:

@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from asyncoll.algorithms.rounds.accounting import Accounting
+from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import LENT, Chunk, Kept, Layout, RoundRecord
@@ -86,7 +87,7 @@ class OneSidedRounds:
         self._tally = Tally(group.size)
         self._unread: deque[Kept] = deque()  # results that nobody reads any more
         self._everybody = tuple(range(group.size))
-        self._accounting: Accounting[Kept] = Accounting(operation.history)
+        self._engine: Engine[Kept] = Engine(operation.history)
         self._calls = 0  # begun
         self._turn = 0  # over, in order
         self._over: set[int] = set()  # over before their turn
@@ -148,18 +149,17 @@ class OneSidedRounds:
 
     def _begin(self) -> _Call:
         """Decide whether this call is in time for a round."""
-        rounds, came_ns, aim = self._rounds, self._now_ns(), self._accounting.aim
+        rounds, came_ns = self._rounds, self._now_ns()
         with self._control_block:
             while self._unread:
                 rounds.drop(self._unread.popleft())
             latest = rounds.latest
+            aim, number = self._engine.begin(latest, rounds.late_call_opens)
             rounds.count_late(aim, came_ns)
-            if latest < aim:
-                return _Call(aim, latest + 1, came_ns, [])
-            if not rounds.is_awaited(self._rank):
-                return _Call(aim, 0, came_ns, [])
-            missed = rounds.keep(max(aim, latest + 1 - self.operation.history), latest, self._rank)
-            return _Call(aim, latest + 1, came_ns, missed)
+            missed: list[Kept] = []
+            if number > aim:  # it is late, and waits all the same: what it has missed may be gone by then
+                missed = rounds.keep(self._engine.first_missed(aim, latest), latest, self._rank)
+            return _Call(aim, number, came_ns, missed)
 
     def _arrive(self, call: _Call) -> None:
         """Under the lock: what is staged is this caller's, who waits from now on."""
@@ -341,15 +341,14 @@ class OneSidedRounds:
             self._drop(missed)
             with self._control_block:
                 newest = rounds.latest
-                *missed, kept = rounds.keep(max(call.aim, newest - self.operation.history), newest, self._rank)
+                *missed, kept = rounds.keep(self._engine.first_missed(call.aim, newest - 1), newest, self._rank)
         result = self._result(kept)
-        included = call.ticket == result.taken if self._keeps else call.ticket <= result.taken
-        lag = result.number - call.aim
-        self._tally.count_call(lag, included=included, next_has_begun=False)
-        missed, skipped, dropped = self._accounting.deliver(kept.number, missed)
-        self._drop(dropped)
-        older = tuple([self._result(record) for record in missed])
-        return HeldDelivery(result, included, skipped, older, (kept, *missed))
+        included = rules.is_included(self.operation, call.ticket, result.taken)
+        self._tally.count_call(result.number - call.aim, included=included, next_has_begun=False)
+        told = self._engine.deliver(kept.number, missed)
+        self._drop(told.dropped)
+        older = tuple([self._result(record) for record in told.missed])
+        return HeldDelivery(result, included, told.skipped, older, (kept, *told.missed))
 
     def _result(self, kept: Kept) -> Result:
         return Result(
@@ -376,7 +375,7 @@ class OneSidedRounds:
             numbers = [result.number for result in delivery.results]
             with contextlib.suppress(PeerLostError), self._control_block:
                 kept = [record for number in numbers for record in self._rounds.keep(number, number, self._rank)]
-        self._accounting.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
     def _drop(self, kept: Sequence[Kept]) -> None:
         if kept:

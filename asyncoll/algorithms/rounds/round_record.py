@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.block_table import NONE, BlockTable
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
 from asyncoll.tensors.reductions import Array, storage
@@ -88,8 +89,10 @@ class RoundRecord:
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
         self._operation = operation
+        self._rank = rank
+        self._drawn: tuple[int, Sequence[int]] = (0, ())  # for the round of that number
         self._layout = layout
-        self._size = size
+        self.size = size
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._everybody = tuple(range(size))
@@ -156,31 +159,39 @@ class RoundRecord:
         self.cells[self._mine + _HERE] = number
 
     def may_open(self) -> bool:
-        """Whether the next round may be opened, now that this rank's caller waits for it."""
-        if self.running:
-            return False
-        operation, number = self._operation, self.latest + 1
-        if operation.is_synchronous(number):
-            return self._count_here(number) == self._size
-        if operation.opening is Opening.MAJORITY:
-            return any(self._is_here(place, number) for place in operation.drawn(number, self._size))
-        return operation.quorum == 1 or self._count_here(number) >= operation.quorum
+        """Whether the next round may be opened."""
+        return not self.running and rules.may_open(self._operation, self)
 
-    def _is_here(self, place: int, number: int) -> bool:
-        cells = self.cells
-        return cells[self._rows + _ROW * place + _HERE] == number or cells[place] > 0
+    def late_call_opens(self) -> bool:
+        """Whether a late call of this rank opens the next round."""
+        return not self.running and rules.late_call_opens(self._operation, self, self._rank)
 
-    def _count_here(self, number: int) -> int:
-        return int(np.count_nonzero((self._table[:, _HERE] == number) | (self._gone > 0)))
+    # As a `rules.RoundView` of the next round:
 
-    def is_awaited(self, rank: int) -> bool:
-        """As `WaitAvoiding._is_awaited`."""
-        operation, number = self._operation, self.latest + 1
-        if self.running or operation.opening is not Opening.MAJORITY or operation.is_synchronous(number):
-            return False
-        if rank not in operation.drawn(number, self._size):
-            return False
-        return 2 * int(np.count_nonzero(self._table[:, _HERE] == number)) >= self._size
+    @property
+    def number(self) -> int:
+        return self.latest + 1
+
+    @property
+    def drawn(self) -> Sequence[int]:
+        number = self.latest + 1
+        if self._drawn[0] != number:
+            self._drawn = number, self._operation.drawn(number, self.size)
+        return self._drawn[1]
+
+    @property
+    def has_caller(self) -> bool:
+        return True  # only a caller that waits for the round asks whether it may open it
+
+    @property
+    def waiting(self) -> int:
+        return int(np.count_nonzero(self._table[:, _HERE] == self.latest + 1))
+
+    def count(self) -> int:
+        return int(np.count_nonzero((self._table[:, _HERE] == self.latest + 1) | (self._gone > 0)))
+
+    def has(self, rank: int) -> bool:
+        return self.cells[self._rows + _ROW * rank + _HERE] == self.latest + 1 or self.cells[rank] > 0
 
     def open(self, now_ns: int) -> int:
         """Open the next round and take what is staged. Returns how many free blocks it needs, if there are too few."""
@@ -214,7 +225,7 @@ class RoundRecord:
         """The groups of a round, each with the index of its rows."""
         if not self._keeps or self._operation.is_synchronous(number):
             return self._all
-        return [(places, np.array(places)) for places in self._operation.groups(number, self._size)]
+        return [(places, np.array(places)) for places in self._operation.groups(number, self.size)]
 
     def _take(self, row: int) -> None:
         """What is staged there is a source of the round that runs."""
@@ -285,7 +296,7 @@ class RoundRecord:
         for block in set(record[1::_RECORD].tolist()):  # the results of an older round are kept no longer
             self._drop(block)
         record[0] = number
-        columns = record[1:].reshape(self._size, _RECORD)
+        columns = record[1:].reshape(self.size, _RECORD)
         columns[:, 0], columns[:, 2] = table[:, _DEST], table[:, _TAKEN]
         for places, index in self._parts(number):
             active = sum([sources[place] != NONE for place in places])
@@ -344,6 +355,6 @@ class RoundRecord:
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         """Results by number of contributors; seconds that each rank has waited, and has come late."""
-        counts = self.cells[self._counts : self._counts + self._size + 1].tolist()
+        counts = self.cells[self._counts : self._counts + self.size + 1].tolist()
         waited, late = ((self._table[:, which] / 1e9).tolist() for which in (_WAITED_NS, _LATE_NS))
         return {active: count for active, count in enumerate(counts) if count}, waited, late

@@ -6,10 +6,6 @@ lost or counted twice. Gradients add up until a round takes them; models replace
 
 Here is what all forms of rounds have in common: calls, contributions and results. How a round is opened and carried out
 is the matter of `activated` (by all ranks, at any size) and `coordinated` (by one rank, for short contributions).
-
-The round is the clock. A call aims at the round after the last one its caller has seen. If that round has been executed
-already, the call stages its contribution and returns the newest result at once, without opening anything: a late rank
-that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay active).
 """
 
 from __future__ import annotations
@@ -24,7 +20,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.accounting import Accounting
+from asyncoll.algorithms.rounds import rules
+from asyncoll.algorithms.rounds.engine import Engine, Gathering
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.arguments import digest
@@ -93,7 +90,7 @@ class WaitAvoiding(ABC):
         self._staged: Parts | None = None
         self._spare: Parts | None = None  # memory that nobody uses any more
         self._submitted = 0  # contributions staged here so far
-        self._accounting: Accounting[Result] = Accounting(operation.history)
+        self._engine: Engine[Result] = Engine(operation.history)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # to a caller who may not have read it yet
@@ -125,21 +122,19 @@ class WaitAvoiding(ABC):
         self._endpoint.failures.check(self._group.communicator)
         self._handed = None
         self._tally.came(self._endpoint.now_s())
-        aim = self._accounting.aim
-        if self._latest.number < aim or self._is_awaited():
+        call = self._engine.begin(self._latest.number, self._late_call_opens)
+        if call.number:
             ticket = self._stage(contribution, may_lend=True)
-            result = await self._take_part(self._number)
+            result = await self._take_part(call.number)
         else:
             ticket = self._stage(contribution)
             self._offer()
             result = self._latest
-        # A model that a newer one has replaced before the round began is not in it.
-        included = ticket == result.taken if self.operation.group_size else ticket <= result.taken
-        lag = result.number - aim
-        self._tally.count_call(lag, included=included, next_has_begun=self._has_begun())
-        kept = [old for old in self._history if aim <= old.number < result.number]
-        missed, skipped, _ = self._accounting.deliver(result.number, kept)
-        return Delivery(result, included, skipped, tuple(missed))
+        included = rules.is_included(self.operation, ticket, result.taken)
+        self._tally.count_call(result.number - call.aim, included=included, next_has_begun=self._has_begun())
+        kept = [old for old in self._history if call.aim <= old.number < result.number]
+        told = self._engine.deliver(result.number, kept)
+        return Delivery(result, included, told.skipped, tuple(told.missed))
 
     def take_back(self, delivery: Delivery) -> None:
         """The caller was cancelled when its answer was ready, and does not get it: the next call tells of its rounds.
@@ -148,7 +143,7 @@ class WaitAvoiding(ABC):
         """
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
-        self._accounting.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (they are this rank's own)
         """The results have been read."""
@@ -200,6 +195,15 @@ class WaitAvoiding(ABC):
     def statistics(self) -> OperationStatistics:
         return self._tally.statistics()
 
+    def _late_call_opens(self) -> bool:
+        return rules.late_call_opens(self.operation, self._gathering, self._group.rank)
+
+    def _gather(self) -> None:
+        """Nobody has come to round `_number` yet, as far as this rank knows."""
+        number, size = self._number, self._group.size
+        gone = (self._group.rank,) if self._endpoint.departed else ()
+        self._gathering = Gathering(number, size, self.operation.drawn(number, size), gone)
+
     @property
     def _number(self) -> int:
         """The round that is armed or running here."""
@@ -226,7 +230,7 @@ class WaitAvoiding(ABC):
         kept = self._history
         oldest = result if not kept.maxlen else kept[0] if len(kept) == kept.maxlen else None
         kept.append(result)
-        if oldest is not None and oldest is not self._handed and not self._accounting.owes(oldest):
+        if oldest is not None and oldest is not self._handed and not self._engine.owes(oldest):
             self._spare = oldest.parts
 
     def _send(self, place: int, number: int, step: int, payload: Buffer = b"") -> None:
@@ -255,14 +259,6 @@ class WaitAvoiding(ABC):
 
     def _offer(self) -> None:  # noqa: B027 (not every form does something then)
         """Something is staged, and nobody here waits for a round."""
-
-    @abstractmethod
-    def _is_awaited(self) -> bool:
-        """Whether most of the others wait for this late rank, because it is drawn to open the round.
-
-        Then its late call opens the round: to compute another step first would only keep them waiting. If fewer are
-        there, the round would come too early for the rest, and the late rank goes on as any other does.
-        """
 
     @abstractmethod
     def _has_begun(self) -> bool:
