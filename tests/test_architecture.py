@@ -375,7 +375,7 @@ ROOMS: dict[str, set[str]] = {
         "communicator",
         "rendezvous",
     },
-    "launch": {"errors", "keys", "processes", "rendezvous"},
+    "launch": {"errors", "keys", "processes"},
     "": {  # asyncoll/__init__.py
         "algorithms.selection",
         "communicator",
