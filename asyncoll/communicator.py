@@ -20,28 +20,28 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll import shapes, tensors
-from asyncoll.algorithms import dense
-from asyncoll.algorithms.forms import Form
-from asyncoll.algorithms.oktopk import Rules
-from asyncoll.algorithms.operation import Layout, Opening, Operation
-from asyncoll.algorithms.selection import Feedback
-from asyncoll.algorithms.tally import OperationStatistics
-from asyncoll.arguments import real, text, whole
-from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Round, Signature, Site
-from asyncoll.endpoint import Endpoint
+from asyncoll.algorithms.calls import Calls, Round, Signature, Site
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense.forms import Form
+from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation
+from asyncoll.algorithms.rounds.persistent import Operations, Receipt, Reduction
+from asyncoll.algorithms.rounds.persistent import check as check_operation
+from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.sparse.oktopk import Rules
+from asyncoll.algorithms.sparse.operations import SparseOperations, SparseReduction, Specification
+from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
-from asyncoll.group import Group, Lane
-from asyncoll.persistent import Operations, Receipt, Reduction
-from asyncoll.persistent import check as check_operation
-from asyncoll.progress import Runner
-from asyncoll.registered import Registry
 from asyncoll.rpc.ranks import Rpc
-from asyncoll.sparse import SparseOperations, SparseReduction, Specification
-from asyncoll.tensors import Operand, ReduceOp
-from asyncoll.traffic import CallStatistics
-from asyncoll.wire import digest
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.progress import Runner
+from asyncoll.statistics import CallStatistics
+from asyncoll.tensors import reductions, shapes
+from asyncoll.tensors.bundle import bundle
+from asyncoll.tensors.operands import Operand, as_operand, build
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.registered import RegisteredMemory
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Communicator:
         self._group = group
         self._runner = runner
         self._calls = Calls(endpoint, group, runner)
-        self.registry = Registry(self._calls.arena)
+        self.registry = RegisteredMemory(self._calls.arena)
         self._operations = Operations(endpoint, group, runner.post)
         self._sparse = SparseOperations()
         self._rpc: Rpc | None = None
@@ -120,8 +120,8 @@ class Communicator:
         Of halves it is computed in float32 and rounded once, in every form. SUM of halves may overflow on the way: by
         message each partial sum is a half, in memory the sum alone.
         """
-        operand = tensors.operand(x, writable=True)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x, writable=True)
+        reductions.check_reduction(op, operand.dtype)
 
         async def body(form: Form) -> T:
             await form.allreduce(operand.flat, op, operand.dtype)
@@ -132,7 +132,7 @@ class Communicator:
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         root = self._place(root, "root")
 
         async def body(form: Form) -> T:
@@ -145,8 +145,8 @@ class Communicator:
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
         root = self._place(root, "root")
-        operand = tensors.operand(x, writable=self.rank == root)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x, writable=self.rank == root)
+        reductions.check_reduction(op, operand.dtype)
 
         async def body(form: Form) -> T:
             await form.reduce(operand.flat, op, operand.dtype, root)
@@ -161,10 +161,10 @@ class Communicator:
 
         Rows (dimension 0) are split as evenly as they go, the first `rows mod size` ranks having one more.
         """
-        operand = tensors.operand(x)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x)
+        reductions.check_reduction(op, operand.dtype)
         rows, row = self._rows(operand, "reduce_scatter")
-        edges_of = dense.bounds(rows, self.size)
+        edges_of = on_lane.bounds(rows, self.size)
 
         async def body(form: Form) -> T:
             chunks = [operand.flat[start * row : end * row] for start, end in edges_of]
@@ -178,7 +178,7 @@ class Communicator:
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
 
         async def body(form: Form) -> T:
             stacked, blocks = shapes.blocks(operand, self.size)
@@ -191,7 +191,7 @@ class Communicator:
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
 
         async def body(form: Form) -> list[T]:
             rows = shapes.rows(self.size)
@@ -206,7 +206,7 @@ class Communicator:
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         root = self._place(root, "root")
 
         async def body(form: Form) -> T | None:
@@ -234,7 +234,7 @@ class Communicator:
             await form.scatter(heads, head, root)
             dtype, as_torch, mine, shape = shapes.decode_head(head)
             await form.scatter([operand.flat for operand in operands], mine, root)
-            result: T = tensors.build(mine, dtype, shape, as_torch=as_torch)
+            result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
         return self._calls.start(
@@ -246,14 +246,14 @@ class Communicator:
 
         The number of rows (dimension 0) must be a multiple of `size`.
         """
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         rows, _ = self._rows(operand, "alltoall")
         if rows % self.size:
             raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
 
         async def body(form: Form) -> T:
             received = np.empty_like(operand.flat)
-            parts = dense.bounds(operand.flat.size, self.size)
+            parts = on_lane.bounds(operand.flat.size, self.size)
             outgoing = [operand.flat[start:end] for start, end in parts]
             await form.alltoall(outgoing, [received[start:end] for start, end in parts])
             result: T = operand.like(received, operand.shape)
@@ -287,7 +287,7 @@ class Communicator:
 
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
         async def body(lane: Lane) -> None:
@@ -297,7 +297,7 @@ class Communicator:
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
 
         async def body(lane: Lane) -> T:
@@ -405,7 +405,7 @@ class Communicator:
 
         The groups of a round are of `group_size` ranks, or, where that does not divide `size`, ceil(size / group_size)
         groups of nearly equal size. They change from round to round so that an update reaches all ranks in about
-        log(size) / log(group_size) rounds (`asyncoll.algorithms.grouping`); `fixed` groups never change.
+        log(size) / log(group_size) rounds (`asyncoll.algorithms.rounds.grouping`); `fixed` groups never change.
         Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
         """
         size = whole(group_size, "group_size")
@@ -453,7 +453,7 @@ class Communicator:
         Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any. It still does
         then: a gradient that was added to the residual must be looked at before, or the residual restored.
         """
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
@@ -572,7 +572,7 @@ class Communicator:
         name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
         numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
         layout, boundaries = contribution.layout, contribution.boundaries
-        tensors.check_reduction(op, layout[0][0])
+        reductions.check_reduction(op, layout[0][0])
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
         self._calls.check_caller()
         self.registry.give_back()
@@ -589,7 +589,7 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [tensors.operand(x) for x in given]
+        operands = [as_operand(x) for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

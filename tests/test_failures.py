@@ -36,11 +36,11 @@ from asyncoll import (
     PeerLostError,
     ProtocolError,
     UsageError,
-    wire,
 )
-from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
+from asyncoll.arguments import digest
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate, worlds
-from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport import MAX_FRAME_BYTES, wire
 
 Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
 JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -747,7 +747,7 @@ STRANGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("identity", [b"", b"asyncoll", b"asyncoll" + bytes(8)], ids=["none", "short", "wrong"])
 @pytest.mark.parametrize("what", STRANGE)
-def test_strangers_are_dropped_and_logged(what, identity, caplog):
+def test_unauthenticated_are_dropped_and_logged(what, identity, caplog):
     caplog.set_level(logging.WARNING, "asyncoll")
 
     async def main(comm: Communicator) -> None:
@@ -761,7 +761,7 @@ def test_strangers_are_dropped_and_logged(what, identity, caplog):
 
 
 @pytest.mark.slow
-def test_a_strangers_oversized_frame_ends_its_connection_and_nothing_else():
+def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             ended = partial(happened, zmq.EVENT_DISCONNECTED)
@@ -801,7 +801,7 @@ def announced(**fields: Any) -> list[bytes]:
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
     empty = {"str": "", "int": 0, "bool": False}
     values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
-    return wire.encode_control(wire.Announce(**values | {"communicator": wire.digest("world")} | plain | fields))
+    return wire.encode_control(wire.Announce(**values | {"communicator": digest("world")} | plain | fields))
 
 
 GARBAGE = {
@@ -878,7 +878,7 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
 
 
 @pytest.mark.parametrize("first", ["posted", "arrived"])
-def test_a_rider_of_a_wrong_size_is_refused(first):
+def test_a_piggyback_of_a_wrong_size_is_refused(first):
     refused_in_a_round([b"", b"x" * 5], first)
 
 

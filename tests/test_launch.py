@@ -16,7 +16,6 @@ import pytest
 from conftest import PATIENCE_S
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch.environment import reserve_port, stopped_grace_s
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
@@ -30,6 +29,7 @@ from asyncoll.launch.supervisor import (
     Supervisor,
 )
 from asyncoll.launch.verdict import explain, tell_stopped
+from asyncoll.transport.keys import KEY_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -573,15 +573,15 @@ def test_killed_launcher_or_template_leaves_nothing(victim: str, tmp_path: Path)
     apart = "apart" if victim == "launcher" else ""
     with start("-n", 2, SCRIPTS / "family.py", tmp_path, apart) as process:
         await_ready(process, 2)
-        template, meeting = int((tmp_path / "template").read_text()), (tmp_path / "meeting").read_text()
-        assert os.stat(meeting).st_mode & 0o777 == 0o700
-        assert os.stat(f"{meeting}/job").st_mode & 0o777 == 0o600
-        assert os.path.getsize(f"{meeting}/job") == KEY_BYTES
+        template, rendezvous = int((tmp_path / "template").read_text()), (tmp_path / "rendezvous").read_text()
+        assert os.stat(rendezvous).st_mode & 0o777 == 0o700
+        assert os.stat(f"{rendezvous}/job").st_mode & 0o777 == 0o600
+        assert os.path.getsize(f"{rendezvous}/job") == KEY_BYTES
         os.kill(process.pid if victim == "launcher" else template, signal.SIGKILL)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert len(pids(tmp_path)) == 4
     until(lambda: not any(map(runs, [template, *pids(tmp_path)])))
-    until(lambda: not os.path.exists(meeting))
+    until(lambda: not os.path.exists(rendezvous))
     if victim == "template":
         assert process.returncode == 1
         assert "the process that starts the ranks died (killed by SIGKILL)" in err
@@ -597,7 +597,7 @@ def test_grandchildren_end_with_the_job(leave: bool, tmp_path: Path) -> None:
     assert process.returncode == (0 if leave else 143)
     assert len(pids(tmp_path)) == 4
     assert not any(map(runs, pids(tmp_path)))
-    assert not os.path.exists((tmp_path / "meeting").read_text())
+    assert not os.path.exists((tmp_path / "rendezvous").read_text())
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])

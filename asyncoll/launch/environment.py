@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import write_key
 from asyncoll.launch.supervisor import STOPPED_GRACE_S
+from asyncoll.transport.keys import write_key
 
 FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -18,12 +18,12 @@ from asyncoll.errors import UsageError
 from asyncoll.launch import control, helper
 from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
 from asyncoll.launch.output import Output, Stream
-from asyncoll.launch.processes import state
+from asyncoll.launch.process_tree import state
 from asyncoll.launch.program import Program
 from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.processes import allow_files
+from asyncoll.transport.processes import allow_files
 
 LOOK_S = 0.5  # from one look at the ranks that run while others have ended to the next
 

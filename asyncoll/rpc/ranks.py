@@ -8,21 +8,20 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncoll.arguments import whole
-from asyncoll.endpoint import Endpoint
+from asyncoll.arguments import digest, whole
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.failures import Failure, error_of
-from asyncoll.group import Group
-from asyncoll.progress import Runner
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.in_memory import InMemory
-from asyncoll.rpc.service import Method, Registry
+from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.wire import digest
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.failures import Failure, error_of
+from asyncoll.runtime.group import Group
+from asyncoll.runtime.progress import Runner
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -54,7 +53,7 @@ class Rpc:
             raise UsageError(FOREIGN_LOOP)
         self._ranks = group.ranks
         self._check_not_forked = endpoint.check_not_forked
-        self._registry = Registry()
+        self._registry = FunctionRegistry()
         self._loop = asyncio.get_running_loop()
         broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         carrier = _carrier(endpoint, group, runner, broken)
@@ -164,7 +163,7 @@ def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[
     """Through memory, if all ranks of the group share it."""
     arena = endpoint.shared_by(group.ranks)
     if arena is None:
-        return MessageCarrier(endpoint.switchboard, group, runner.post, broken)
+        return MessageCarrier(endpoint.router, group, runner.post, broken)
     check = partial(endpoint.failures.check, group.communicator)
     lost = partial(endpoint.noticed, post=runner.post)
     return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken, lost)
