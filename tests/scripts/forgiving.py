@@ -18,8 +18,8 @@ async def main(comm: asyncoll.Communicator) -> None:
     try:
         with asyncoll.deadline(float(sys.argv[1])) if sys.argv[1:] else contextlib.nullcontext():
             await comm.allreduce(np.ones(1))
-    except (asyncoll.PeerLostError, asyncoll.DeadlineError) as error:
-        print(f"caught {type(error).__name__}", flush=True)
+    except (asyncoll.PeerLostError, asyncoll.DeadlineError):
+        print("caught it", flush=True)
 
 
 asyncoll.run(main)
