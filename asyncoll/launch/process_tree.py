@@ -1,4 +1,4 @@
-"""The three things about processes that Linux knows and Python does not say."""
+"""What Linux knows about processes and Python does not say."""
 
 from __future__ import annotations
 
@@ -43,12 +43,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def children() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_child(entry)]
+    entries = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in entries if _stat(pid)[1:2] == [str(os.getpid())]]
 
 
-def _is_child(entry: Path) -> bool:
+def state(pid: int) -> str:
+    """The letter of `ps`: "T" if a signal has stopped the process, "t" if a debugger has; empty if it is gone."""
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: the state, the parent and so on. Empty if the process is gone."""
     try:
-        stat = (entry / "stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return False
-    return int(stat.rpartition(")")[2].split()[1]) == os.getpid()
+        return []
+    return stat.rpartition(")")[2].split()  # the name before it may contain spaces
