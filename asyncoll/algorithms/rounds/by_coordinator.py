@@ -91,6 +91,7 @@ class CoordinatedRounds(WaitAvoiding):
         self._send(self._coordinator, self._number, step, payload)
 
     def _stand_in(self) -> None:
+        """Also the coordinator tells itself by message: what it has submitted before must be heard before that."""
         if self._endpoint.departed:
             self._submit(GONE, b"")
 

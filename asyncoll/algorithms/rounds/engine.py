@@ -14,7 +14,7 @@ Events come in as method calls, and decisions go out as their results: no lock, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
@@ -91,12 +91,12 @@ class Engine(Generic[R]):
 class Gathering:
     """A `RoundView` that is filled in by messages: the ranks that are known to be at one round."""
 
-    def __init__(self, number: int, size: int, drawn: Sequence[int], gone: Iterable[int] = ()) -> None:
+    def __init__(self, number: int, size: int, drawn: Sequence[int]) -> None:
         self.number = number
         self.size = size
         self.drawn = drawn
         self._waiting: set[int] = set()
-        self._here: set[int] = set(gone)
+        self._here: set[int] = set()
 
     def arrived(self, rank: int) -> None:
         """The caller of `rank` waits for the round."""

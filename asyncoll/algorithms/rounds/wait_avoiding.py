@@ -201,8 +201,7 @@ class WaitAvoiding(ABC):
     def _gather(self) -> None:
         """Nobody has come to round `_number` yet, as far as this rank knows."""
         number, size = self._number, self._group.size
-        gone = (self._group.rank,) if self._endpoint.departed else ()
-        self._gathering = Gathering(number, size, self.operation.drawn(number, size), gone)
+        self._gathering = Gathering(number, size, self.operation.drawn(number, size))
 
     @property
     def _number(self) -> int:
