@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.rounds import by_coordinator
-from asyncoll.algorithms.rounds.tally import ATTENDANCE_BYTES
+from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.bench.skewed import expected, half
 from asyncoll.transport.wire import HEADER_BYTES, SEGMENT_BYTES
 
@@ -108,8 +108,8 @@ class Model:
         Who opens a majority's round is the coordinator; of another's it may be, by chance, and then is faster.
         """
         opener_is_drawn = mode == "majority" or self.ranks == 1
-        told = 0.0 if opener_is_drawn else self.message(size + ATTENDANCE_BYTES)
-        return told + self.fan(size + ATTENDANCE_BYTES * self.ranks, by_coordinator.RADIX)
+        told = 0.0 if opener_is_drawn else self.message(size + PARTICIPATION_BYTES)
+        return told + self.fan(size + PARTICIPATION_BYTES * self.ranks, by_coordinator.RADIX)
 
     def activation(self) -> float:
         """A rank is told in as many hops as its distance has bits set: at most floor(log2 P); the papers say ceil."""
@@ -117,7 +117,7 @@ class Model:
 
     def counted_allreduce(self, size: int) -> float:
         """The reduction of a round: the participation list rides along with every message."""
-        return replace(self, riding=ATTENDANCE_BYTES * self.ranks).allreduce(size)
+        return replace(self, riding=PARTICIPATION_BYTES * self.ranks).allreduce(size)
 
     def round_algorithm(self, mode: str, size: int) -> str:
         return "coordinator" if mode != "full" and self.is_coordinated(size) else self.algorithm(size)

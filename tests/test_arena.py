@@ -33,7 +33,7 @@ from asyncoll.transport.memory import fd_passing, inproc, pages
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
-from asyncoll.transport.memory.segment import make_part
+from asyncoll.transport.memory.segment import make_segment
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -497,7 +497,7 @@ def damage(change):
     """A part that something has been done to before it is handed over."""
 
     def make(place, capacity):
-        part = make_part(place, capacity)
+        part = make_segment(place, capacity)
         if place == 1:
             change(part)
         return part
@@ -528,7 +528,7 @@ def small(part):
     ids=["magic", "layout", "unsealed", "small"],
 )
 def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reason):
-    monkeypatch.setattr(fd_passing, "make_part", damage(change))
+    monkeypatch.setattr(fd_passing, "make_segment", damage(change))
     with pytest.raises(ArenaUnavailable, match=reason):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 

@@ -209,7 +209,7 @@ def test_what_strikes_a_process_is_refused_where_all_ranks_are_in_one(what):
         run_ranks(2, main)
 
 
-@pytest.mark.parametrize("point", [{"at": "never"}, {"injection point": 0}])
+@pytest.mark.parametrize("point", [{"at": "never"}, {"injection_point": 0}])
 def test_a_point_that_does_not_exist(point):
     async def main(comm: Communicator) -> None:
         with fault(comm, HoldGil(1.0), rank=0, **point):
@@ -322,7 +322,7 @@ STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memor
         ({"told": []}, "nothing struck"),
         ({"left": ["process 7"]}, "left behind: process 7"),
         ({"codes": {0: 1, 1: 1, 2: 1}}, "ended with code 1"),
-        ({"hung": {0: STACK}}, "rank 0 hung: wait memory/arena.py:7"),
+        ({"hung": {0: STACK}}, "rank 0 hung: wait transport/memory/arena.py:7"),
     ],
 )
 def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):

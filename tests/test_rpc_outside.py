@@ -36,7 +36,7 @@ from asyncoll import (
     deadline,
 )
 from asyncoll.rpc import connect, outside, protocol, segments, serve
-from asyncoll.rpc.service import Registry
+from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.transport import addresses
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import curve, service_sockets
@@ -372,7 +372,7 @@ def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
 
 def test_nothing_is_kept_of_clients_that_are_gone(ipc):
     async def main():
-        registry = Registry()
+        registry = FunctionRegistry()
         registry.add(Service())
         server = outside._Server(registry, ipc, None)
         runs = server._exchange._server
@@ -474,7 +474,7 @@ def test_a_crowd_of_unauthenticated_while_a_service_computes_harms_nobody(ipc):
 
 def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
     async def main():
-        registry = Registry()
+        registry = FunctionRegistry()
         registry.add(Service())
         server = outside._Server(registry, ipc, None)
         async with connect(ipc) as client:

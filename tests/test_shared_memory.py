@@ -462,9 +462,9 @@ def test_blocks_are_used_again(kind, monkeypatch):
     provide = BlockTable.provide
 
     def count(self, number):
-        before = self._words[self._head + 1]
+        before = self._cells[self._head + 1]
         provide(self, number)
-        made["blocks"] += int(self._words[self._head + 1] - before)
+        made["blocks"] += int(self._cells[self._head + 1] - before)
 
     monkeypatch.setattr(BlockTable, "provide", count)
 

@@ -196,7 +196,7 @@ DIGEST = 3295537554666469659
 
 def test_digest_is_the_same_in_every_process():
     assert digest("world", 1, "é") == DIGEST
-    code = "from asyncoll.transport.wire import digest; print(digest('world', 1, 'é'))"
+    code = "from asyncoll.arguments import digest; print(digest('world', 1, 'é'))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == DIGEST
 
