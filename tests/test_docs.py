@@ -1,9 +1,11 @@
 """Every code block of the README and of the documentation runs.
 
-- A Python block whose first line is `# name.py` is a file of that page; all others share the page's namespace. A file is
-  started by a shell block, or imported by another block, or it calls `asyncoll.run`, and then runs here, among `RANKS`
-  ranks on one loop.
-- A shell block runs in a folder with the page's files, with real processes (marked slow).
+- A Python block whose first line is `# name.py` is a file of that page; all others share the page's namespace. A file
+  is started by a shell block, or imported by another block. Otherwise it calls `asyncoll.run`, and runs here, among
+  `RANKS` ranks on one loop.
+- A shell block runs in a folder with the page's files, with real processes (marked slow). Processes take seconds to
+  start: of the blocks of a page that only launch files which call `asyncoll.run`, all but the first run here, among as
+  many ranks on one loop.
 - A block that says `# Not run by the tests: reason` is checked for its syntax only.
 - A text block with the title "Output" is what the block before it prints, in any order of its lines.
 """
@@ -31,6 +33,7 @@ from sybil import Document, Region
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
+import trainers.demo
 from asyncoll import rpc, testing
 
 ROOT = Path(__file__).parent.parent
@@ -38,10 +41,15 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
+# Loaded once by the launcher, and not by each rank.
+PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.demo.PRELOAD}
 LANGUAGES = {"python", "sh", "text"}
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
+LAUNCH = re.compile(
+    r"(?P<setting>(\w+=\w+ )*)asyncoll launch -n (?P<ranks>\d+) (?P<file>\w+\.py)(?P<words>( \w+)*)( +#.*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -95,22 +103,22 @@ ALL_BLOCKS = [
 
 @pytest.fixture
 def folder(page, tmp_path, monkeypatch):
-    """A folder with the files of the page, as the current one."""
+    """A folder with the files of the page, as the current one; they can be imported, and are forgotten afterwards."""
     for block in blocks_of(page):
         if block.name:
             (tmp_path / block.name).write_text(block.source)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     for name, value in SHORT.items():
         monkeypatch.setenv(name, value)
-    return tmp_path
+    for need, modules in PRELOADS.items():
+        if need in page.read_text():
+            monkeypatch.setenv("ASYNCOLL_PRELOAD", modules)
+    yield tmp_path
+    forget(tmp_path)
 
 
-@pytest.fixture
-def modules(folder, monkeypatch):
-    """The page's files can be imported, and are forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(asyncoll, "run", lambda main, *args: testing.run_ranks(RANKS, lambda comm: main(comm, *args)))
-    yield
+def forget(folder: Path):
     for path in folder.glob("*.py"):
         sys.modules.pop(path.stem, None)
     importlib.invalidate_caches()
@@ -126,46 +134,45 @@ def test_blocks_are_of_a_known_language_and_parse(block):
 
 
 @pages_with("python")
-def test_python_blocks_run(page, modules, monkeypatch, one_thread):
+def test_python_blocks_run(page, folder, monkeypatch, one_thread):
     namespace = {"__name__": "__main__"}
     printed = ""
     for block in blocks_of(page):
         if block.is_output and printed:
             _compare(block, printed)
         printed = ""
-        if block.language != "python" or not block.runs:
-            continue
-        if block.name and _is_used(block, page):
+        if block.language != "python" or not block.runs or (block.name and _is_used(block, page)):
             continue
         assert block.is_world or not block.name, f"{block.name} of line {block.line} is never run"
-        monkeypatch.setattr(sys, "argv", [block.name or "block"])
+        if block.name:
+            printed = _run_world(block.source, RANKS, [block.name], {}, monkeypatch)
+            continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            _execute(_compile(block, f"{page}:{block.line}"), {"__name__": "__main__"} if block.name else namespace)
+            _execute(_compile(block, f"{page}:{block.line}"), namespace)
         printed = out.getvalue()
 
 
 @pytest.mark.slow
 @pages_with("sh")
-def test_shell_blocks_run(page, folder):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
     printed = ""
+    has_launched = False
     for block in blocks_of(page):
         if block.is_output and printed:
             _compare(block, re.sub(r"^\d+: ", "", printed, flags=re.MULTILINE))
         printed = ""
         if block.language != "sh" or not block.runs:
             continue
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.source],
-            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 0, f"line {block.line}:\n{block.source}\n{done.stdout}"
-        printed = done.stdout
+        launches = _launches_of_worlds(block, folder)
+        if not (launches and has_launched):
+            printed = _run_shell(block, folder)
+            has_launched = has_launched or bool(launches)
+            continue
+        for launch in launches:
+            forget(folder)
+            setting = dict(pair.split("=") for pair in launch["setting"].split())
+            source, words = (folder / launch["file"]).read_text(), launch["words"].split()
+            printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 
 
 @pytest.mark.parametrize("module", [asyncoll, rpc, testing], ids=lambda module: module.__name__)
@@ -202,9 +209,49 @@ def _execute(code, namespace):
         return
 
     async def cell():
-        await eval(code, namespace)
+        await eval(code, namespace)  # noqa: S307 (a block of our own documentation)
 
     asyncio.run(cell())
+
+
+def _run_world(source: str, ranks: int, argv: list[str], setting: dict[str, str], monkeypatch) -> str:
+    """What the program prints whose `asyncoll.run` runs so many ranks on one loop."""
+
+    def run(main, *args):
+        testing.run_ranks(ranks, lambda comm: main(comm, *args))
+
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(asyncoll, "run", run)
+        patch.setattr(sys, "argv", argv)
+        for name, value in setting.items():
+            patch.setenv(name, value)
+        exec(compile(source, argv[0], "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def _run_shell(block: Block, folder: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.source],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, f"line {block.line}:\n{block.source}\n{done.stdout}"
+    return done.stdout
+
+
+def _launches_of_worlds(block: Block, folder: Path) -> list[re.Match[str]]:
+    """The lines of the block, if each of them launches a file that calls `asyncoll.run`."""
+    lines = [LAUNCH.fullmatch(line) for line in block.source.splitlines()]
+    found = [line for line in lines if line and _is_world_file(folder / line["file"])]
+    return found if len(found) == len(lines) else []
+
+
+def _is_world_file(path: Path) -> bool:
+    return path.exists() and "asyncoll.run(" in path.read_text()
 
 
 def _is_used(block: Block, page: Path) -> bool:
