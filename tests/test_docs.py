@@ -183,6 +183,13 @@ def test_the_reference_has_every_public_name(module):
         assert re.search(rf"^::: {re.escape(module.__name__)}\.{name}$", reference, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
 def test_drawings_are_well_formed(path):
     root = ElementTree.fromstring(path.read_text())
