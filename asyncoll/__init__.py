@@ -9,10 +9,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncoll import rpc as rpc
-    from asyncoll.algorithms.selection import Feedback as Feedback
+    from asyncoll.algorithms.rounds.operations import Reduction as Reduction
+    from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
+    from asyncoll.algorithms.sparse.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
-    from asyncoll.deadlines import deadline as deadline
     from asyncoll.errors import AbortedError as AbortedError
     from asyncoll.errors import AsyncollError as AsyncollError
     from asyncoll.errors import ClosedError as ClosedError
@@ -25,22 +26,21 @@ if TYPE_CHECKING:
     from asyncoll.errors import RemoteError as RemoteError
     from asyncoll.errors import ServiceLostError as ServiceLostError
     from asyncoll.errors import UsageError as UsageError
-    from asyncoll.flat import Flat as Flat
-    from asyncoll.flat import flatten as flatten
-    from asyncoll.persistent import Reduction as Reduction
-    from asyncoll.progress import offload as offload
-    from asyncoll.sparse import SparseReduction as SparseReduction
-    from asyncoll.tensors import ReduceOp as ReduceOp
-    from asyncoll.world import connect as connect
-    from asyncoll.world import run as run
+    from asyncoll.runtime.deadlines import deadline as deadline
+    from asyncoll.runtime.progress import offload as offload
+    from asyncoll.tensors.flat import Flat as Flat
+    from asyncoll.tensors.flat import flatten as flatten
+    from asyncoll.tensors.reductions import ReduceOp as ReduceOp
+    from asyncoll.world.join import connect as connect
+    from asyncoll.world.join import run as run
 
     SUM, AVG, PROD, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
-    "algorithms.selection": ("Feedback",),
+    "algorithms.sparse.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
-    "deadlines": ("deadline",),
+    "runtime.deadlines": ("deadline",),
     "errors": (
         "AbortedError",
         "AsyncollError",
@@ -55,12 +55,12 @@ _HOMES = {
         "ServiceLostError",
         "UsageError",
     ),
-    "flat": ("Flat", "flatten"),
-    "persistent": ("Reduction",),
-    "progress": ("offload",),
-    "sparse": ("SparseReduction",),
-    "tensors": ("ReduceOp",),
-    "world": ("connect", "run"),
+    "tensors.flat": ("Flat", "flatten"),
+    "algorithms.rounds.operations": ("Reduction",),
+    "runtime.progress": ("offload",),
+    "algorithms.sparse.operations": ("SparseReduction",),
+    "tensors.reductions": ("ReduceOp",),
+    "world.join": ("connect", "run"),
 }
 _REDUCTIONS = ("SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
@@ -70,7 +70,7 @@ __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDU
 def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that the launcher starts without numpy, ZeroMQ or torch."""
     if name in _REDUCTIONS:
-        return getattr(importlib.import_module("asyncoll.tensors").ReduceOp, name)
+        return getattr(importlib.import_module("asyncoll.tensors.reductions").ReduceOp, name)
     if name == "rpc":
         return importlib.import_module("asyncoll.rpc")
     for home, names in _HOMES.items():

@@ -6,12 +6,14 @@ A string of numpy, a member of a StrEnum or a numpy integer equals its built-in 
 
 from __future__ import annotations
 
+import hashlib
 import operator
 
 import numpy as np
 
 from asyncoll.errors import UsageError
 
+_DIGESTED = frozenset((int, str))
 _BOOLS = (bool, np.bool_)
 _REALS = (int, float, np.integer, np.floating)
 
@@ -52,3 +54,13 @@ def real(value: object, what: str) -> float:
         return float(value)
     except OverflowError:
         raise UsageError(f"{what} must be a number that a float can hold, got {value!r:.50}") from None
+
+
+def digest(*parts: int | str) -> int:
+    """A 64-bit name for `parts`, the same at every rank: contexts and fingerprints are made of it.
+
+    Raises TypeError for a part that is not exactly an int or a str: a subclass may equal one and yet differ in `repr`.
+    """
+    if not _DIGESTED.issuperset(map(type, parts)):
+        raise TypeError(f"a digest is made of exact ints and strs, got {[type(part).__name__ for part in parts]}")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

@@ -64,7 +64,7 @@ def key(file: Path) -> None:
 
     Copy FILE to every host, readable for you alone, and set ASYNCOLL_KEY_FILE=FILE for all ranks.
     """
-    from asyncoll.keys import write_key
+    from asyncoll.transport.keys import write_key
 
     try:
         write_key(file)

@@ -20,28 +20,25 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll import shapes, tensors
-from asyncoll.algorithms import dense
-from asyncoll.algorithms.forms import Form
-from asyncoll.algorithms.oktopk import Rules
-from asyncoll.algorithms.operation import Layout, Opening, Operation
-from asyncoll.algorithms.selection import Feedback
-from asyncoll.algorithms.tally import OperationStatistics
-from asyncoll.arguments import real, text, whole
-from asyncoll.bundle import bundle
-from asyncoll.calls import Calls, Round, Signature, Site
-from asyncoll.endpoint import Endpoint
+from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.core import Core
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, RoundCall, check_operation
+from asyncoll.algorithms.rounds.operations import Receipt, Reduction
+from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.sparse.oktopk import Rules
+from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
+from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
-from asyncoll.group import Group, Lane
-from asyncoll.persistent import Operations, Receipt, Reduction
-from asyncoll.persistent import check as check_operation
-from asyncoll.progress import Runner
-from asyncoll.registered import Registry
 from asyncoll.rpc.ranks import Rpc
-from asyncoll.sparse import SparseOperations, SparseReduction, Specification
-from asyncoll.tensors import Operand, ReduceOp
-from asyncoll.traffic import CallStatistics
-from asyncoll.wire import digest
+from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.signature import Signature, Site
+from asyncoll.statistics import CallStatistics
+from asyncoll.tensors import reductions, shapes
+from asyncoll.tensors.bundle import bundle
+from asyncoll.tensors.operands import Operand, as_operand, build
+from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
 
@@ -67,36 +64,18 @@ class Statistics:
 class Communicator:
     """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
 
-    def __init__(
-        self, endpoint: Endpoint, group: Group, runner: Runner, hosts: tuple[str, ...], rpcs: list[Rpc]
-    ) -> None:
-        """`rpcs` are to be closed at the end: this one's, and those of all that are split off."""
-        self.rank = group.rank
-        self.size = group.size
+    def __init__(self, core: Core, hosts: tuple[str, ...]) -> None:
+        """`hosts` names the host of each rank."""
+        self.rank = core.member.group.rank
+        self.size = core.member.group.size
         self.hosts = hosts
-        self._endpoint = endpoint
-        self._group = group
-        self._runner = runner
-        self._calls = Calls(endpoint, group, runner)
-        self.registry = Registry(self._calls.arena)
-        self._operations = Operations(endpoint, group, runner.post)
-        self._sparse = SparseOperations()
-        self._rpc: Rpc | None = None
-        self.rpcs = rpcs
+        self._core = core
+        self._calls = core.calls
 
     @property
     def rpc(self) -> Rpc:
         """Functions of every rank that the others may call."""
-        return self._rpc or self.open_rpc()
-
-    def open_rpc(self) -> Rpc:
-        """Answer from now on those who call functions of this rank."""
-        self._calls.check_not_forked()
-        if self._rpc is None:
-            self._calls.check_caller()
-            self._rpc = Rpc(self._endpoint, self._group, self._runner)
-            self.rpcs.append(self._rpc)
-        return self._rpc
+        return self._core.rpc
 
     @property
     def local_rank(self) -> int:
@@ -120,11 +99,11 @@ class Communicator:
         Of halves it is computed in float32 and rounded once, in every form. SUM of halves may overflow on the way: by
         message each partial sum is a half, in memory the sum alone.
         """
-        operand = tensors.operand(x, writable=True)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x, writable=True)
+        reductions.check_reduction(op, operand.dtype)
 
-        async def body(form: Form) -> T:
-            await form.allreduce(operand.flat, op, operand.dtype)
+        async def body(collectives: Collectives) -> T:
+            await collectives.allreduce(operand.flat, op, operand.dtype)
             operand.write_back()
             return x
 
@@ -132,11 +111,11 @@ class Communicator:
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         root = self._place(root, "root")
 
-        async def body(form: Form) -> T:
-            await form.broadcast(operand.flat, root)
+        async def body(collectives: Collectives) -> T:
+            await collectives.broadcast(operand.flat, root)
             operand.write_back()
             return x
 
@@ -145,11 +124,11 @@ class Communicator:
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
         root = self._place(root, "root")
-        operand = tensors.operand(x, writable=self.rank == root)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x, writable=self.rank == root)
+        reductions.check_reduction(op, operand.dtype)
 
-        async def body(form: Form) -> T:
-            await form.reduce(operand.flat, op, operand.dtype, root)
+        async def body(collectives: Collectives) -> T:
+            await collectives.reduce(operand.flat, op, operand.dtype, root)
             if self.rank == root:
                 operand.write_back()
             return x
@@ -161,15 +140,15 @@ class Communicator:
 
         Rows (dimension 0) are split as evenly as they go, the first `rows mod size` ranks having one more.
         """
-        operand = tensors.operand(x)
-        tensors.check_reduction(op, operand.dtype)
+        operand = as_operand(x)
+        reductions.check_reduction(op, operand.dtype)
         rows, row = self._rows(operand, "reduce_scatter")
-        edges_of = dense.bounds(rows, self.size)
+        edges_of = on_lane.bounds(rows, self.size)
 
-        async def body(form: Form) -> T:
+        async def body(collectives: Collectives) -> T:
             chunks = [operand.flat[start * row : end * row] for start, end in edges_of]
             shard = np.empty_like(chunks[self.rank])
-            await form.reduce_scatter(chunks, shard, op, operand.dtype)
+            await collectives.reduce_scatter(chunks, shard, op, operand.dtype)
             start, end = edges_of[self.rank]
             mine: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return mine
@@ -178,12 +157,12 @@ class Communicator:
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
 
-        async def body(form: Form) -> T:
+        async def body(collectives: Collectives) -> T:
             stacked, blocks = shapes.blocks(operand, self.size)
             blocks[self.rank][...] = operand.flat
-            await form.allgather(blocks)
+            await collectives.allgather(blocks)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
@@ -191,30 +170,30 @@ class Communicator:
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
 
-        async def body(form: Form) -> list[T]:
+        async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
             rows[self.rank][...] = shapes.encode_shape(operand.shape)
-            await form.allgather(rows)
+            await collectives.allgather(rows)
             blocks, extents = shapes.receptacles(operand.dtype, rows)
             blocks[self.rank][...] = operand.flat
-            await form.allgather(blocks)
+            await collectives.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
         return self._calls.start(self._call("allgatherv", operand, any_count=True), body, operand.flat.nbytes)
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         root = self._place(root, "root")
 
-        async def body(form: Form) -> T | None:
+        async def body(collectives: Collectives) -> T | None:
             if self.rank != root:
-                await form.gather(operand.flat, [], root)
+                await collectives.gather(operand.flat, [], root)
                 return None
             stacked, blocks = shapes.blocks(operand, self.size)
-            await form.gather(operand.flat, blocks, root)
+            await collectives.gather(operand.flat, blocks, root)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
@@ -228,13 +207,13 @@ class Communicator:
         root = self._place(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
 
-        async def body(form: Form) -> T:
+        async def body(collectives: Collectives) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
             head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
-            await form.scatter(heads, head, root)
+            await collectives.scatter(heads, head, root)
             dtype, as_torch, mine, shape = shapes.decode_head(head)
-            await form.scatter([operand.flat for operand in operands], mine, root)
-            result: T = tensors.build(mine, dtype, shape, as_torch=as_torch)
+            await collectives.scatter([operand.flat for operand in operands], mine, root)
+            result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
         return self._calls.start(
@@ -246,16 +225,16 @@ class Communicator:
 
         The number of rows (dimension 0) must be a multiple of `size`.
         """
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         rows, _ = self._rows(operand, "alltoall")
         if rows % self.size:
             raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
 
-        async def body(form: Form) -> T:
+        async def body(collectives: Collectives) -> T:
             received = np.empty_like(operand.flat)
-            parts = dense.bounds(operand.flat.size, self.size)
+            parts = on_lane.bounds(operand.flat.size, self.size)
             outgoing = [operand.flat[start:end] for start, end in parts]
-            await form.alltoall(outgoing, [received[start:end] for start, end in parts])
+            await collectives.alltoall(outgoing, [received[start:end] for start, end in parts])
             result: T = operand.like(received, operand.shape)
             return result
 
@@ -265,11 +244,11 @@ class Communicator:
         """Send `xs[i]` to rank i, of any shapes and one dtype; returns what came, by rank, as new tensors."""
         operands = self._operands(xs, "alltoallv")
 
-        async def body(form: Form) -> list[T]:
+        async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
-            await form.alltoall([shapes.encode_shape(operand.shape) for operand in operands], rows)
+            await collectives.alltoall([shapes.encode_shape(operand.shape) for operand in operands], rows)
             blocks, extents = shapes.receptacles(operands[0].dtype, rows)
-            await form.alltoall([operand.flat for operand in operands], blocks)
+            await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
         return self._calls.start(
@@ -278,7 +257,7 @@ class Communicator:
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Return once every rank has called it."""
-        return self._calls.start(self._call("barrier", None), lambda form: form.barrier())
+        return self._calls.start(self._call("barrier", None), lambda collectives: collectives.barrier())
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -287,7 +266,7 @@ class Communicator:
 
         Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
         """
-        operand = tensors.operand(x)
+        operand = as_operand(x)
         dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
         async def body(lane: Lane) -> None:
@@ -297,7 +276,7 @@ class Communicator:
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
 
         async def body(lane: Lane) -> T:
@@ -405,7 +384,7 @@ class Communicator:
 
         The groups of a round are of `group_size` ranks, or, where that does not divide `size`, ceil(size / group_size)
         groups of nearly equal size. They change from round to round so that an update reaches all ranks in about
-        log(size) / log(group_size) rounds (`asyncoll.algorithms.grouping`); `fixed` groups never change.
+        log(size) / log(group_size) rounds (`asyncoll.algorithms.rounds.grouping`); `fixed` groups never change.
         Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
         """
         size = whole(group_size, "group_size")
@@ -453,23 +432,23 @@ class Communicator:
         Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any. It still does
         then: a gradient that was added to the residual must be looked at before, or the residual restored.
         """
-        operand = tensors.operand(x, writable=True)
+        operand = as_operand(x, writable=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
         share = real(density, "density")
         self._calls.check_caller()
-        operation = self._sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
+        operation = self._core.sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
             self._calls.check()  # what ended the call that is under way, rather than that it is
         chosen = operation.choose(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
 
-        async def body(form: Form) -> SparseReduction:
+        async def body(collectives: Collectives) -> SparseReduction:
             try:
-                return await operation.reduce(form, operand, chosen, dense=dense)
+                return await operation.reduce(collectives, operand, chosen, dense=dense)
             except NonFiniteError as error:
-                raise NonFiniteError(tuple(self._group.ranks[place] for place in error.ranks)) from None
+                raise NonFiniteError(tuple(self._core.member.group.ranks[place] for place in error.ranks)) from None
 
         def discarded() -> None:
             self._calls.abort(f"{call} was cancelled, or never awaited")  # only this rank does not know its result
@@ -488,7 +467,7 @@ class Communicator:
 
         Raises UsageError if the host has not so much memory left.
         """
-        return self.registry.empty(shape, dtype)
+        return self._core.memory.empty(shape, dtype)
 
     # -- the communicator itself ------------------------------------------------------------------
 
@@ -502,19 +481,19 @@ class Communicator:
         key = whole(key, "key")
         call = self._call("split", None)
 
-        async def body(form: Form) -> Communicator | None:
+        async def body(collectives: Collectives) -> Communicator | None:
             rows = shapes.rows(self.size, 3)
             rows[self.rank][...] = (color is not None, color or 0, key)
-            await form.allgather(rows)
+            await collectives.allgather(rows)
             if color is None:
                 return None
             places = [place for place, row in enumerate(rows) if row[0] and row[1] == color]
             places.sort(key=lambda place: (int(rows[place][2]), place))
-            ranks = tuple(self._group.ranks[place] for place in places)
-            context = digest(self._group.communicator, "split", call.number, color)
+            ranks = tuple(self._core.member.group.ranks[place] for place in places)
+            context = digest(self._core.member.communicator, "split", call.number, color)
             group = Group(ranks, places.index(self.rank), context)
             hosts = tuple(self.hosts[place] for place in places)
-            return Communicator(self._endpoint, group, self._runner, hosts, self.rpcs)
+            return Communicator(self._core.split(group), hosts)
 
         return self._calls.start(call, body)
 
@@ -522,20 +501,17 @@ class Communicator:
         """Totals so far, as a value."""
         self._calls.check_not_forked()
         calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
-        traffic = [self._endpoint.traffic, *self._endpoint.in_memory.totals().values()]
+        endpoint = self._core.member.endpoint
+        traffic = [endpoint.traffic, *endpoint.in_memory.totals().values()]
         return Statistics(
             rank=self.rank,
             messages_sent=sum(part.messages_sent for part in traffic),
             messages_received=sum(part.messages_received for part in traffic),
             bytes_sent=sum(part.bytes_sent for part in traffic),
             bytes_received=sum(part.bytes_received for part in traffic),
-            operations=self._operations.statistics(),
+            operations=self._core.operations.statistics(),
             calls=calls,
         )
-
-    def leave(self) -> Coroutine[Any, Any, None]:
-        """A barrier as the last call of a rank; the end of `run` and `connect` makes it."""
-        return self._calls.start(self._call("the end of its program", None), lambda form: form.barrier())
 
     def abort(self, reason: str) -> None:
         """Give up: every pending and later call on this communicator raises AbortedError, at every rank.
@@ -548,7 +524,7 @@ class Communicator:
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        self.registry.give_back()
+        self._core.memory.give_back()
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
@@ -572,13 +548,13 @@ class Communicator:
         name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
         numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
         layout, boundaries = contribution.layout, contribution.boundaries
-        tensors.check_reduction(op, layout[0][0])
+        reductions.check_reduction(op, layout[0][0])
         spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
         self._calls.check_caller()
-        self.registry.give_back()
+        self._core.memory.give_back()
         receipt = Receipt()
-        call = Round(spec, _site())
-        work = self._operations.contribute(spec, contribution, str(call.site), receipt)
+        call = RoundCall(spec, _site())
+        work = self._core.operations.contribute(spec, contribution, str(call.site), receipt)
         return self._calls.start_round(call, work, receipt.take_back)
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
@@ -589,7 +565,7 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [tensors.operand(x) for x in given]
+        operands = [as_operand(x) for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

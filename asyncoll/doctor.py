@@ -15,7 +15,8 @@ from pathlib import Path
 
 from asyncoll.errors import UsageError
 from asyncoll.launch.environment import socket_folder, threads
-from asyncoll.rendezvous import check_alone, files_for
+from asyncoll.world.environment import check_alone
+from asyncoll.world.rendezvous import files_for
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
 WORLD = (

@@ -24,10 +24,12 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncoll.errors import UsageError
-from asyncoll.tensors import Array
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Identity = tuple[int, int]  # of a file: its device and inode
 logger = logging.getLogger("asyncoll")
@@ -50,7 +52,7 @@ _pipe: tuple[io.FileIO, io.FileIO] | None = None  # the parent waits until the c
 _PATIENCE_S = 10.0  # with another thread that forks
 _open: dict[Identity, list[int]] = {}  # the descriptors of a child, by file
 _given_up: set[int] = set()  # descriptors of a child
-_arrays: dict[int, weakref.ref[Array]] = {}  # those that a child gets copies of, by id
+_arrays: dict[int, weakref.ref[np.ndarray[Any, Any]]] = {}  # those that a child gets copies of, by id
 
 
 def register(owner: Owner) -> None:
@@ -198,7 +200,7 @@ def _url(end: Any) -> str:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def copy_for_children(array: Array) -> None:
+def copy_for_children(array: np.ndarray[Any, Any]) -> None:
     """A forked child gets a copy of `array`, a flat array of bytes in shared memory, as long as that exists."""
     key = id(array)
     _arrays[key] = weakref.ref(array, lambda _: _arrays.pop(key, None))
@@ -211,7 +213,7 @@ def arrays_within(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
             yield address, array.nbytes
 
 
-def address_of(array: Array) -> int:
+def address_of(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 

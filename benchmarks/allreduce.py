@@ -27,7 +27,7 @@ from common import RANK, Record, answer, ask, numbers, parser
 import asyncoll
 from asyncoll.bench.dense import WARMUP, pattern
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes, repeats
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 SIZES = "4,1K,16K,64K,256K,1M,4M,16M,100M"
 MPI_RANK = "as-mpi-rank"

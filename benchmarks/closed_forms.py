@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from asyncoll.algorithms import coordinated, dense
-from asyncoll.algorithms.tally import ATTENDANCE_BYTES
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.rounds import by_coordinator
+from asyncoll.algorithms.rounds.tally import ATTENDANCE_BYTES
 from asyncoll.bench.skewed import expected, half
-from asyncoll.wire import HEADER_BYTES, SEGMENT_BYTES
+from asyncoll.transport.wire import HEADER_BYTES, SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class Model:
 
     def algorithm(self, size: int) -> str:
         """Which one `dense.allreduce` takes for so many bytes of float32."""
-        if size <= dense.DOUBLING_MAX_BYTES:
-            return "tree" if self.ranks >= dense.TREE_MIN_RANKS and size <= dense.TREE_MAX_BYTES else "doubling"
-        return "Rabenseifner" if size <= dense.RABENSEIFNER_MAX_BYTES else "ring"
+        if size <= on_lane.DOUBLING_MAX_BYTES:
+            return "tree" if self.ranks >= on_lane.TREE_MIN_RANKS and size <= on_lane.TREE_MAX_BYTES else "doubling"
+        return "Rabenseifner" if size <= on_lane.RABENSEIFNER_MAX_BYTES else "ring"
 
     def allreduce_bytes(self, size: int) -> float:
         """Received by a rank, in the mean."""
@@ -58,7 +59,7 @@ class Model:
 
     def tree(self, size: int) -> float:
         """A reduction up a k-nomial tree and a broadcast down it."""
-        return 2 * self.fan(size, dense.TREE_RADIX)
+        return 2 * self.fan(size, on_lane.TREE_RADIX)
 
     def fan(self, size: int, radix: int) -> float:
         """From the root of a k-nomial tree to all, or back: at each level a parent takes its children in turn."""
@@ -99,7 +100,7 @@ class Model:
         return told + self.activation() + self.counted_allreduce(size)
 
     def is_coordinated(self, size: int) -> bool:
-        return self.ranks * size <= coordinated.COORDINATED_MAX_BYTES
+        return self.ranks * size <= by_coordinator.COORDINATED_MAX_BYTES
 
     def coordinated(self, mode: str, size: int) -> float:
         """The arrival that opens the round goes to the coordinator, and the result from there to all.
@@ -108,14 +109,14 @@ class Model:
         """
         opener_is_drawn = mode == "majority" or self.ranks == 1
         told = 0.0 if opener_is_drawn else self.message(size + ATTENDANCE_BYTES)
-        return told + self.fan(size + ATTENDANCE_BYTES * self.ranks, coordinated.RADIX)
+        return told + self.fan(size + ATTENDANCE_BYTES * self.ranks, by_coordinator.RADIX)
 
     def activation(self) -> float:
         """A rank is told in as many hops as its distance has bits set: at most floor(log2 P); the papers say ceil."""
         return self._phases * self.message(0)
 
     def counted_allreduce(self, size: int) -> float:
-        """The reduction of a round: the attendance list rides along with every message."""
+        """The reduction of a round: the participation list rides along with every message."""
         return replace(self, riding=ATTENDANCE_BYTES * self.ranks).allreduce(size)
 
     def round_algorithm(self, mode: str, size: int) -> str:
@@ -195,7 +196,7 @@ class Sparse:
         return sum(phase.share * self._seconds(phase.collective, phase.size) for phase in self.phases(method))
 
     def phases(self, method: str) -> list[Phase]:
-        """What `asyncoll.algorithms.oktopk` and `sparse_rivals` do, one after another."""
+        """What `asyncoll.algorithms.sparse.oktopk` and `sparse_rivals` do, one after another."""
         ranks = self.links.ranks
         sizes = Phase("allgather", _COUNT, is_control=True)
         dealt = [Phase("alltoall", _COUNT, is_control=True), Phase("alltoall", _PAIR * self.k / ranks)]
@@ -245,11 +246,11 @@ class Sparse:
         occupied = message - self.links.latency_s
         if size > SEGMENT_BYTES:
             return steps * (self._grant(size) + occupied) + self.links.latency_s
-        return message + (steps - 1) * max(occupied, message / dense.ALLTOALL_AHEAD)
+        return message + (steps - 1) * max(occupied, message / on_lane.ALLTOALL_AHEAD)
 
     def _allgather(self, size: float) -> float:
         ranks = self.links.ranks
-        if ranks * size > dense.SMALL_MAX_BYTES:
+        if ranks * size > on_lane.SMALL_MAX_BYTES:
             return (ranks - 1) * self.links.message(size) + self._grant(size)
         shifts = [1 << phase for phase in range((ranks - 1).bit_length())]
         return sum(self.links.message(min(have, ranks - have) * size) for have in shifts)
@@ -270,7 +271,7 @@ class Sparse:
         return scatter + self._grant(chunk) + self._allgather(chunk)
 
     def _scatters(self, size: float) -> bool:
-        return size > dense.SMALL_MAX_BYTES and self.links.ranks > 2
+        return size > on_lane.SMALL_MAX_BYTES and self.links.ranks > 2
 
     def _grant(self, size: float) -> float:
         """What a long array waits for."""

@@ -18,7 +18,7 @@ import numpy as np
 from common import Record, parser
 
 from asyncoll import AVG, Communicator
-from asyncoll.algorithms.grouping import partition, propagation
+from asyncoll.algorithms.rounds.grouping import partition, propagation
 from asyncoll.testing import simulate
 
 WORLDS = (

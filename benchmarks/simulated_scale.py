@@ -23,7 +23,7 @@ from asyncoll import Communicator, Reduction
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
 from asyncoll.bench.skewed import MODES, expected, half
 from asyncoll.testing import simulate
-from asyncoll.transport.simulated import Network
+from asyncoll.transport.messages.simulated import Network
 
 Row = dict[str, Any]
 # Section 5 of the algorithms' specification: alpha 1.5 to 5 us and 10 GB/s for the paper's machine (Cray Aries).

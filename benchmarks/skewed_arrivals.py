@@ -29,8 +29,8 @@ from common import Record, ask, numbers, parser
 from skewed_ranks import MPI_RANK, Row
 
 from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
+from asyncoll.bench.runs import run_plan
 from asyncoll.bench.skewed import MODES, expected, half
-from asyncoll.bench.worlds import run_plan
 
 RANKS = str(Path(__file__).with_name("skewed_ranks.py"))
 MPI = "Open MPI"

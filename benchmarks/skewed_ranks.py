@@ -20,7 +20,7 @@ import asyncoll
 from asyncoll.bench import skewed
 from asyncoll.bench.plan import ITEM_BYTES, Plan
 from asyncoll.bench.skewed import WARMUP
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 Row = dict[str, Any]
 MPI_RANK = "as-mpi-rank"

@@ -24,7 +24,7 @@ from common import Record, ask, numbers, parser, program
 import asyncoll
 from asyncoll.bench.dense import slowest, wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 WARMUP = 3
 TARGET = 1.3

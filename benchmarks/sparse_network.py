@@ -39,10 +39,10 @@ import numpy as np
 from common import RANK, Record, numbers, parser, program
 
 import asyncoll
-from asyncoll.keys import write_key
+from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.launch.environment import THREADS
-from asyncoll.sparse import ALGORITHMS
-from asyncoll.traffic import WORD_BYTES
+from asyncoll.statistics import WORD_BYTES
+from asyncoll.transport.keys import write_key
 
 GLOO, ALLREDUCE = "Gloo", "allreduce"
 EXACT = "oktopk, tau' = 1"

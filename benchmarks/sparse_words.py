@@ -30,10 +30,10 @@ from closed_forms import Model, Sparse, overlapped
 from common import Record, numbers, parser
 
 from asyncoll import Communicator
-from asyncoll.sparse import ALGORITHMS
-from asyncoll.tensors import Array
+from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.tensors.reductions import Array
 from asyncoll.testing import run_ranks, simulate
-from asyncoll.transport.simulated import Network
+from asyncoll.transport.messages.simulated import Network
 
 Row = dict[str, Any]
 NETWORKS = {

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from asyncoll import testing
 from asyncoll.errors import AsyncollError
-from asyncoll.transport import sockets, zeromq
+from asyncoll.transport.messages import service_sockets, zeromq
 
 # Two processes share two busy cores here, and one flake refuses everybody's work: so no draw is timed, and every run
 # draws the same, which also leaves nothing to remember.
@@ -30,7 +30,7 @@ settings.load_profile("asyncoll")
 # in what is launched. What is about frozen ones sets its own.
 FREEZE_S = 20.0
 os.environ["ASYNCOLL_FREEZE_S"] = str(FREEZE_S)
-zeromq.ZeroMQTransport.__init__.__kwdefaults__["freeze_s"] = sockets.FREEZE_S = FREEZE_S
+zeromq.ZeroMQTransport.__init__.__kwdefaults__["freeze_s"] = service_sockets.FREEZE_S = FREEZE_S
 
 # What is opened once in a process, by importing torch or by the first loop of libuv, is charged to no test.
 uvloop.new_event_loop().close()

@@ -25,14 +25,15 @@ from conftest import PATIENCE_S
 
 from asyncoll.errors import DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
-from asyncoll.transport import arena as arena_module
-from asyncoll.transport import handover, inproc_arena, joining, pages
-from asyncoll.transport.arena import HostArena, local_world
-from asyncoll.transport.board import Wait
-from asyncoll.transport.handover import ArenaUnavailable
+from asyncoll.transport import joining
+from asyncoll.transport.control_block import Wait
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
-from asyncoll.transport.part import make_part
+from asyncoll.transport.memory import arena as arena_module
+from asyncoll.transport.memory import fd_passing, inproc, pages
+from asyncoll.transport.memory.arena import HostArena, local_world
+from asyncoll.transport.memory.fd_passing import ArenaUnavailable
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.memory.segment import make_part
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -69,10 +70,10 @@ def test_without_memfd(monkeypatch):
 
 @pytest.mark.parametrize("loop", [*LOOPS, VirtualTimeLoop], ids=["asyncio", "uvloop", "virtual"])
 def test_in_one_process(loop):
-    check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)), loop)
+    check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)), loop)
 
 
-class Copying(inproc_arena.InprocArena):
+class Copying(inproc.InprocArena):
     """Nobody sees what it writes: the contract must notice."""
 
     def view(self, address, nbytes):
@@ -80,9 +81,9 @@ class Copying(inproc_arena.InprocArena):
 
 
 def test_the_contract_notices_a_broken_promise(monkeypatch):
-    monkeypatch.setattr(inproc_arena, "InprocArena", Copying)
+    monkeypatch.setattr(inproc, "InprocArena", Copying)
     with pytest.raises(AssertionError, match="whatever one writes all see"):
-        check_arena(lambda size: contextlib.nullcontext(inproc_arena.arenas(size)))
+        check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)))
 
 
 # -- the lock -------------------------------------------------------------------------------------
@@ -203,12 +204,12 @@ def test_only_ones_own_part_is_located(two):
 def test_views_outlive_the_arena():
     with local_world(1) as (arena,):
         view = arena.view(arena.allocate(100), 100)
-        board = arena.board(1, 1)
+        control_block = arena.control_block(1, 1)
     view[:] = 1
-    with board:
-        board.words[0] = 1
+    with control_block:
+        control_block.cells[0] = 1
     assert view.sum() == 100
-    assert board.words[0] == 1
+    assert control_block.cells[0] == 1
 
 
 def test_more_than_the_host_has_is_refused(two):
@@ -269,24 +270,24 @@ def test_what_control_groups_leave(tmp_path, line, folder, names):
     assert left == [(550, f"the control group {tmp_path / folder}")]
 
 
-# -- boards ---------------------------------------------------------------------------------------
+# -- control blocks ---------------------------------------------------------------------------------------
 
 
-def test_a_board_of_another_size(two):
-    two[0].board(1, 4)
+def test_a_control_block_of_another_size(two):
+    two[0].control_block(1, 4)
     for arena in two:
-        with pytest.raises(ProtocolError, match="board 1 has 4 words, and not 5"):
-            arena.board(1, 5)
+        with pytest.raises(ProtocolError, match="control block 1 has 4 words, and not 5"):
+            arena.control_block(1, 5)
 
 
-def test_boards_run_out(two, monkeypatch):
-    monkeypatch.setattr(arena_module, "_BOARDS_MAX", 2)
-    two[0].board(1, 1)
-    two[1].board(2, 1)
+def test_control_blocks_run_out(two, monkeypatch):
+    monkeypatch.setattr(arena_module, "_CONTROL_BLOCKS_MAX", 2)
+    two[0].control_block(1, 1)
+    two[1].control_block(2, 1)
     for arena in two:
-        with pytest.raises(UsageError, match="have 2 boards"):
-            arena.board(3, 1)
-    assert not two[1].board(1, 1).created
+        with pytest.raises(UsageError, match="have 2 control blocks"):
+            arena.control_block(3, 1)
+    assert not two[1].control_block(1, 1).created
 
 
 # -- loops ----------------------------------------------------------------------------------------
@@ -296,14 +297,14 @@ def never():
     raise AssertionError("there was no alarm")
 
 
-def until(arena, board, value):
-    return arena.wait(Wait(board, lambda: board.words[0] >= value), lambda: None, lambda: f"{value}")
+def until(arena, control_block, value):
+    return arena.wait(Wait(control_block, lambda: control_block.cells[0] >= value), lambda: None, lambda: f"{value}")
 
 
-def add_one(board):
-    with board:
-        board.words[0] += 1
-        board.wake()
+def add_one(control_block):
+    with control_block:
+        control_block.cells[0] += 1
+        control_block.wake()
 
 
 async def asleep(arena, *names):
@@ -313,7 +314,7 @@ async def asleep(arena, *names):
 
 def test_callers_come_and_go_with_their_loops(two):
     """Each `asyncio.run` is another loop, and one that is gone rings for nobody."""
-    mine, other = (arena.board(1, 1) for arena in two)
+    mine, other = (arena.control_block(1, 1) for arena in two)
 
     async def caller(value):
         task = asyncio.create_task(until(two[0], mine, value))
@@ -323,14 +324,14 @@ def test_callers_come_and_go_with_their_loops(two):
 
     for value, run in enumerate([asyncio.run, uvloop.run, asyncio.run], 1):
         run(caller(value))
-    assert mine.words[0] == 3
+    assert mine.cells[0] == 3
     assert not two[0].waiting()
 
 
 @BOTH
 def test_several_loops_wait_at_once(two, loop):
-    """The runtime's and two callers', in a thread each; two bells wake all of them."""
-    mine, other = (arena.board(1, 1) for arena in two)
+    """The runtime's and two callers', in a thread each; two doorbells wake all of them."""
+    mine, other = (arena.control_block(1, 1) for arena in two)
     runtime = loop()
     two[0].runtime_loop = runtime
 
@@ -353,7 +354,7 @@ def test_several_loops_wait_at_once(two, loop):
 
 @BOTH
 def test_a_closed_loop_breaks_nothing(two, loop):
-    mine, other = (arena.board(1, 1) for arena in two)
+    mine, other = (arena.control_block(1, 1) for arena in two)
     abandoned = loop()
     waiter = until(two[0], mine, 1)
     with contextlib.closing(abandoned):
@@ -375,7 +376,7 @@ def test_a_closed_loop_breaks_nothing(two, loop):
 
 def test_an_alarm_reaches_every_loop(two):
     """From a thread that has none."""
-    mine, _ = (arena.board(1, 1) for arena in two)
+    mine, _ = (arena.control_block(1, 1) for arena in two)
     stopped = []
 
     def check():
@@ -417,7 +418,7 @@ def join_all(folder, size):
 
     def join(rank):
         try:
-            return handover.join(folder, rank, ranks)
+            return fd_passing.join(folder, rank, ranks)
         except Exception as error:
             return error
 
@@ -438,8 +439,8 @@ def check_joined(outcomes):
         outcomes[-1].view(address, 10)[:] = 3
         assert {int(arena.view(address, 10).sum()) for arena in outcomes} == {30}
         assert [arena.place for arena in outcomes] == list(range(len(outcomes)))
-        add_one(outcomes[-1].board(1, 1))
-        assert {arena.board(1, 1).words[0] for arena in outcomes} == {1}
+        add_one(outcomes[-1].control_block(1, 1))
+        assert {arena.control_block(1, 1).cells[0] for arena in outcomes} == {1}
     finally:
         for arena in outcomes:
             if isinstance(arena, HostArena):
@@ -451,20 +452,20 @@ def pretend(monkeypatch):
     """Makes a rank introduce itself as something else."""
 
     def pretend(rank, **fields):
-        introduce = handover._introduce
+        introduce = fd_passing._introduce
 
         def other(stack, who, ranks):
             me = introduce(stack, who, ranks)
             return dataclasses.replace(me, **fields) if who == rank else me
 
-        monkeypatch.setattr(handover, "_introduce", other)
+        monkeypatch.setattr(fd_passing, "_introduce", other)
 
     return pretend
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_ranks_join(folder, size, monkeypatch):
-    monkeypatch.setattr(handover, "_BATCH", 4)  # several messages, and the last one is not full
+    monkeypatch.setattr(fd_passing, "_BATCH", 4)  # several messages, and the last one is not full
     check_joined(join_all(folder, size))
 
 
@@ -527,7 +528,7 @@ def small(part):
     ids=["magic", "layout", "unsealed", "small"],
 )
 def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reason):
-    monkeypatch.setattr(handover, "make_part", damage(change))
+    monkeypatch.setattr(fd_passing, "make_part", damage(change))
     with pytest.raises(ArenaUnavailable, match=reason):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
@@ -540,7 +541,7 @@ def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, place):
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
             super().__init__(mine, ranks, parts)
 
-    monkeypatch.setattr(handover, "HostArena", Cramped)
+    monkeypatch.setattr(fd_passing, "HostArena", Cramped)
     with pytest.raises(ArenaUnavailable, match=f"rank {10 + place} cannot map .* Cannot allocate memory"):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
@@ -557,17 +558,17 @@ def test_a_host_that_cannot_share(folder, monkeypatch):
 def test_a_rank_that_does_not_come(folder, monkeypatch):
     """The clock stands still until the third rank is there, and then all time is over."""
     clock = [0]
-    greet = handover._greet
+    greet = fd_passing._greet
 
     def greet_and_wait(*args):
         clock.append(1000)
         return greet(*args)
 
-    monkeypatch.setattr(handover, "_greet", greet_and_wait)
+    monkeypatch.setattr(fd_passing, "_greet", greet_and_wait)
     monkeypatch.setattr(joining, "_now_s", lambda: clock[-1])
     waits = {0: Joining(0, 4), 2: Joining(2, 4, math.inf)}
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(handover.join, folder, rank, (0, 1, 2, 3), wait) for rank, wait in waits.items()]
+        futures = [pool.submit(fd_passing.join, folder, rank, (0, 1, 2, 3), wait) for rank, wait in waits.items()]
         errors = [future.exception() for future in futures]
     with pytest.raises(DeadlineError, match=r"1000\.0 s; missing: ranks 1, 3 ") as raised:
         raise all_alike(errors, DeadlineError)
@@ -576,15 +577,15 @@ def test_a_rank_that_does_not_come(folder, monkeypatch):
 
 def test_a_first_rank_that_does_not_come(folder):
     with pytest.raises(DeadlineError, match="missing: rank 0 "):
-        handover.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
+        fd_passing.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
 
 
 def test_a_first_rank_that_died_while_it_listened(folder):
-    with handover._listen(folder / "arena", 1):
+    with fd_passing._listen(folder / "arena", 1):
         (folder / "arena").rename(folder / "kept")
     (folder / "kept").rename(folder / "arena")
     with pytest.raises(PeerLostError, match=r"rank 0 is gone: it closed its connection .*refused"):
-        handover.join(folder, 1, (0, 1))
+        fd_passing.join(folder, 1, (0, 1))
     (folder / "arena").unlink()
 
 
@@ -601,7 +602,7 @@ def visitor(folder):
 
 
 HELLO = ["asyncoll arena", 1, "0", 11, "boot", 4096, ""]
-STRANGERS = {
+UNAUTHENTICATED = {
     "silent": b"",
     "noise": b"\xc1 not msgpack",
     "truncated": msgpack.packb(HELLO)[:-8],
@@ -613,15 +614,15 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("message", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_turned_away(folder, caplog, message):
+@pytest.mark.parametrize("message", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED)
+def test_unauthenticated_are_turned_away(folder, caplog, message):
     ranks = (10, 11)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
-        first = pool.submit(handover.join, folder, 10, ranks)
+        first = pool.submit(fd_passing.join, folder, 10, ranks)
         with visitor(folder) as connection:
             if message:
                 connection.send(message)
-        second = pool.submit(handover.join, folder, 11, ranks)
+        second = pool.submit(fd_passing.join, folder, 11, ranks)
         check_joined([first.result(), second.result()])
     assert "turned a stranger away" in caplog.text
 
@@ -633,26 +634,26 @@ def test_other_users_are_turned_away(folder, caplog, monkeypatch):
         asked.append(line)
         return os.getuid() + (len(asked) == 1)
 
-    monkeypatch.setattr(handover, "user_of", uid)
+    monkeypatch.setattr(fd_passing, "user_of", uid)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
-        first = pool.submit(handover.join, folder, 10, (10, 11))
+        first = pool.submit(fd_passing.join, folder, 10, (10, 11))
         with visitor(folder) as connection:
             assert connection.recv(1) == b"", "it is told nothing"
-        second = pool.submit(handover.join, folder, 11, (10, 11))
+        second = pool.submit(fd_passing.join, folder, 11, (10, 11))
         check_joined([first.result(), second.result()])
     assert f"a process of user {os.getuid() + 1}" in caplog.text
 
 
 def test_a_rank_that_goes_away_meanwhile(folder, monkeypatch):
     """All others are told who it was."""
-    send = handover._Line.send
+    send = fd_passing._Line.send
 
     def send_and_leave(line, message, descriptors=()):
         send(line, message, descriptors)
         if isinstance(message, list) and message[3:4] == [11]:
             raise OSError("killed")
 
-    monkeypatch.setattr(handover._Line, "send", send_and_leave)
+    monkeypatch.setattr(fd_passing._Line, "send", send_and_leave)
     first, gone, third = join_all(folder, 3)
     assert isinstance(gone, PeerLostError)
     with pytest.raises(PeerLostError, match="rank 11 is gone: it closed its connection"):
@@ -663,7 +664,7 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
     def leave(*_):
         raise MemoryError
 
-    monkeypatch.setattr(handover, "_hand_over", leave)
+    monkeypatch.setattr(fd_passing, "_hand_over", leave)
     first, second = join_all(folder, 2)
     assert isinstance(first, MemoryError)
     with pytest.raises(PeerLostError, match="rank 10 is gone: it closed its connection"):
@@ -672,20 +673,20 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
 
 def test_too_few_files(folder, monkeypatch):
     """The kernel leaves out the descriptors that a process may not have."""
-    receive = handover._Line.receive
+    receive = fd_passing._Line.receive
 
     def receive_less(line, check, descriptors_max=0):
         message, descriptors = receive(line, check, descriptors_max)
         return message, descriptors[:3]
 
-    monkeypatch.setattr(handover._Line, "receive", receive_less)
+    monkeypatch.setattr(fd_passing._Line, "receive", receive_less)
     with pytest.raises(ArenaUnavailable, match="may not have 6 more files open: raise the limit"):
         raise all_alike(join_all(folder, 2), ArenaUnavailable)
 
 
 def test_a_path_that_is_too_long(tmp_path):
     with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
-        handover.join(tmp_path / ("x" * 100), 0, (0, 1))
+        fd_passing.join(tmp_path / ("x" * 100), 0, (0, 1))
 
 
 # -- real processes -------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncoll import Feedback, UsageError, communicator, wire
+from asyncoll import Feedback, UsageError, communicator
+from asyncoll.arguments import digest
 from asyncoll.testing import run_ranks, simulate
 
 
@@ -186,7 +187,7 @@ def test_a_name_that_cannot_be_sent_is_refused(call, transport):
 @pytest.mark.parametrize("part", [np.str_("w"), Printed("w"), np.int64(1), Whole(1), True, None, 1.0, b"w"])
 def test_a_digest_refuses_parts_whose_repr_may_differ(part):
     with pytest.raises(TypeError, match="exact ints and strs"):
-        wire.digest("world", part)
+        digest("world", part)
 
 
 SHAPES = [

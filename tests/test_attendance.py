@@ -10,7 +10,7 @@ import pytest
 
 from asyncoll import DeadlineError, deadline
 from asyncoll.testing import Network, Pause, simulate
-from asyncoll.wire import Here
+from asyncoll.transport.wire import Here
 
 
 def test_whatever_begins_while_others_are_asked_the_answers_count():
@@ -47,12 +47,12 @@ def test_who_was_not_asked_does_not_answer_for_who_was():
     async def main(comm):
         await comm.barrier()
         if comm.rank == 0:
-            attendance = comm._calls._attendance
-            asking = asyncio.ensure_future(attendance._ask((0, 1)))
+            pending = comm._calls._pending
+            asking = asyncio.ensure_future(pending._ask((0, 1)))
             await asyncio.sleep(0)
-            attendance._heard(2, Here(comm._group.communicator, 0, "", "late"))  # to an earlier question
+            pending._heard(2, Here(comm._core.member.group.communicator, 0, "", "late"))  # to an earlier question
             await asking
-            assert 1 in attendance._answers
+            assert 1 in pending._answers
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=0.01))

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import PATIENCE_S
 
-from asyncoll.algorithms import dense as algorithms
+from asyncoll.algorithms.dense import on_lane as algorithms
 from asyncoll.bench.dense import bus_bandwidth
 from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
 from asyncoll.bench.skewed import MODES, expected

@@ -13,7 +13,7 @@ import pytest
 from conftest import PATIENCE_S
 
 from asyncoll.bench.skewed import MODES, expected
-from asyncoll.transport.simulated import Network
+from asyncoll.transport.messages.simulated import Network
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (

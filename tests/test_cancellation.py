@@ -16,7 +16,7 @@ from conftest import PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.testing.faults.operations import OPERATIONS
+from asyncoll.testing.faults.calls import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -50,9 +50,11 @@ def delay_s(random) -> float:
 
 async def nothing_is_pending(comm: Communicator) -> None:
     async def look() -> list[str]:
-        return comm._endpoint.waiting() + list(map(str, comm._calls._attendance._visits))
+        return comm._core.member.endpoint.waiting() + list(map(str, comm._calls._pending._pending))
 
-    assert await comm._runner.start(look()) == []  # on the runtime's loop: it goes on while a caller's thread looks
+    assert (
+        await comm._core.member.runner.start(look()) == []
+    )  # on the runtime's loop: it goes on while a caller's thread looks
 
 
 async def interrupt(comm: Communicator, seed: int, times: int, cancel) -> int:

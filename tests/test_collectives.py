@@ -11,8 +11,8 @@ from conftest import SIZES
 
 import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
-from asyncoll.algorithms import dense
-from asyncoll.tensors import DTYPES
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -39,11 +39,19 @@ def test_allreduce(size, count, run):
 
 
 @sizes
-@pytest.mark.parametrize("algorithm", [dense.tree, dense.recursive_doubling, dense.rabenseifner, dense.ring])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        on_lane.tree,
+        on_lane.recursive_doubling,
+        on_lane.rabenseifner,
+        on_lane.ring,
+    ],
+)
 @pytest.mark.parametrize("count", [0, 1, 5, 100, 3001])
 def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, monkeypatch):
     data = np.random.default_rng(count).standard_normal((size, count)).astype("complex64") * (1 + 0.3j)
-    monkeypatch.setattr(dense, "allreduce", algorithm)
+    monkeypatch.setattr(on_lane, "allreduce", algorithm)
 
     async def main(comm):
         return await comm.allreduce(data[comm.rank].copy(), PROD)
@@ -55,11 +63,19 @@ def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, m
 
 
 @sizes
-@pytest.mark.parametrize("algorithm", [dense.tree, dense.recursive_doubling, dense.rabenseifner, dense.ring])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        on_lane.tree,
+        on_lane.recursive_doubling,
+        on_lane.rabenseifner,
+        on_lane.ring,
+    ],
+)
 @pytest.mark.parametrize("count", [0, 5, 3001])
 def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch):
-    """A round's attendance list, here among messages that overtake each other and come before they are asked for."""
-    monkeypatch.setattr(dense, "allreduce", algorithm)
+    """A round's participation list, here among messages that overtake each other and come before they are asked for."""
+    monkeypatch.setattr(on_lane, "allreduce", algorithm)
 
     async def main(comm):
         for _ in range(3):

@@ -36,11 +36,11 @@ from asyncoll import (
     PeerLostError,
     ProtocolError,
     UsageError,
-    wire,
 )
-from asyncoll.algorithms.wait_avoiding import Result, WaitAvoiding
+from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
+from asyncoll.arguments import digest
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate, worlds
-from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport import MAX_FRAME_BYTES, wire
 
 Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
 JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -557,7 +557,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
         while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
             pass
         await comm.barrier()
-        operation = comm._operations._operations["g"]
+        operation = comm._core.backend.operations["g"]
         assert operation._staged is None or not operation._staged[0].any()
         assert not operation._waiting
 
@@ -706,7 +706,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def routers_address(comm: Communicator, rank: int) -> str:
-    return comm._endpoint.transport.peers[rank]
+    return comm._core.member.endpoint.transport.peers[rank]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -747,7 +747,7 @@ STRANGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("identity", [b"", b"asyncoll", b"asyncoll" + bytes(8)], ids=["none", "short", "wrong"])
 @pytest.mark.parametrize("what", STRANGE)
-def test_strangers_are_dropped_and_logged(what, identity, caplog):
+def test_unauthenticated_are_dropped_and_logged(what, identity, caplog):
     caplog.set_level(logging.WARNING, "asyncoll")
 
     async def main(comm: Communicator) -> None:
@@ -761,7 +761,7 @@ def test_strangers_are_dropped_and_logged(what, identity, caplog):
 
 
 @pytest.mark.slow
-def test_a_strangers_oversized_frame_ends_its_connection_and_nothing_else():
+def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             ended = partial(happened, zmq.EVENT_DISCONNECTED)
@@ -777,7 +777,7 @@ def test_nobody_can_speak_for_a_rank_that_is_there():
 
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
-            identity = comm._endpoint.transport._routing_ids[2]
+            identity = comm._core.member.endpoint.transport._routing_ids[2]
             frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
             barriers: list[asyncio.Future[Any]] = []  # once it has come in
 
@@ -801,7 +801,7 @@ def announced(**fields: Any) -> list[bytes]:
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
     empty = {"str": "", "int": 0, "bool": False}
     values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
-    return wire.encode_control(wire.Announce(**values | {"communicator": wire.digest("world")} | plain | fields))
+    return wire.encode_control(wire.Announce(**values | {"communicator": digest("world")} | plain | fields))
 
 
 GARBAGE = {
@@ -834,7 +834,7 @@ def sends(frames: list[bytes]) -> Act:
     async def act(comm: Communicator) -> None:
         await comm.barrier()  # everybody has joined
         if comm.rank == 1:
-            comm._endpoint.transport.send(2, frames)
+            comm._core.member.endpoint.transport.send(2, frames)
         for _ in range(20):
             await comm.barrier()
 
@@ -878,7 +878,7 @@ def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, 
 
 
 @pytest.mark.parametrize("first", ["posted", "arrived"])
-def test_a_rider_of_a_wrong_size_is_refused(first):
+def test_a_piggyback_of_a_wrong_size_is_refused(first):
     refused_in_a_round([b"", b"x" * 5], first)
 
 
@@ -888,10 +888,10 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
         await comm.solo_allreduce(x, sync_every=1)
-        operation = comm._operations._operations["solo"]
+        operation = comm._core.backend.operations["solo"]
         if comm.rank == 1:
             header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
-            comm._endpoint.transport.send(0, [header, *frames])
+            comm._core.member.endpoint.transport.send(0, [header, *frames])
             await asyncio.sleep(1)
         elif first == "arrived":
             await asyncio.sleep(0.5)

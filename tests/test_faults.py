@@ -1,4 +1,4 @@
-"""Faults at named points: at every passage of every operation in virtual time, and among real processes."""
+"""Faults at named points: at every injection point of every operation in virtual time, and among real processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from asyncoll.testing import (
     run_ranks,
     simulate,
 )
+from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
-from asyncoll.testing.faults.operations import OPERATIONS, echo
-from asyncoll.testing.faults.passages import Passages
-from asyncoll.testing.faults.verdict import judge
-from asyncoll.testing.faults.worlds import Story
+from asyncoll.testing.faults.checks import judge
+from asyncoll.testing.faults.injection_points import InjectionPoints
+from asyncoll.testing.faults.processes import Story
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -57,21 +57,21 @@ def world(size, main, memory, seed=0):
     return simulate(size, main, WEATHER, seed, shared_memory=memory).results
 
 
-def passages_of(operation, memory):
+def injection_points_of(operation, memory):
     """Of the victim, in a call of it like the one before."""
 
     async def main(comm: Communicator) -> int:
         comm.rpc.register(echo)
         await OPERATIONS[operation](comm, ELEMENTS)
-        with Passages(comm) as passages:
+        with InjectionPoints(comm) as injection_points:
             await OPERATIONS[operation](comm, ELEMENTS)
         await comm.barrier()
-        return passages.count
+        return injection_points.count
 
     return world(SIZE, main, memory)[VICTIM]
 
 
-def outcomes(operation, memory, what, at="inside", passage=1):
+def outcomes(operation, memory, what, at="inside", injection_point=1):
     """What each rank raised, in a world where `what` strikes one of them, and all go on until they hear of it.
 
     Nobody leaves before all others know: that would be another loss.
@@ -82,7 +82,7 @@ def outcomes(operation, memory, what, at="inside", passage=1):
         comm.rpc.register(echo)
         try:
             await OPERATIONS[operation](comm, ELEMENTS)
-            with fault(comm, what, rank=VICTIM, at=at, passage=passage):
+            with fault(comm, what, rank=VICTIM, at=at, injection_point=injection_point):
                 await OPERATIONS[operation](comm, ELEMENTS)
             while True:
                 await OPERATIONS[operation](comm, ELEMENTS)
@@ -101,10 +101,10 @@ def outcomes(operation, memory, what, at="inside", passage=1):
 @memory
 @every_operation
 def test_wherever_a_rank_dies_all_others_hear_of_it(operation, memory):
-    for passage in range(1, passages_of(operation, memory) + 1):
-        raised = outcomes(operation, memory, Kill(), passage=passage)
+    for injection_point in range(1, injection_points_of(operation, memory) + 1):
+        raised = outcomes(operation, memory, Kill(), injection_point=injection_point)
         assert isinstance(raised.pop(VICTIM), asyncio.CancelledError)
-        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, passage
+        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, injection_point
         assert all(isinstance(error, PeerLostError) for error in raised.values())
 
 
@@ -112,10 +112,10 @@ def test_wherever_a_rank_dies_all_others_hear_of_it(operation, memory):
 @every_operation
 def test_wherever_a_rank_raises_all_others_hear_of_it(operation, memory):
     trouble = TroubleError("here")
-    for passage in range(1, passages_of(operation, memory) + 1):
-        raised = outcomes(operation, memory, Raise(trouble), passage=passage)
+    for injection_point in range(1, injection_points_of(operation, memory) + 1):
+        raised = outcomes(operation, memory, Raise(trouble), injection_point=injection_point)
         assert raised.pop(VICTIM) is trouble
-        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, passage
+        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS, injection_point
 
 
 @memory
@@ -134,12 +134,12 @@ def test_a_fault_strikes_when_it_is_said_to(at, memory):
 
 
 @memory
-def test_a_block_with_fewer_passages_is_struck_at_its_end(memory):
+def test_a_block_with_fewer_injection_points_is_struck_at_its_end(memory):
     struck = []
 
     async def main(comm: Communicator) -> None:
         with pytest.raises(TroubleError) if comm.rank == VICTIM else contextlib.nullcontext():
-            with fault(comm, Raise(TroubleError()), rank=VICTIM, passage=10**6):
+            with fault(comm, Raise(TroubleError()), rank=VICTIM, injection_point=10**6):
                 await comm.barrier()
                 struck.append(comm.rank)
         await comm.barrier()  # nothing was cancelled
@@ -178,18 +178,20 @@ def test_an_interrupted_task_may_go_on():
 @memory
 def test_watching_leaves_nothing_behind(memory):
     async def main(comm: Communicator) -> None:
-        endpoint = comm._endpoint
+        endpoint = comm._core.member.endpoint
         await comm.barrier()
         before = [dict(vars(thing)) for thing in (endpoint.transport, endpoint, endpoint.arena) if thing is not None]
-        mutexes = [board._mutex for board in endpoint.arena._boards.values()] if memory else []
-        with Passages(comm) as outer:
+        mutexes = [control_block._mutex for control_block in endpoint.arena._control_blocks.values()] if memory else []
+        with InjectionPoints(comm) as outer:
             await comm.barrier()
-            with Passages(comm) as inner:
+            with InjectionPoints(comm) as inner:
                 await comm.barrier()
         assert 0 < inner.count < outer.count
         after = [vars(thing) for thing in (endpoint.transport, endpoint, endpoint.arena) if thing is not None]
         assert [set(each) for each in after] == [set(each) for each in before]
-        assert not memory or mutexes == [board._mutex for board in endpoint.arena._boards.values()]
+        assert not memory or mutexes == [
+            control_block._mutex for control_block in endpoint.arena._control_blocks.values()
+        ]
         await comm.barrier()
 
     world(2, main, memory)
@@ -207,7 +209,7 @@ def test_what_strikes_a_process_is_refused_where_all_ranks_are_in_one(what):
         run_ranks(2, main)
 
 
-@pytest.mark.parametrize("point", [{"at": "never"}, {"passage": 0}])
+@pytest.mark.parametrize("point", [{"at": "never"}, {"injection point": 0}])
 def test_a_point_that_does_not_exist(point):
     async def main(comm: Communicator) -> None:
         with fault(comm, HoldGil(1.0), rank=0, **point):
@@ -310,6 +312,9 @@ def test_whoever_hears_it_late_is_late():
     assert verdict.late == ("heard after 200 ms",)
 
 
+STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memory/arena.py", line 7 in wait'
+
+
 @pytest.mark.parametrize("cell", [LETHAL, HARMLESS])
 @pytest.mark.parametrize(
     ("what", "complaint"),
@@ -317,14 +322,7 @@ def test_whoever_hears_it_late_is_late():
         ({"told": []}, "nothing struck"),
         ({"left": ["process 7"]}, "left behind: process 7"),
         ({"codes": {0: 1, 1: 1, 2: 1}}, "ended with code 1"),
-        (
-            {
-                "hung": {
-                    0: 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/arena.py", line 7 in wait'
-                }
-            },
-            "rank 0 hung: wait transport/arena.py:7",
-        ),
+        ({"hung": {0: STACK}}, "rank 0 hung: wait memory/arena.py:7"),
     ],
 )
 def test_whatever_else_is_wrong_breaks_a_cell(cell, what, complaint):

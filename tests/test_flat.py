@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from asyncoll.errors import UsageError
-from asyncoll.flat import flatten
+from asyncoll.tensors.flat import flatten
 
 
 def perceptron() -> nn.Sequential:
@@ -268,5 +268,5 @@ def test_models_that_cannot_be_flat_are_refused() -> None:
 
 
 def test_importing_flat_does_not_import_torch() -> None:
-    code = "import sys, asyncoll.flat; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncoll.tensors.flat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -19,7 +19,7 @@ import asyncoll
 from asyncoll import Communicator, UsageError
 from asyncoll.launch.environment import reserve_port
 from asyncoll.testing import run_ranks
-from asyncoll.transport import part
+from asyncoll.transport.memory import segment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "forking.py"
@@ -296,7 +296,7 @@ def test_where_there_is_no_room_for_copies_a_child_may_not_read_them(monkeypatch
         x = comm.empty(5000, "float64")
         x[:] = 5
         await comm.barrier()
-        monkeypatch.setattr(part, "check_room", refuse)
+        monkeypatch.setattr(segment, "check_room", refuse)
         told = in_a_child(lambda: "it lives"), in_a_child(lambda: x.max())
         monkeypatch.undo()
         await comm.barrier()

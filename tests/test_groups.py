@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncoll import AVG
-from asyncoll.algorithms.grouping import partition, propagation
+from asyncoll.algorithms.rounds.grouping import partition, propagation
 from asyncoll.testing import Network, run_ranks
 
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
@@ -188,7 +188,7 @@ def test_a_group_with_nothing_to_give_leaves_the_tensor_alone(simulated):
 @pytest.mark.parametrize(("size", "group_size"), [(2, 1), (5, 1), (4, 2), (6, 2), (13, 4)])
 def test_a_group_that_runs_far_ahead_waits_for_the_others(size, group_size, sync_every, simulated, monkeypatch):
     """A rank keeps signals of so many later rounds and no more, so nobody may be further ahead of it."""
-    monkeypatch.setattr("asyncoll.algorithms.wait_avoiding.EARLY_MAX", 4)
+    monkeypatch.setattr("asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX", 4)
 
     async def main(comm):
         newest = 0

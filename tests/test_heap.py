@@ -6,13 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncoll.transport.heap import ALIGNMENT, Heap
+from asyncoll.transport.memory.heap import ALIGNMENT, Heap
 
 PAGE = 4096
 START, END = PAGE, 40 * PAGE
 
 
-class Blocks(RuleBasedStateMachine):
+class BlockTable(RuleBasedStateMachine):
     """A heap, beside a plain list of what is in use."""
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Blocks(RuleBasedStateMachine):
         return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-test_heap = Blocks.TestCase
+test_heap = BlockTable.TestCase
 
 
 def test_what_is_not_in_use_cannot_be_freed():

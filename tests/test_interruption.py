@@ -17,13 +17,14 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S
 
-from asyncoll import forks, progress
+from asyncoll import forks
+from asyncoll.algorithms.rounds.operations import Receipt
 from asyncoll.errors import PeerLostError, UsageError
-from asyncoll.interruption import handlers_may_raise, may_interrupt
-from asyncoll.persistent import Receipt
+from asyncoll.runtime import progress
+from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.testing import run_ranks
-from asyncoll.transport import mutex
-from asyncoll.transport.arena import local_world
+from asyncoll.transport.memory import mutex
+from asyncoll.transport.memory.arena import local_world
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -75,19 +76,19 @@ def test_an_exception_at_each_line_of_a_call_leaves_nothing_half_done(transport)
 # -- the lock --------------------------------------------------------------------------------------
 
 
-def refused_by(board) -> str:
-    with pytest.raises(PeerLostError) as refusal, board:
+def refused_by(control_block) -> str:
+    with pytest.raises(PeerLostError) as refusal, control_block:
         pytest.fail("the lock was given")
     assert refusal.value.rank == 0
     return refusal.value.cause
 
 
-def test_an_exception_in_a_section_marks_the_board_for_all():
+def test_an_exception_in_a_section_marks_the_control_block_for_all():
     with local_world(2) as (mine, theirs):
-        with pytest.raises(AlarmError), mine.board(1, 4):
+        with pytest.raises(AlarmError), mine.control_block(1, 4):
             raise AlarmError
-        assert "an exception interrupted it" in refused_by(theirs.board(1, 4))
-        assert "an exception interrupted it" in refused_by(mine.board(1, 4))
+        assert "an exception interrupted it" in refused_by(theirs.control_block(1, 4))
+        assert "an exception interrupted it" in refused_by(mine.control_block(1, 4))
 
 
 def test_an_exception_just_after_the_lock_was_taken_does_not_keep_it(monkeypatch):
@@ -97,29 +98,29 @@ def test_an_exception_just_after_the_lock_was_taken_does_not_keep_it(monkeypatch
 
     take = mutex._try_lock
     with local_world(2) as (mine, theirs):
-        boards = mine.board(1, 4), theirs.board(1, 4)
+        control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
         with monkeypatch.context() as patch:
             patch.setattr(mutex, "_try_lock", take_and_raise)
-            with pytest.raises(AlarmError), boards[0]:
+            with pytest.raises(AlarmError), control_blocks[0]:
                 pytest.fail("the exception came before")
-        assert "an exception interrupted it" in refused_by(boards[1])
+        assert "an exception interrupted it" in refused_by(control_blocks[1])
 
 
 def test_a_lock_that_an_exception_kept_is_let_go_of_with_the_next_call():
     """As when it comes before the first step of what would give it back."""
     with local_world(2) as (mine, theirs):
-        boards = mine.board(1, 4), theirs.board(1, 4)
-        boards[0]._mutex.acquire()
-        assert "an exception interrupted it" in refused_by(boards[0])
-        assert "an exception interrupted it" in refused_by(boards[1])
+        control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
+        control_blocks[0]._mutex.acquire()
+        assert "an exception interrupted it" in refused_by(control_blocks[0])
+        assert "an exception interrupted it" in refused_by(control_blocks[1])
 
 
 def test_an_error_of_the_library_in_a_section_changes_nothing():
     with local_world(2) as (mine, theirs):
-        with pytest.raises(UsageError), mine.board(1, 4):
+        with pytest.raises(UsageError), mine.control_block(1, 4):
             raise UsageError("as intended")
-        with theirs.board(1, 4) as board:
-            board.words[0] = 1
+        with theirs.control_block(1, 4) as control_block:
+            control_block.cells[0] = 1
 
 
 # -- wake-ups and forks ----------------------------------------------------------------------------

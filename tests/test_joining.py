@@ -14,7 +14,7 @@ from conftest import PATIENCE_S
 import asyncoll
 from asyncoll import testing
 from asyncoll.errors import UsageError, describe
-from asyncoll.rendezvous import Environment
+from asyncoll.world.environment import Environment
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"

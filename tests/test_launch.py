@@ -16,12 +16,20 @@ import pytest
 from conftest import PATIENCE_S
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import KEY_BYTES
 from asyncoll.launch import launch as launch_here
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.environment import reserve_port, stopped_grace_s
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
-from asyncoll.launch.supervisor import BLAME_S, LOOKS, SETTLE_S, STOP_GRACE_S, Failure, Supervisor
-from asyncoll.launch.verdict import explain
+from asyncoll.launch.supervisor import (
+    BLAME_S,
+    LOOK_GAP_MAX_S,
+    SETTLE_S,
+    STOP_GRACE_S,
+    STOPPED_GRACE_S,
+    Failure,
+    Supervisor,
+)
+from asyncoll.launch.verdict import explain, tell_stopped
+from asyncoll.transport.keys import KEY_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -344,7 +352,7 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
     for rank in (1, 0):
         supervisor.failed(Failure(rank, 1, 1.0, traceback="Traceback\n", summary=lost, blames=2))
     supervisor.tick(1.0 + BLAME_S)
-    assert list(explain(supervisor, [[]] * 4)) == [
+    assert list(explain(supervisor, [[]] * 4, {})) == [
         f"rank 2 is the root cause, as the others tell: {lost}",
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
@@ -392,44 +400,161 @@ def test_interrupt_while_the_template_loads() -> None:
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("freeze_s", ["0.5", "0"])
-def test_a_rank_that_is_stopped_when_all_others_have_ended(freeze_s: str, tmp_path: Path) -> None:
-    """Nobody would wake it. With freezes off it is waited for, as for one that is debugged, and the user is told."""
-    env = {**LIGHT, "ASYNCOLL_FREEZE_S": freeze_s}
+# What becomes of a rank that is stopped when every other rank has ended.
+
+
+@pytest.mark.parametrize(
+    ("freeze_s", "deadline_s"), [("2", []), ("0", [1]), ("3600", [1])], ids=["lost", "late", "late, long freeze"]
+)
+def test_a_stopped_rank_is_ended_when_every_other_rank_has_returned_normally(
+    freeze_s: str, deadline_s: list[int]
+) -> None:
+    env = {**LIGHT, "ASYNCOLL_FREEZE_S": freeze_s, "ASYNCOLL_STOPPED_S": "1"}
+    run = launch("-n", 3, SCRIPTS / "forgiving.py", *deadline_s, env=env)
+    pid = next(line.removeprefix("1: stops as ") for line in run.stdout.splitlines() if line.startswith("1: "))
+    told, *_, verdict, remedy = run.stderr.splitlines()
+    assert run.returncode == 128 + signal.SIGSTOP
+    assert sorted(run.stdout.splitlines()) == ["0: caught it", f"1: stops as {pid}", "2: caught it"]
+    assert told == (
+        f"rank 1 (pid {pid}) is stopped and every other rank has ended: the launcher ends it after 1 s "
+        f"(ASYNCOLL_STOPPED_S). To continue it: kill -CONT {pid}"
+    )
+    assert verdict.startswith(f"rank 1 (pid {pid}) was stopped by a signal (SIGSTOP, say), and the launcher ended it")
+    assert "kill -CONT" in remedy
+    assert "ASYNCOLL_STOPPED_S" in remedy
+    assert not runs(int(pid))
+
+
+@pytest.mark.parametrize(("stopped_s", "end"), [(f"{PATIENCE_S}", "the launcher ends it"), ("0", "the launcher waits")])
+def test_a_stopped_rank_that_continues_in_time_is_not_ended(stopped_s: str, end: str, tmp_path: Path) -> None:
+    env = {**LIGHT, "ASYNCOLL_STOPPED_S": stopped_s}
     with start("-n", 3, SCRIPTS / "left_stopped.py", tmp_path / "pid", env=env) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
-        if freeze_s == "0":
-            os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, signal.SIGCONT)
         out, err = process.communicate(timeout=PATIENCE_S)
-    if freeze_s == "0":
-        assert said.startswith("rank 1 was stopped, and all others have ended: waiting")
-        assert (process.returncode, out) == (0, "1: it went on\n")
-    else:
-        assert said.startswith("rank 1 was found stopped (SIGSTOP, or a debugger) after others had ended")
-        assert (process.returncode, err) == (128 + signal.SIGSTOP, "")
+    assert said.startswith(f"rank 1 (pid {pid}) is stopped and every other rank has ended: {end}")
+    assert (process.returncode, out, err) == (0, "1: it went on\n", "")
 
 
-def test_supervisor_looks_several_times_at_stopped_ranks() -> None:
-    supervisor = Supervisor(3, 0.0, orders := Orders())
+def test_supervisor_ends_a_stopped_rank_when_every_other_rank_has_ended() -> None:
+    supervisor = Supervisor(3, 0.0, orders := Orders(), stopped_grace_s=3.0)
+    assert supervisor.looked({0: "S", 1: "T", 2: "S"}, 0.5) == []
     supervisor.exited(0, 0, 1.0)
-    for now in range(2, 2 + LOOKS):
-        supervisor.looked([1], 0.5, now)  # rank 2 runs, and may wake it
-    supervisor.exited(2, 0, 10.0)
-    for now in (*range(11, 10 + LOOKS), *range(20, 20 + LOOKS)):
-        assert not supervisor.failures
-        supervisor.looked([1] if now != 10 + LOOKS - 1 else [], 0.5, now)  # it went on meanwhile
-    assert [(failure.rank, failure.code) for failure in supervisor.failures.values()] == [(1, -signal.SIGSTOP)]
-    supervisor.tick(20 + LOOKS)
-    assert orders == [(signal.SIGTERM, [1])]
+    supervisor.exited(2, 0, 1.0)
+    assert supervisor.looked({1: "T"}, 2.0) == []  # it may be continued right now
+    assert supervisor.looked({1: "T"}, 3.0) == [1]  # the user hears of it
+    assert supervisor.looked({1: "T"}, 4.0) == []  # once
+    supervisor.tick(4.0)
+    assert (supervisor.root, orders) == (None, [])
+    assert supervisor.looked({1: "T"}, 5.0) == []
+    assert supervisor.root == Failure(1, -signal.SIGSTOP, 5.0)
+    supervisor.tick(5.0 + SETTLE_S)
+    supervisor.tick(5.0 + SETTLE_S + STOP_GRACE_S)
+    assert orders == [(signal.SIGTERM, [1]), (signal.SIGKILL, [1])]
+    supervisor.exited(1, -signal.SIGKILL, 11.0)
+    assert supervisor.root.exit_code == 128 + signal.SIGSTOP
 
 
-def test_supervisor_waits_for_stopped_ranks_for_as_long_as_it_is_told() -> None:
-    supervisor = Supervisor(2, 0.0, Orders())
-    supervisor.exited(0, 0, 1.0)
-    for now in range(100):
-        supervisor.looked([1], float("inf"), now)
+def test_supervisor_says_that_a_rank_is_stopped_before_it_ends_it() -> None:
+    supervisor = Supervisor(2, 0.0, Orders(), stopped_grace_s=0.1)
+    supervisor.exited(0, 0, 0.0)
+    assert [supervisor.looked({1: "T"}, now) for now in (1.0, 2.0)] == [[], [1]]
     assert not supervisor.failures
+    supervisor.looked({1: "T"}, 3.0)
+    assert list(supervisor.failures) == [1]
+
+
+def test_supervisor_gives_a_rank_that_continued_a_new_grace_period() -> None:
+    supervisor = Supervisor(2, 0.0, Orders(), stopped_grace_s=2.0)
+    supervisor.exited(0, 0, 0.0)
+    assert [supervisor.looked({1: state}, now) for now, state in enumerate("TTRTT", 1)] == [[], [1], [], [], [1]]
+    assert not supervisor.failures
+    supervisor.looked({1: "T"}, 6.0)
+    assert list(supervisor.failures) == [1]
+
+
+def test_supervisor_gives_a_new_grace_period_after_the_launcher_was_stopped_too() -> None:
+    """Ctrl-Z stops the launcher, and a batch system the whole job; the ranks may continue a little later than it."""
+    supervisor = Supervisor(2, 0.0, Orders(), stopped_grace_s=2.0)
+    supervisor.exited(0, 0, 0.0)
+    assert [supervisor.looked({1: "T"}, now) for now in (1.0, 2.0)] == [[], [1]]
+    later = 2.0 + LOOK_GAP_MAX_S + 0.1
+    assert [supervisor.looked({1: "T"}, later + passed) for passed in (0.0, 1.0)] == [[], [1]]
+    assert not supervisor.failures
+    supervisor.looked({1: "T"}, later + 2.0)
+    assert list(supervisor.failures) == [1]
+
+
+@pytest.mark.parametrize(
+    ("size", "ended", "states"),
+    [
+        pytest.param(1, [], {0: "T"}, id="it is the only rank of the job"),
+        pytest.param(2, [], {0: "T", 1: "T"}, id="all ranks are stopped, none has ended"),
+        pytest.param(3, [0], {1: "T", 2: "S"}, id="another rank runs"),
+        pytest.param(3, [0], {1: "T"}, id="another rank is not forked yet"),
+        pytest.param(2, [0], {1: "t"}, id="a debugger has stopped it"),
+        pytest.param(3, [0], {1: "T", 2: "t"}, id="a debugger has stopped another one"),
+        pytest.param(2, [0], {1: "D"}, id="it waits for a disk"),
+        pytest.param(2, [0], {1: ""}, id="it is gone, and the news of it is on its way"),
+    ],
+)
+def test_supervisor_leaves_a_stopped_rank_alone(size: int, ended: list[int], states: dict[int, str]) -> None:
+    supervisor = Supervisor(size, 0.0, orders := Orders())
+    for rank in ended:
+        supervisor.exited(rank, 0, 0.0)
+    for now in range(100):
+        assert supervisor.looked(states, now) == []
+        supervisor.tick(now)
+    assert (supervisor.failures, orders) == ({}, [])
+
+
+def test_supervisor_leaves_stopped_ranks_to_the_end_of_a_job_that_has_failed() -> None:
+    supervisor = Supervisor(3, 0.0, orders := Orders())
+    supervisor.exited(0, 0, 0.0)
+    supervisor.exited(2, 7, 0.0)
+    assert [supervisor.looked({1: "T"}, now) for now in range(20)] == [[]] * 20
+    supervisor.tick(20.0)
+    assert (list(supervisor.failures), orders[:1]) == ([2], [(signal.SIGTERM, [1])])
+
+
+def test_supervisor_waits_for_ever_if_it_is_told_to() -> None:
+    supervisor = Supervisor(2, 0.0, Orders(), stopped_grace_s=stopped_grace_s({"ASYNCOLL_STOPPED_S": "0"}))
+    supervisor.exited(0, 0, 0.0)
+    assert [now for now in range(1000) if supervisor.looked({1: "T"}, now)] == [1]
+    assert not supervisor.failures
+
+
+def test_verdict_on_ranks_that_were_left_stopped() -> None:
+    pids = {0: 10, 1: 11, 2: 12}
+    supervisor = Supervisor(3, 0.0, Orders(), stopped_grace_s=1.0)
+    supervisor.exited(1, 0, 0.0)
+    assert [supervisor.looked({0: "T", 2: "T"}, now) for now in (0.5, 1.0, 2.0)] == [[], [0, 2], []]
+    assert list(explain(supervisor, [[]] * 3, pids)) == [
+        "ranks 0 (pid 10), 2 (pid 12) were stopped by a signal (SIGSTOP, say), and the launcher ended them after 2.0 s"
+        ": every other rank had ended, and they did not continue within 1 s",
+        "find out who sent the signal; if that was intended, continue a stopped rank in time (kill -CONT PID), "
+        "or set ASYNCOLL_STOPPED_S to more seconds (0: the launcher waits for ever)",
+    ]
+    assert tell_stopped([0, 2], pids, float("inf")) == (
+        "ranks 0 (pid 10), 2 (pid 12) are stopped and every other rank has ended: the launcher waits. "
+        "To end them: kill -KILL 10 12. To continue them: kill -CONT 10 12"
+    )
+
+
+def test_grace_of_stopped_ranks_is_read_from_the_environment() -> None:
+    assert stopped_grace_s({}) == stopped_grace_s({"ASYNCOLL_STOPPED_S": ""}) == STOPPED_GRACE_S
+    assert stopped_grace_s({"ASYNCOLL_STOPPED_S": "0.5"}) == 0.5
+    for text in ("-1", "nan", "inf", "soon"):
+        with pytest.raises(UsageError, match=f"ASYNCOLL_STOPPED_S='{text}': give a number of seconds, or 0 to wait"):
+            stopped_grace_s({"ASYNCOLL_STOPPED_S": text})
+
+
+def test_a_job_with_a_wrong_grace_of_stopped_ranks_is_refused() -> None:
+    run = launch("-n", 2, SCRIPTS / "environment.py", env={**LIGHT, "ASYNCOLL_STOPPED_S": "soon"})
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "ASYNCOLL_STOPPED_S='soon'" in run.stderr
 
 
 def test_timeout() -> None:
@@ -447,15 +572,15 @@ def test_killed_launcher_or_template_leaves_nothing(victim: str, tmp_path: Path)
     apart = "apart" if victim == "launcher" else ""
     with start("-n", 2, SCRIPTS / "family.py", tmp_path, apart) as process:
         await_ready(process, 2)
-        template, meeting = int((tmp_path / "template").read_text()), (tmp_path / "meeting").read_text()
-        assert os.stat(meeting).st_mode & 0o777 == 0o700
-        assert os.stat(f"{meeting}/job").st_mode & 0o777 == 0o600
-        assert os.path.getsize(f"{meeting}/job") == KEY_BYTES
+        template, rendezvous = int((tmp_path / "template").read_text()), (tmp_path / "rendezvous").read_text()
+        assert os.stat(rendezvous).st_mode & 0o777 == 0o700
+        assert os.stat(f"{rendezvous}/job").st_mode & 0o777 == 0o600
+        assert os.path.getsize(f"{rendezvous}/job") == KEY_BYTES
         os.kill(process.pid if victim == "launcher" else template, signal.SIGKILL)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert len(pids(tmp_path)) == 4
     until(lambda: not any(map(runs, [template, *pids(tmp_path)])))
-    until(lambda: not os.path.exists(meeting))
+    until(lambda: not os.path.exists(rendezvous))
     if victim == "template":
         assert process.returncode == 1
         assert "the process that starts the ranks died (killed by SIGKILL)" in err
@@ -471,7 +596,7 @@ def test_grandchildren_end_with_the_job(leave: bool, tmp_path: Path) -> None:
     assert process.returncode == (0 if leave else 143)
     assert len(pids(tmp_path)) == 4
     assert not any(map(runs, pids(tmp_path)))
-    assert not os.path.exists((tmp_path / "meeting").read_text())
+    assert not os.path.exists((tmp_path / "rendezvous").read_text())
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])

@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from asyncoll import Communicator, Reduction, UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import worlds
+from asyncoll.testing.laws import runs
 from asyncoll.testing.laws.rules import laws_of, staleness
+from asyncoll.testing.laws.runs import MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
-from asyncoll.testing.laws.worlds import MEMORY, SIMULATED, read_record, tell, write_record
 
 CALLS = draw("solo", 1, 0).calls  # that a rank may make
 SEEDS = 80  # for each kind, over all sizes: what two cores do in half a minute
@@ -301,8 +301,8 @@ def test_a_lie_in_the_record_of_a_process_is_noticed(monkeypatch, temporary):
         calls[0]["reduction"]["included"] ^= True
         record.write_text(json.dumps([calls, cancelled]))
 
-    run_job = worlds._run_job
-    monkeypatch.setattr(worlds, "_run_job", run_and_forge)
+    run_job = runs._run_job
+    monkeypatch.setattr(runs, "_run_job", run_and_forge)
     with pytest.raises(LawBroken) as broken:
         check_laws("solo", 2, 0, transport="shm-processes")
     assert (broken.value.law, broken.value.rank) == ("inclusion", 1)

@@ -16,8 +16,8 @@ from conftest import PATIENCE_S, failures
 
 import asyncoll
 from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
-from asyncoll.rendezvous import Environment
 from asyncoll.testing import Crash, Network, Pause, simulate
+from asyncoll.world.environment import Environment
 
 SIZES = [2, 3, 4, 5, 8, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
@@ -35,25 +35,29 @@ def test_what_one_rank_notices_all_are_told(size):
         if comm.rank == size - 1:
             await asyncio.sleep(100)
         if comm.rank == 0:
-            comm._endpoint.lost(size - 1, "it has no pulse", 0.5)
+            comm._core.member.endpoint.lost(size - 1, "it has no heartbeat", 0.5)
         await comm.barrier()
 
     raised = failures(size, act, simulate)
     assert sorted(raised) == list(range(size))[: len(raised)]
     for rank in range(size - 1):
         assert type(raised[rank]) is PeerLostError
-        assert (raised[rank].rank, raised[rank].cause, raised[rank].last_seen_s) == (size - 1, "it has no pulse", 0.5)
+        assert (raised[rank].rank, raised[rank].cause, raised[rank].last_seen_s) == (
+            size - 1,
+            "it has no heartbeat",
+            0.5,
+        )
 
 
 def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
     """It takes time, while whoever waits in memory has just been told."""
 
     async def act(comm: Communicator) -> None:
-        endpoint = comm._endpoint
-        endpoint.lost(1, "it has no pulse", 0.5)
+        endpoint = comm._core.member.endpoint
+        endpoint.lost(1, "it has no heartbeat", 0.5)
         monkeypatch.setattr(endpoint.membership, "culprit", None)
         error = endpoint.noticed(PeerLostError(0, "it died while it was changing shared memory"), lambda what: what())
-        assert (error.rank, error.cause) == (1, "it has no pulse")
+        assert (error.rank, error.cause) == (1, "it has no heartbeat")
 
     failures(1, act, simulate)
 

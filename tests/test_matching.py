@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncoll.errors import ProtocolError
-from asyncoll.matching import Mailbox, Receive
-from asyncoll.tensors import DTYPES, ReduceOp, combiner, storage
+from asyncoll.runtime.matching import Mailbox, Receive
+from asyncoll.tensors.reductions import DTYPES, ReduceOp, combiner, storage
 
 add = combiner(ReduceOp.SUM, "int32")
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll import numbering
-from asyncoll.numbering import Numbering
+from asyncoll.runtime import numbering
+from asyncoll.runtime.numbering import Numbering
 from asyncoll.testing import run_ranks
 
 LEAST, GREATEST = -(1 << 63), (1 << 63) - 1

@@ -10,8 +10,8 @@ import torch
 from conftest import SIZES
 
 from asyncoll import AVG, MAX, ClosedError, MismatchError
-from asyncoll.algorithms.operation import Opening, Operation
-from asyncoll.tensors import ReduceOp
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import Network, run_ranks, simulate
 
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)

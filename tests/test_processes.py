@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE_S
 
-from asyncoll.keys import write_key
 from asyncoll.launch.environment import reserve_port
+from asyncoll.transport.keys import write_key
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,8 @@ finally:
 
 STORE_OF_RANK_0 = """
 import socket
-from asyncoll.rendezvous import Environment, _serve_store
+from asyncoll.world.environment import Environment
+from asyncoll.world.store import _serve_store
 store = _serve_store(Environment.read())
 for address in "127.0.0.1", "127.0.0.2":
     with socket.socket() as caller:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncoll.errors import UsageError
-from asyncoll.rendezvous import Environment
+from asyncoll.world.environment import Environment
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "1"}
 

@@ -18,7 +18,7 @@ from conftest import PATIENCE_S
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
-from asyncoll.transport.simulated import Network
+from asyncoll.transport.messages.simulated import Network
 from trainers.allreduce_sgd import allreduce_sgd
 from trainers.dc_s3gd import dc_s3gd
 from trainers.eager_sgd import eager_sgd

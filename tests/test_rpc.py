@@ -35,13 +35,13 @@ from asyncoll import (
     UsageError,
     deadline,
 )
-from asyncoll.deadlines import expires_s, remaining_s
-from asyncoll.endpoint import Endpoint
-from asyncoll.rpc import protocol, segments, slots
+from asyncoll.arguments import digest
+from asyncoll.rpc import protocol, segments, window
 from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
+from asyncoll.runtime.deadlines import expires_s, remaining_s
+from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing import Crash, Network, run_ranks, simulate
-from asyncoll.wire import digest
 
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
 
@@ -740,11 +740,11 @@ def test_arguments_on_the_way_to_a_slow_rank_are_bounded():
         if comm.rank == 0:
             x = np.ones(10 << 20, np.uint8)
             await asyncio.gather(*(comm.rpc.call(1, "keep", x) for _ in range(20)))
-            await comm.rpc.call(1, "keep", np.ones(slots.BYTES_MAX + 1, np.uint8))
+            await comm.rpc.call(1, "keep", np.ones(window.BYTES_MAX + 1, np.uint8))
         await comm.barrier()
         return most
 
-    assert simulate(2, main).results[1] == slots.BYTES_MAX + 1
+    assert simulate(2, main).results[1] == window.BYTES_MAX + 1
 
 
 def test_ranks_that_call_each_other_back_and_forth(run):
@@ -1070,7 +1070,7 @@ def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
         if comm.rank == 0:
             await comm.rpc.call(1, "echo", 1)
             inbox = comm.rpc._exchange._carrier._outboxes[1].inbox
-            thread = threading.Thread(target=inbox.board.__enter__)
+            thread = threading.Thread(target=inbox.control_block.__enter__)
             thread.start()  # to the kernel, a thread that ends is an owner that dies
             thread.join()
             with pytest.raises(PeerLostError) as caught:
@@ -1139,7 +1139,9 @@ def test_segments_that_nobody_sends_end_the_world(segment):
         assert comm.rpc
         kind, number, payload = segment
         if comm.rank == 0:
-            comm._endpoint.switchboard.signal(1, digest(comm._group.communicator, "rpc"), number, kind, 0, payload)
+            comm._core.member.endpoint.router.signal(
+                1, digest(comm._core.member.group.communicator, "rpc"), number, kind, 0, payload
+            )
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)
         await comm.barrier()

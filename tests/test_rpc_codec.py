@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays_of
 from asyncoll.errors import ProtocolError, RemoteError, UsageError
 from asyncoll.rpc import codec, failure, hints, protocol
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES
-from asyncoll.tensors import DTYPES
+from asyncoll.tensors.reductions import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

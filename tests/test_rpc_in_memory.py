@@ -24,14 +24,14 @@ from asyncoll.rpc import in_memory, packing
 from asyncoll.rpc.carrier import HEAD_BYTES
 from asyncoll.rpc.in_memory import INLINE_BYTES, InMemory
 from asyncoll.testing import simulate
-from asyncoll.transport import arena as arena_module
-from asyncoll.transport import inbox, inproc_arena, loans
-from asyncoll.transport.inbox import RETURNED, RING_BYTES
+from asyncoll.transport.memory import arena as arena_module
+from asyncoll.transport.memory import inproc, lending, ring
+from asyncoll.transport.memory.ring import RETURNED, RING_BYTES
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 SIZES = [1, 2, 3, 4, 5, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "in_memory.py"
-TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's board
+TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's control_block
 
 
 class Mail(Keeper):
@@ -73,7 +73,7 @@ def twin(size, main, check=nothing):
     """In virtual time, where others come between whenever somebody waits."""
     draw = np.random.default_rng(size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(whole(inproc_arena.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
+        runner.run(whole(inproc.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
 
 
 def memory(size, main, check=nothing):
@@ -470,7 +470,7 @@ def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
                 thread.start()
             for thread in threads:
                 thread.join()
-            with world.carriers[0]._inbox.board, world.carriers[1]._inbox.board:
+            with world.carriers[0]._inbox.control_block, world.carriers[1]._inbox.control_block:
                 held.clear()
             assert not (await collect(world))._lent
             assert sum(map(len, lender(world)._free.values())) == 5
@@ -479,7 +479,7 @@ def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
 
 
 def test_only_so_much_is_kept(run, monkeypatch):
-    monkeypatch.setattr(loans, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(lending, "KEPT_BYTES", 100_000)
 
     async def main(world):
         world.open(1)
@@ -650,7 +650,7 @@ def test_bad_arguments(run):
 
 def test_in_a_simulated_world():
     async def main(comm):
-        endpoint = comm._endpoint
+        endpoint = comm._core.member.endpoint
         ranks = tuple(range(comm.size))
         keeper = Mail()
         carrier = InMemory(
@@ -672,11 +672,11 @@ def test_in_a_simulated_world():
 
 def header(world, *fields):
     """Pretend that rank 0 has sent one message with this header to rank 1."""
-    board = world.carriers[1]._inbox.board
-    with board:
-        inbox._HEADER.pack_into(board.words[RING:].cast("B"), 0, *fields)
-        board.words[TAIL] = 64 * 20
-        board.wake()
+    control_block = world.carriers[1]._inbox.control_block
+    with control_block:
+        ring._HEADER.pack_into(control_block.cells[RING:].cast("B"), 0, *fields)
+        control_block.cells[TAIL] = 64 * 20
+        control_block.wake()
 
 
 BAD_HEADERS = {
@@ -762,8 +762,8 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     """By its owner, who knows the head itself, nor by writers."""
 
     async def main(world):
-        with world.carriers[1]._inbox.board as board:
-            board.words[word] = tail
+        with world.carriers[1]._inbox.control_block as control_block:
+            control_block.cells[word] = tail
         with pytest.raises(ProtocolError, match="an inbox from"):
             await world.carriers[0].send(1, b"")
         if word == TAIL:
@@ -785,13 +785,13 @@ def test_noise_in_an_inbox(noise, blocks, fields):
 
     async def main(world):
         world.open(1)
-        board = world.carriers[1]._inbox.board
-        with board:
-            raw = board.words[RING:].cast("B")
+        control_block = world.carriers[1]._inbox.control_block
+        with control_block:
+            raw = control_block.cells[RING:].cast("B")
             raw[: len(noise)] = noise
-            inbox._HEADER.pack_into(raw, 64 * (blocks // 2), *fields)
-            board.words[TAIL] = 64 * blocks
-            board.wake()
+            ring._HEADER.pack_into(raw, 64 * (blocks // 2), *fields)
+            control_block.cells[TAIL] = 64 * blocks
+            control_block.wake()
         reader, inbox_ = world.carriers[1]._reader, world.carriers[1]._inbox
         await until(lambda: reader.done() or not inbox_.has_messages())
         assert len(world.keepers[1].broken) == reader.done()
@@ -825,12 +825,12 @@ def test_what_comes_back_is_not_trusted(run, caplog, address):
             await world.carriers[0].send(1, b"", [numbers(number, 40_000)])
         held.extend(await world.keepers[1].take(2))
         first, second = lender(world)._lent
-        with world.carriers[0]._inbox.board as board:
+        with world.carriers[0]._inbox.control_block as control_block:
             following = {"twice": first, "cycle": second}.get(address, address)
-            loans._link(world.arenas[1].view(first, 8))[0] = following
-            board.words[RETURNED] = first
+            lending._link(world.arenas[1].view(first, 8))[0] = following
+            control_block.cells[RETURNED] = first
             if address == "cycle":
-                loans._link(world.arenas[1].view(second, 8))[0] = first
+                lending._link(world.arenas[1].view(second, 8))[0] = first
         lender(world)._collect()
         assert first not in lender(world)._lent
         assert (second in lender(world)._lent) == (address != "cycle")
@@ -847,7 +847,7 @@ def test_a_rank_that_died_over_an_inbox():
 
     async def main(world):
         world.open(0, 1)
-        thread = threading.Thread(target=world.carriers[2]._meet(1).inbox.board.__enter__)
+        thread = threading.Thread(target=world.carriers[2]._meet(1).inbox.control_block.__enter__)
         thread.start()  # to the kernel, a thread that ends is an owner that dies
         thread.join()
         for rank in (0, 2):

@@ -35,11 +35,12 @@ from asyncoll import (
     UsageError,
     deadline,
 )
-from asyncoll.keys import Key
 from asyncoll.rpc import connect, outside, protocol, segments, serve
 from asyncoll.rpc.service import Registry
-from asyncoll.transport import addresses, curve, sockets
-from asyncoll.wire import SEGMENT_BYTES
+from asyncoll.transport import addresses
+from asyncoll.transport.keys import Key
+from asyncoll.transport.messages import curve, service_sockets
+from asyncoll.transport.wire import SEGMENT_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -302,7 +303,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
 def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(sockets, "FREEZE_S", 0.5)
+    monkeypatch.setattr(service_sockets, "FREEZE_S", 0.5)
     url = f"ipc://{tmp_path}/s" if url == "ipc" else url
 
     async def main(address):
@@ -434,13 +435,13 @@ CROWDED = """
 import asyncio, socket, sys
 from asyncoll.rpc import serve
 
-def come_and_go(strangers):
-    for _ in range(strangers):
+def come_and_go(unauthenticated peers):
+    for _ in range(unauthenticated peers):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(sys.argv[1].removeprefix("ipc://"))
 
-async def meet(strangers: int) -> None:
-    come_and_go(strangers)
+async def meet(unauthenticated peers: int) -> None:
+    come_and_go(unauthenticated peers)
 
 async def main():
     async with serve(meet, sys.argv[1]):
@@ -452,7 +453,7 @@ asyncio.run(main())
 """
 
 
-def test_a_crowd_of_strangers_while_a_service_computes_harms_nobody(ipc):
+def test_a_crowd_of_unauthenticated_while_a_service_computes_harms_nobody(ipc):
     """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
 
     async def main():
@@ -534,7 +535,7 @@ def test_somebody_who_says_nothing(tmp_path, monkeypatch):
 
 def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
     """The kernel takes connections for it."""
-    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 50)
+    monkeypatch.setattr(service_sockets, "_HANDSHAKE_MS", 50)
 
     async def main():
         with socket.socket(socket.AF_UNIX) as stopped:
@@ -547,10 +548,10 @@ def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
     run(main())
 
 
-def test_a_service_without_a_pulse_is_not_connected_to(ipc, monkeypatch):
+def test_a_service_without_a_heartbeat_is_not_connected_to(ipc, monkeypatch):
     """Or one that froze right after its answer would be waited for in vain."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(sockets.Pulse, "_begin", lambda pulse: None)
+    monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
 
     async def main():
         async with serve(Service(), ipc):
@@ -819,12 +820,12 @@ def test_of_two_that_begin_to_listen_at_one_place_one_finds_the_other(ipc, monke
 # -- hostile peers -------------------------------------------------------------------------------
 
 
-def hello(version=sockets.VERSION):
-    return sockets._FORM.pack(sockets._HELLO, version)
+def hello(version=service_sockets.VERSION):
+    return service_sockets._FORM.pack(service_sockets._HELLO, version)
 
 
 def whole(head: bytes) -> bytes:
-    return sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
+    return service_sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
 
 
 async def with_stranger(ipc, act, caplog, expected):
@@ -841,10 +842,13 @@ async def with_stranger(ipc, act, caplog, expected):
 HOSTILE = {
     "no hello": [[b"hi"]],
     "random bytes": [[hello()], [b"\xff" * 100]],
-    "too many frames": [[hello()], [b"x"], [b"x", b"y", b"z"], [sockets._FORM.pack(77, 0)]],
-    "a segment of nothing": [[hello()], [sockets._FORM.pack(segments._PART, 3) + b"x"]],
-    "credit for nothing": [[hello()], [sockets._FORM.pack(segments._CREDIT, 1 << 40)]],
-    "a lot of memory": [[hello()], [sockets._FORM.pack(segments._FIRST, 0) + b"\1\0\0\0\0\0\0\0" + b"\xff" * 8]],
+    "too many frames": [[hello()], [b"x"], [b"x", b"y", b"z"], [service_sockets._FORM.pack(77, 0)]],
+    "a segment of nothing": [[hello()], [service_sockets._FORM.pack(segments._PART, 3) + b"x"]],
+    "credit for nothing": [[hello()], [service_sockets._FORM.pack(segments._CREDIT, 1 << 40)]],
+    "a lot of memory": [
+        [hello()],
+        [service_sockets._FORM.pack(segments._FIRST, 0) + b"\1\0\0\0\0\0\0\0" + b"\xff" * 8],
+    ],
     "no message": [[hello()], [whole(b"\0" * 100)]],
     "a bad call": [[hello()], [whole(protocol.encode(protocol.CALL, 1, b"\xc1", name="echo")[0])]],
     "two of one number": [
@@ -893,7 +897,7 @@ def test_random_segments(ipc, seed, caplog):
         stranger.send(hello())
         for _ in range(200):
             kind = draw.choice([segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(256)])
-            stranger.send(sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
+            stranger.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
 
     run(with_stranger(ipc, act, caplog, "dropped"))
 
@@ -940,7 +944,7 @@ def test_a_client_that_is_dropped_is_told_why(place):
 
 
 def test_a_client_too_many_is_told_so(ipc, monkeypatch):
-    monkeypatch.setattr(sockets, "_CLIENTS_MAX", 1)
+    monkeypatch.setattr(service_sockets, "_CLIENTS_MAX", 1)
 
     async def main():
         async with both(ipc) as (_, client, _):
@@ -977,11 +981,11 @@ async def send_until_lost(socket, owner):
 
 
 def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog):
-    monkeypatch.setattr(sockets, "_UNSENT_MAX", 8)
+    monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
         owner = Losses()
-        server = sockets.ServerSocket(owner, ipc, None)
+        server = service_sockets.ServerSocket(owner, ipc, None)
         with contextlib.closing(server), zmq.Context() as context, a_socket(context) as deaf:
             deaf.rcvhwm = 1
             deaf.connect(ipc)
@@ -995,14 +999,14 @@ def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog
 
 
 def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
-    monkeypatch.setattr(sockets, "_UNSENT_MAX", 8)
+    monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
         owner = Losses()
         with zmq.Context() as context, a_socket(context, zmq.ROUTER) as deaf:
             deaf.rcvhwm = 1
             deaf.bind(ipc)
-            with contextlib.closing(sockets.ClientSocket(owner, ipc, None, lambda version: None)) as client:
+            with contextlib.closing(service_sockets.ClientSocket(owner, ipc, None, lambda version: None)) as client:
                 await send_until_lost(client, owner)
 
     run(main())
@@ -1014,7 +1018,9 @@ def test_dead_hosts_are_looked_for(place):
     async def main():
         async with both(url, **key) as (_, client, _):
             dealer = client._exchange._carrier.socket._socket
-            assert [dealer.getsockopt(option) for option in sockets._KEEPALIVE] == list(sockets._KEEPALIVE.values())
+            assert [dealer.getsockopt(option) for option in service_sockets._KEEPALIVE] == list(
+                service_sockets._KEEPALIVE.values()
+            )
 
     run(main())
 

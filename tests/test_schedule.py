@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncoll.algorithms.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
-from asyncoll.schedule import Schedule
+from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
+from asyncoll.runtime.schedule import Schedule
 
 
 def test_all_predecessors_or_any_one():

@@ -24,18 +24,23 @@ from conftest import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll import cli, rendezvous, wire
+from asyncoll import cli
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
-from asyncoll.keys import KEY_BYTES, Key, check_folder, read_key, write_key
-from asyncoll.rendezvous import Environment, meet
-from asyncoll.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
+from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
 from asyncoll.testing import fuzz, run_ranks, worlds
-from asyncoll.transport import MAX_FRAME_BYTES, arena, door, split, zeromq
-from asyncoll.transport.door import Door
-from asyncoll.transport.gate import Strangers
+from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.split import SplitTransport
-from asyncoll.transport.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
+from asyncoll.transport.memory import arena
+from asyncoll.transport.messages import connection_policy, split, zeromq
+from asyncoll.transport.messages.authentication import UnauthenticatedPeers
+from asyncoll.transport.messages.connection_policy import ConnectionPolicy
+from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.world import rendezvous
+from asyncoll.world import store as store_module
+from asyncoll.world.environment import Environment
+from asyncoll.world.rendezvous import meet
 
 JOB = b"j" * KEY_BYTES
 CONNECTIONS = int(os.environ.get("ASYNCOLL_TEST_CONNECTIONS", "500"))
@@ -126,7 +131,7 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path, spoil, compla
 # -- the store -------------------------------------------------------------------------------------
 
 
-def boards(size, store=None, keys=(JOB, JOB, JOB), run="run"):
+def stores(size, store=None, keys=(JOB, JOB, JOB), run="run"):
     store = {} if store is None else store
     # A dict has a store's `get`, and this is its `set`.
     acts = {
@@ -136,24 +141,26 @@ def boards(size, store=None, keys=(JOB, JOB, JOB), run="run"):
     }
     stored = type("Store", (), acts)()
     return [
-        rendezvous._Board(stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=False)
+        store_module.SealedStore(
+            stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=False
+        )
         for rank in range(size)
     ]
 
 
 def in_session(ranks):
     """What `begin_session` does, at all ranks in turn."""
-    for number, board in enumerate(ranks):
-        board.post("nonce", f"{number}", "", "")
+    for number, sealed in enumerate(ranks):
+        sealed.post("nonce", f"{number}", "", "")
     return [
-        board._key.derive("session", *(board.look("nonce", peer, 3)[0] for peer in range(len(ranks))))
-        for board in ranks
+        sealed._key.derive("session", *(sealed.look("nonce", peer, 3)[0] for peer in range(len(ranks))))
+        for sealed in ranks
     ]
 
 
 def test_ranks_with_one_key_understand_each_other():
     store = {}
-    ranks = boards(3, store)
+    ranks = stores(3, store)
     assert len(set(in_session(ranks))) == 1
     ranks[1].post("host", "a", "ü" * 100)
     assert ranks[2].look("host", 1, 2) == ["a", "ü" * 100]
@@ -164,9 +171,9 @@ def test_every_rank_has_its_part_in_the_session(monkeypatch):
     sessions = []
     for mine in ("new", "newer"):
         store = {}
-        old, fresh = boards(2, store)
+        old, fresh = stores(2, store)
         old.post("nonce", "an old one, replayed", "", "")
-        monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _, mine=mine: mine)
+        monkeypatch.setattr(store_module.secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]
 
@@ -179,32 +186,32 @@ def test_every_rank_has_its_part_in_the_session(monkeypatch):
         lambda store, _: store.update({"asyncoll/run/host/1": b""}),
         lambda store, _: store.update({"asyncoll/run/host/1": store["asyncoll/run/host/1"][:-1]}),
         lambda store, _: store.update({"asyncoll/run/host/1": msgpack.packb(["b"])}),
-        lambda store, _: boards(2, store, (b"other", b"other"))[1].post("host", "b"),
-        lambda store, _: boards(2, store, (b"", b""))[1].post("host", "b"),
+        lambda store, _: stores(2, store, (b"other", b"other"))[1].post("host", "b"),
+        lambda store, _: stores(2, store, (b"", b""))[1].post("host", "b"),
         lambda store, other: store.update({"asyncoll/run/host/1": other["asyncoll/other/host/1"]}),
-        lambda store, _: boards(2, store)[1].post("host", "b", "c"),
+        lambda store, _: stores(2, store)[1].post("host", "b", "c"),
     ],
     ids=["rank", "topic", "empty", "cut", "unsealed", "wrong key", "no key", "another run", "another form"],
 )
 def test_forged_words_in_the_store_are_refused(forge):
     store, other = {}, {}
-    for board in (*boards(2, store), *boards(2, other, run="other")):
-        board.post("host", "a")
-        board.post("folder", "a")
-    assert boards(2, store)[0].look("host", 1, 1) == ["a"]
+    for sealed in (*stores(2, store), *stores(2, other, run="other")):
+        sealed.post("host", "a")
+        sealed.post("folder", "a")
+    assert stores(2, store)[0].look("host", 1, 1) == ["a"]
     forge(store, other)
     with pytest.raises(UsageError, match="the host of rank 1 is not sealed with the key of this job"):
-        boards(2, store)[0].look("host", 1, 1)
+        stores(2, store)[0].look("host", 1, 1)
 
 
 def test_nobody_without_the_key_can_say_that_joining_has_failed():
     store = {}
-    ranks = boards(2, store)
-    store["asyncoll/run/failed"] = Key(b"").seal(rendezvous._pack(["lost", "it is gone", "1"]), "asyncoll/run/failed")
+    ranks = stores(2, store)
+    store["asyncoll/run/failed"] = Key(b"").seal(store_module._pack(["lost", "it is gone", "1"]), "asyncoll/run/failed")
     ranks[0]._check_told()
     ranks[1].close(PeerLostError, PeerLostError(0, "it is gone"), None)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
-        boards(2, store, (b"", b""))[0]._check_told()
+        stores(2, store, (b"", b""))[0]._check_told()
 
 
 @given(st.binary(max_size=60))
@@ -213,11 +220,11 @@ def test_random_words_in_the_store_are_refused(words):
     for keys in ((JOB, JOB), (b"", b"")):
         store = {"asyncoll/run/host/1": words}
         with pytest.raises(UsageError, match="not sealed"):
-            boards(2, store, keys)[0].look("host", 1, 1)
+            stores(2, store, keys)[0].look("host", 1, 1)
     store = {}
-    boards(2, store, (b"", b""))[1]._store.set("asyncoll/run/host/1", Key(b"").seal(words, "asyncoll/run/host/1"))
+    stores(2, store, (b"", b""))[1]._store.set("asyncoll/run/host/1", Key(b"").seal(words, "asyncoll/run/host/1"))
     with pytest.raises(UsageError, match="not sealed"):
-        boards(2, store, (b"", b""))[0].look("host", 1, 7)
+        stores(2, store, (b"", b""))[0].look("host", 1, 7)
 
 
 HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -264,14 +271,14 @@ def test_no_shape_makes_more_memory_than_there_is(words):
             assert made[0].nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_corrupt_directory_of_boards_is_refused():
+def test_a_corrupt_directory_of_control_blocks_is_refused():
     with arena.local_world(2) as (first, second):
-        first.board(1, 10)
+        first.control_block(1, 10)
         for address, nbytes in ((1 << 62, 8), (1 << 17, 1), (1 << 17, 1 << 62)):
             with first._directory() as entries:
                 entries[0, 1:] = address, nbytes
             with pytest.raises(ProtocolError, match="corrupt"):
-                second.board(1, 10)
+                second.control_block(1, 10)
 
 
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4), st.lists(st.binary(max_size=20), max_size=2))
@@ -290,13 +297,13 @@ def test_random_and_damaged_bytes_are_read_or_refused():
     fuzz.fuzz(seed=1, count=500)
 
 
-# -- strangers at the sockets ----------------------------------------------------------------------
+# -- unauthenticated peers at the sockets ----------------------------------------------------------------------
 
 
-def test_strangers_cannot_fill_the_log(caplog):
-    strangers = Strangers("rank 3")
+def test_unauthenticated_cannot_fill_the_log(caplog):
+    unauthenticated = UnauthenticatedPeers("rank 3")
     for _ in range(10_000):
-        strangers.tell("did something")
+        unauthenticated.tell("did something")
     assert len(caplog.records) == 14
     assert caplog.messages[-1] == "rank 3 did something; that was stranger number 8192"
 
@@ -343,7 +350,7 @@ def attacked(monkeypatch, caplog):
         everybody = {}
 
         async def main(comm):
-            everybody[comm.rank] = comm._endpoint.transport
+            everybody[comm.rank] = comm._core.member.endpoint.transport
             await comm.barrier()
             if comm.rank == 0:
                 async with asyncio.timeout(PATIENCE_S):
@@ -370,7 +377,7 @@ def own_address(transport):
 
 def introduced(dealer, transport, key, encrypted):
     """As rank 0 of a job with this key."""
-    knocking = Door(0, transport.size, key, Strangers("rank 0"), encrypted=encrypted)
+    knocking = ConnectionPolicy(0, transport.size, key, UnauthenticatedPeers("rank 0"), encrypted=encrypted)
     knocking.introduce(dealer, transport.rank, own_address(transport))
 
 
@@ -555,9 +562,9 @@ async def crowd(transport, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("few_files", [False, True], ids=["many files", "few files"])
 @pytest.mark.parametrize("world", [*WORLDS])
-def test_a_crowd_of_strangers_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
+def test_a_crowd_of_unauthenticated_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
     # A rank that takes longer is told of too, and comes again; the reason waited for is the crowd's alone.
-    monkeypatch.setattr(door, "_HANDSHAKE_MS", 100 if few_files else 1000)
+    monkeypatch.setattr(connection_policy, "_HANDSHAKE_MS", 100 if few_files else 1000)
     reason = "no more files may be open" if few_files else "that was stranger number 64"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 

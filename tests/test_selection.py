@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll.algorithms.selection import (
+from asyncoll.algorithms.sparse.selection import (
     Feedback,
     KthSearch,
     adapted,

@@ -20,11 +20,11 @@ from conftest import SIZES
 from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError
-from asyncoll.algorithms.blocks import Blocks
-from asyncoll.algorithms.sizes import VARIABLE
-from asyncoll.tensors import DTYPES
+from asyncoll.algorithms.dense.tuning import VARIABLE
+from asyncoll.algorithms.rounds.block_table import BlockTable
+from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.transport import Board
+from asyncoll.transport import ControlBlock
 
 SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays come in many pieces
 LIMITS = [limit + more for limit in {0, SHORT, CHUNK, WINDOW, 2 * WINDOW} for more in (-4, 0, 4) if limit + more >= 0]
@@ -173,7 +173,7 @@ def test_registered_memory_lives_as_long_as_any_view_of_it(run):
 
 def test_registered_memory_is_used_again():
     async def main(comm):
-        arena, made = comm._calls.arena, set()
+        arena, made = comm._core.backend.memory, set()
         for _ in range(50):
             x = comm.empty(1000, np.float64)
             made.add(arena.locate(x))
@@ -299,7 +299,7 @@ def test_many_calls_in_flight_may_be_awaited_in_any_order(size, seed, run):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_short_calls_overtake_long_ones(seed):
-    """They meet in places that are used by turns, and one may be free for a moment between meetings of a long call."""
+    """Places are used in turn, and one may be free for a moment between two rendezvous of a long call."""
 
     async def main(comm):
         program, draw = random.Random(seed), random.Random(f"{seed} {comm.rank}")
@@ -459,14 +459,14 @@ ROUNDS = {
 def test_blocks_are_used_again(kind, monkeypatch):
     """However many rounds there are, and calls that are given up, only so many blocks are ever made."""
     made = Counter()
-    provide = Blocks.provide
+    provide = BlockTable.provide
 
     def count(self, number):
         before = self._words[self._head + 1]
         provide(self, number)
         made["blocks"] += int(self._words[self._head + 1] - before)
 
-    monkeypatch.setattr(Blocks, "provide", count)
+    monkeypatch.setattr(BlockTable, "provide", count)
 
     async def main(comm, rounds):
         draw = random.Random(comm.rank)
@@ -492,14 +492,14 @@ def test_blocks_are_used_again(kind, monkeypatch):
 def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_alone(monkeypatch):
     """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
     slept = 0
-    sleep = Board.sleep
+    sleep = ControlBlock.sleep
 
-    def count(board: Board, bell: int) -> None:
+    def count(control_block: ControlBlock, doorbell: int) -> None:
         nonlocal slept
         slept += 1
-        sleep(board, bell)
+        sleep(control_block, doorbell)
 
-    monkeypatch.setattr(Board, "sleep", count)
+    monkeypatch.setattr(ControlBlock, "sleep", count)
 
     async def main(comm: Communicator, calls: int) -> None:
         arrays = [np.ones(3) for _ in range(calls)]

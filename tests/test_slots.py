@@ -15,11 +15,12 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S, Keeper
 
-from asyncoll import wire
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.testing import check_transport, run_ranks
-from asyncoll.transport import MAX_FRAME_BYTES, arena, slots, zeromq
-from asyncoll.transport.slots import SLOTS, THRESHOLD_BYTES, SlottedTransport
+from asyncoll.transport import MAX_FRAME_BYTES, wire
+from asyncoll.transport.memory import arena
+from asyncoll.transport.messages import shared_payloads, zeromq
+from asyncoll.transport.messages.shared_payloads import SLOTS, THRESHOLD_BYTES, SlottedTransport
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,7 @@ def long(number, nbytes=THRESHOLD_BYTES):
 
 def owners(transport):
     """Of the slots of this rank, those that are not free."""
-    return [owner for owner in transport._outgoing._board.words[:SLOTS] if owner]
+    return [owner for owner in transport._outgoing._control_block.cells[:SLOTS] if owner]
 
 
 def in_slot(frame):
@@ -90,14 +91,14 @@ def test_the_contract(loop):
 
 @LOOPS
 def test_the_contract_with_slots_for_everything(loop, monkeypatch):
-    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 0)
+    monkeypatch.setattr(shared_payloads, "THRESHOLD_BYTES", 0)
     check_transport(slotted_world, loop)
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_the_contract_with_few_slots(count, monkeypatch):
-    monkeypatch.setattr(slots, "SLOTS", count)
-    monkeypatch.setattr(slots, "THRESHOLD_BYTES", 1000)
+    monkeypatch.setattr(shared_payloads, "SLOTS", count)
+    monkeypatch.setattr(shared_payloads, "THRESHOLD_BYTES", 1000)
     check_transport(slotted_world)
 
 
@@ -131,14 +132,14 @@ def test_ranks_of_other_hosts_get_it_whole():
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, np.asarray])
-@pytest.mark.parametrize("rider", [[], [b""], [b"rider"], [bytes(wire.RIDER_BYTES)]], ids=len)
-def test_whatever_it_is_made_of_it_arrives(kind, rider):
+@pytest.mark.parametrize("piggyback", [[], [b""], [b"piggyback"], [bytes(wire.PIGGYBACK_BYTES)]], ids=len)
+def test_whatever_it_is_made_of_it_arrives(kind, piggyback):
     async def main(transports, keepers):
         for number, nbytes in enumerate((THRESHOLD_BYTES, THRESHOLD_BYTES + 1, MAX_FRAME_BYTES)):
-            transports[0].send(1, [b"header", kind(long(number, nbytes)), *rider])
+            transports[0].send(1, [b"header", kind(long(number, nbytes)), *piggyback])
             ((header, payload, *rest),) = await keepers[1].take()
             assert in_slot(payload)
-            assert [bytes(frame) for frame in (header, *rest)] == [b"header", *rider]
+            assert [bytes(frame) for frame in (header, *rest)] == [b"header", *piggyback]
             assert bytes(payload) == bytes(long(number, nbytes))
 
     in_world(2, main)
@@ -228,7 +229,7 @@ def test_a_payload_may_be_dropped_while_its_lock_is_held():
     async def main(transports, keepers):
         transports[0].send(1, [b"", long(1)])
         ((_, payload),) = await keepers[1].take()
-        with transports[1]._incoming.boards[0]:
+        with transports[1]._incoming.control_blocks[0]:
             del payload
         assert owners(transports[0]) == [-2]
         transports[1].send(0, [b"whatever"])
@@ -315,7 +316,7 @@ TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, as rank 1 finds them
         [HEADER, bytes([TAKEN, 2, 0]), b"", b""],
         [HEADER, bytes(MAX_FRAME_BYTES), b"", b""],
         [b"", bytes([TAKEN, 2]), b"", b""],
-        [HEADER, bytes([TAKEN, 3]), bytes(wire.RIDER_BYTES + 1), b""],
+        [HEADER, bytes([TAKEN, 3]), bytes(wire.PIGGYBACK_BYTES + 1), b""],
         [HEADER, bytes([TAKEN, 2]), b"", b"", b""],
     ],
 )
@@ -323,12 +324,12 @@ def test_markers_are_not_trusted(frames):
     """The receiver gets what no message can be."""
 
     async def main(transports, keepers):
-        board = transports[0]._outgoing._board
+        control_block = transports[0]._outgoing._control_block
         transports[0]._outgoing._allocate()
-        with board:
-            board.words[TAKEN], board.words[2 * SLOTS + TAKEN] = 2, THRESHOLD_BYTES
-            board.words[SLOTS + TAKEN] = transports[0]._outgoing._addresses[0]
-            board.words[FOR_ANOTHER] = 3
+        with control_block:
+            control_block.cells[TAKEN], control_block.cells[2 * SLOTS + TAKEN] = 2, THRESHOLD_BYTES
+            control_block.cells[SLOTS + TAKEN] = transports[0]._outgoing._addresses[0]
+            control_block.cells[FOR_ANOTHER] = 3
         transports[0]._inner.send(1, frames)
         (received,) = await keepers[1].take()
         with pytest.raises(ProtocolError):
@@ -341,11 +342,11 @@ def test_markers_are_not_trusted(frames):
     ("address", "nbytes"),
     [(-64, 64), (1 << 62, 64), (0, -1), (0, MAX_FRAME_BYTES + 1), ("end", 64), (-(1 << 63), (1 << 63) - 1)],
 )
-def test_boards_are_not_trusted(address, nbytes):
+def test_control_blocks_are_not_trusted(address, nbytes):
     async def main(transports, keepers):
         where = transports[0]._arena._capacity - nbytes // 2 if address == "end" else address
-        with transports[0]._outgoing._board as board:
-            board.words[0], board.words[SLOTS], board.words[2 * SLOTS] = 2, where, nbytes
+        with transports[0]._outgoing._control_block as control_block:
+            control_block.cells[0], control_block.cells[SLOTS], control_block.cells[2 * SLOTS] = 2, where, nbytes
         transports[0]._inner.send(1, [HEADER, bytes([0, 2]), b"", b""])
         (received,) = await keepers[1].take()
         with pytest.raises(ProtocolError):
@@ -369,7 +370,7 @@ def test_a_message_cannot_be_had_twice():
 def test_a_bad_marker_ends_the_world_and_names_its_source():
     async def main(comm):
         if comm.rank == 0:
-            comm._endpoint.transport._inner.send(1, [HEADER, b"\xff\xff", b"", b""])
+            comm._core.member.endpoint.transport._inner.send(1, [HEADER, b"\xff\xff", b"", b""])
         await comm.recv(np.empty(1), 1 - comm.rank)
 
     with pytest.raises(ProtocolError, match=r"rank 0 broke the protocol: .* got 4") as caught:
@@ -377,13 +378,13 @@ def test_a_bad_marker_ends_the_world_and_names_its_source():
     assert caught.value.source == 0
 
 
-def test_a_rank_that_died_over_a_board_is_lost():
+def test_a_rank_that_died_over_a_control_block_is_lost():
     """Its message can never be read. Those it has not harmed go on, and are told once."""
 
     async def main(transports, keepers):
         transports[0].send(1, [b"one", long(1)])
         await keepers[1].take()
-        thread = threading.Thread(target=transports[2]._incoming.boards[0].__enter__)
+        thread = threading.Thread(target=transports[2]._incoming.control_blocks[0].__enter__)
         thread.start()  # to the kernel, a thread that ends is an owner that dies
         thread.join()
         transports[0].send(1, [b"two", long(2)])
@@ -394,7 +395,7 @@ def test_a_rank_that_died_over_a_board_is_lost():
         await transports[2].close()
         await keepers[0].until(lambda: keepers[0].losses)
         assert [source for source, _ in keepers[1].losses] == [2]
-        with pytest.raises(PeerLostError, match="rank 2 is gone"), transports[0]._outgoing._board:
+        with pytest.raises(PeerLostError, match="rank 2 is gone"), transports[0]._outgoing._control_block:
             pass
 
     in_world(3, main)

@@ -21,12 +21,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncoll import AbortedError, Feedback, MismatchError, NonFiniteError, UsageError
-from asyncoll.algorithms import dense, oktopk, selection
-from asyncoll.algorithms import sparse as algorithms
-from asyncoll.algorithms.dense import bounds
-from asyncoll.sparse import ALGORITHMS
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense.on_lane import bounds
+from asyncoll.algorithms.sparse import oktopk, selection
+from asyncoll.algorithms.sparse import parts as algorithms
+from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
 from asyncoll.testing import Network, simulate
-from asyncoll.traffic import WORD_BYTES, Ledger, Traffic
 
 sizes = pytest.mark.parametrize("size", SIZES)
 algorithm_names = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -1028,13 +1029,13 @@ def test_alltoall_has_a_bounded_number_of_messages_under_way():
                     return receive
 
             spied = []
-            await dense.alltoall(Spy(), [np.full(3, float(comm.rank))] * size, incoming, taken.append)
+            await on_lane.alltoall(Spy(), [np.full(3, float(comm.rank))] * size, incoming, taken.append)
 
         await in_its_form(comm, body)
         assert [x[0] for x in incoming] == list(range(size))
 
     simulate(size, main, JITTERY)
-    assert max(pending) == dense.ALLTOALL_AHEAD
+    assert max(pending) == on_lane.ALLTOALL_AHEAD
 
 
 @sizes

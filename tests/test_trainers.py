@@ -26,7 +26,7 @@ from conftest import PATIENCE_S
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
-from asyncoll.transport.simulated import Network
+from asyncoll.transport.messages.simulated import Network
 from trainers.__main__ import main as cli
 from trainers.allreduce_sgd import allreduce_sgd
 from trainers.consensus import Consensus

@@ -13,9 +13,10 @@ import uvloop
 
 from asyncoll.testing import Network, check_transport
 from asyncoll.testing.contract import _World
-from asyncoll.transport import handover, inproc, split, zeromq
-from asyncoll.transport.simulated import SimulatedWorld
-from asyncoll.transport.split import SplitTransport
+from asyncoll.transport.memory import fd_passing
+from asyncoll.transport.messages import inproc, split, zeromq
+from asyncoll.transport.messages.simulated import SimulatedWorld
+from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -41,7 +42,7 @@ def messages(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("listening", [messages, partial(handover._listen, backlog=1)], ids=["messages", "memory"])
+@pytest.mark.parametrize("listening", [messages, partial(fd_passing._listen, backlog=1)], ids=["messages", "memory"])
 def test_the_sockets_of_a_rank_are_its_users_alone(tmp_path, listening):
     """Whatever the folder allows."""
     path: Path = tmp_path / "s"

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll import wire
+from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
+from asyncoll.transport import wire
 
 KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL]
 LIMITS = [(wire.DATA, wire.SEGMENT_BYTES), (wire.SIGNAL, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)]
@@ -89,11 +90,11 @@ def test_a_strange_header_is_explained(place, value, complaint):
         wire.decode([bytes(header)])
 
 
-def test_a_rider_goes_along_with_data_and_has_a_limit():
+def test_a_piggyback_goes_along_with_data_and_has_a_limit():
     frames = message(wire.DATA, b"data")
-    assert wire.decode([*frames, bytes(wire.RIDER_BYTES)]).kind == wire.DATA
-    with pytest.raises(ProtocolError, match="rider"):
-        wire.decode([*frames, bytes(wire.RIDER_BYTES + 1)])
+    assert wire.decode([*frames, bytes(wire.PIGGYBACK_BYTES)]).kind == wire.DATA
+    with pytest.raises(ProtocolError, match="piggyback"):
+        wire.decode([*frames, bytes(wire.PIGGYBACK_BYTES + 1)])
 
 
 @pytest.mark.parametrize(("kind", "limit"), LIMITS)
@@ -194,12 +195,12 @@ DIGEST = 3295537554666469659
 
 
 def test_digest_is_the_same_in_every_process():
-    assert wire.digest("world", 1, "é") == DIGEST
-    code = "from asyncoll.wire import digest; print(digest('world', 1, 'é'))"
+    assert digest("world", 1, "é") == DIGEST
+    code = "from asyncoll.transport.wire import digest; print(digest('world', 1, 'é'))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == DIGEST
 
 
 @given(st.lists(st.one_of(texts, numbers), max_size=4), st.lists(st.one_of(texts, numbers), max_size=4))
 def test_digests_tell_values_apart(parts, others):
-    assert (wire.digest(*parts) == wire.digest(*others)) == (parts == others)
+    assert (digest(*parts) == digest(*others)) == (parts == others)

@@ -1,87 +1,85 @@
-"""The collectives of `dense`, as one object for each call, with the same methods as `shared.Call`."""
+"""The backend of ranks that share no memory: every call is an execution of messages on the runtime's loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
-from asyncoll import tensors
-from asyncoll.algorithms import dense
-from asyncoll.group import Lane
-from asyncoll.tensors import Array, Combine, ReduceOp
+from asyncoll.algorithms.backend import Body
+from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.rounds.announced import AnnouncedOperations
+from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.by_message import MessageCarrier
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.runtime.group import Lane
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Signature
+from asyncoll.statistics import Traffic
+
+T = TypeVar("T")
 
 
-class MessageCall:
-    """One collective call at one rank, by messages. Several collectives of one call are told apart by phase."""
+def start_on_lane(
+    member: Member,
+    call: Signature,
+    context: int,
+    body: Callable[[Lane], Awaitable[T]],
+    ended: Callable[[Traffic], None],
+    discarded: Callable[[], None] = lambda: None,
+) -> Coroutine[Any, Any, T]:
+    """Start `call` as the execution `call.number` of `context`: run `body` with a lane of its own.
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self.rank = lane.rank
-        self.size = lane.size
-        self.traffic = lane.traffic
+    `ended` and `discarded` as of `Backend.start`.
+    """
+    executions = member.endpoint.executions
+    lane = Lane(executions, member.group, context, call.number, call.fingerprint(), call.__str__)
 
-    async def barrier(self) -> None:
-        await dense.barrier(self._lane)
+    async def work() -> T:
+        try:
+            with lane:
+                return await body(lane)
+        except (Exception, asyncio.CancelledError) as error:
+            member.failed(call, error)
+            raise
+        finally:
+            ended(lane.traffic)
 
-    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        total, combine = self._accumulator(x, op, dtype)
-        await dense.allreduce(self._lane, total, combine)
-        self._finish(x, total, op, dtype)
+    return member.runner.start(work(), discarded)
 
-    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
-        total, combine = self._accumulator(x, op, dtype)
-        await dense.reduce(self._lane, total, combine, root)
-        if self._lane.rank == root:
-            self._finish(x, total, op, dtype)
 
-    async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        shard[...] = chunks[self._lane.rank]
-        total, combine = self._accumulator(shard, op, dtype)
-        own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
-        own[self._lane.rank] = total
-        await dense.reduce_scatter(self._lane, own, total, combine)
-        self._finish(shard, total, op, dtype)
+class MessageBackend:
+    """A `Backend`."""
 
-    async def broadcast(self, x: Array, root: int) -> None:
-        await dense.broadcast(self._lane, x, root)
-        self._lane.next_phase()
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.operations = Directory(member)
+        self.memory = None
+        self._announced = AnnouncedOperations(member, self.operations)
 
-    async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
-        await dense.gather(self._lane, mine, blocks, root)
-        self._lane.next_phase()
+    def start(
+        self,
+        call: Signature,
+        body: Body[T],
+        nbytes: int,
+        ended: Callable[[Traffic], None],
+        discarded: Callable[[], None],
+    ) -> Coroutine[Any, Any, T]:
+        del nbytes  # the runtime's loop does all of it, short or long
+        member = self._member
+        return start_on_lane(member, call, member.communicator, lambda lane: body(MessageCall(lane)), ended, discarded)
 
-    async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
-        await dense.scatter(self._lane, blocks, mine, root)
-        self._lane.next_phase()
+    def start_round(
+        self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        del describe, nbytes
+        return self._member.runner.start(work, discarded)
 
-    async def allgather(self, blocks: Sequence[Array]) -> None:
-        await dense.allgather(self._lane, blocks)
-        self._lane.next_phase()
+    async def open(self, operation: Operation, site: str) -> Rounds:
+        return self._announced.open(operation, self._member.group.rank, site)
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
-    ) -> None:
-        await dense.alltoall(self._lane, outgoing, incoming, taken)
-        self._lane.next_phase()
-
-    async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
-        """Every rank sends `mine` to one other, or None, and receives from one, or not."""
-        receive = self._lane.post(source, 0, into) if into is not None else None
-        if mine is not None:
-            await self._lane.send(dest, 0, mine)
-        if receive is not None:
-            await self._lane.wait(receive)
-        self._lane.next_phase()
-
-    def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
-        """What is reduced in place, `x` or a wider copy of it, and how."""
-        carried = tensors.accumulator(op, dtype)
-        return (x if carried == dtype else tensors.widened(x, dtype)), tensors.combiner(op, carried)
-
-    def _finish(self, x: Array, total: Array, op: ReduceOp, dtype: str) -> None:
-        """Put the result into `x`."""
-        if op is not ReduceOp.AVG:
-            return
-        if total is x:
-            tensors.divide(x, dtype, self._lane.size)
-        else:
-            tensors.put(x, dtype, total, self._lane.size)
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        member = self._member
+        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

@@ -99,7 +99,7 @@ def solo(as_json: bool, **plan: Any) -> None:
 @_ranks(2)
 def tune(ranks: int) -> None:
     """Measure how arrays are best cut up in shared memory here, and print the setting. Takes some minutes."""
-    from asyncoll.algorithms.sizes import VARIABLE, choose
+    from asyncoll.algorithms.dense.tuning import VARIABLE, choose
     from asyncoll.bench.table import aligned
     from asyncoll.bench.tune import setting
     from asyncoll.bench.tune import tune as measure
@@ -110,8 +110,8 @@ def tune(ranks: int) -> None:
 
 
 def _measure(plan: Plan, as_json: bool) -> None:
+    from asyncoll.bench.runs import run_plan
     from asyncoll.bench.table import show
-    from asyncoll.bench.worlds import run_plan
 
     try:
         code, rows = run_plan(plan)

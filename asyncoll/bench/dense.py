@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row, repeats
 from asyncoll.communicator import Communicator
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 WARMUP = 3
 PERIOD = 1021  # a prime, so that an element that came from another place is seen

@@ -21,11 +21,11 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.bench.dense import wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
 from asyncoll.communicator import Communicator
-from asyncoll.persistent import Reduction
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 MODES = ("full", "majority", "quorum", "solo")
 WARMUP = 2

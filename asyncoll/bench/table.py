@@ -14,7 +14,7 @@ import click
 
 import asyncoll
 from asyncoll.bench.plan import Plan, Row
-from asyncoll.bench.worlds import TRANSPORTS
+from asyncoll.bench.runs import TRANSPORTS
 
 Column = tuple[str, str, str]  # key, heading, format
 

@@ -1,4 +1,4 @@
-"""Measure, on this host, the table that cuts arrays up in shared memory (`asyncoll.algorithms.sizes`).
+"""Measure, on this host, the table that cuts arrays up in shared memory (`asyncoll.algorithms.dense.tuning`).
 
 One value after another: for each candidate the allreduces that it matters to, in turn with those of the others, several
 times; the fastest wins.
@@ -14,9 +14,9 @@ from itertools import takewhile
 
 import numpy as np
 
-from asyncoll.algorithms.sizes import VARIABLE, Sizes, choose
+from asyncoll.algorithms.dense.tuning import VARIABLE, Sizes, choose
 from asyncoll.bench.plan import Plan
-from asyncoll.bench.worlds import run_plan
+from asyncoll.bench.runs import run_plan
 
 _REPEATS = 3
 _CHUNKS = tuple(1 << power for power in range(15, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -10,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncoll.errors import UsageError
-from asyncoll.keys import write_key
+from asyncoll.launch.supervisor import STOPPED_GRACE_S
+from asyncoll.transport.keys import write_key
 
 FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -43,6 +45,21 @@ def threads(size: int, environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     wanted = environ.get(THREADS[0], "1")
     return {name: environ.get(name, wanted) for name in THREADS}
+
+
+def stopped_grace_s(environ: Mapping[str, str]) -> float:
+    """How long the launcher waits for a stopped rank when every other rank has ended.
+
+    Infinite for ASYNCOLL_STOPPED_S=0. Raises UsageError if ASYNCOLL_STOPPED_S is not a number of seconds.
+    """
+    text = environ.get("ASYNCOLL_STOPPED_S")
+    try:
+        seconds = float(text) if text else STOPPED_GRACE_S
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"ASYNCOLL_STOPPED_S={text!r}: give a number of seconds, or 0 to wait for ever")
+    return seconds or math.inf
 
 
 def socket_folder() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
@@ -17,13 +16,14 @@ from typing import Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, helper
-from asyncoll.launch.environment import job_environment, job_folder, reserve_port
+from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
 from asyncoll.launch.output import Output, Stream
+from asyncoll.launch.process_tree import state
 from asyncoll.launch.program import Program
 from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
-from asyncoll.launch.verdict import explain, signal_name, were
-from asyncoll.processes import allow_files, is_stopped
+from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
+from asyncoll.transport.processes import allow_files
 
 LOOK_S = 0.5  # from one look at the ranks that run while others have ended to the next
 
@@ -45,14 +45,16 @@ def launch(
 
     Returns when every process that the job started is gone: 0 if all ranks succeeded, else the exit code of
     the rank that failed first (128 plus the signal that killed it), 124 after `timeout` seconds, 130 after
-    Ctrl-C, 143 after SIGTERM. Raises UsageError, and starts nothing, if the program cannot be started.
-    Handles SIGINT, SIGTERM and SIGHUP meanwhile, so call it from the main thread.
+    Ctrl-C, 143 after SIGTERM. A rank that is stopped (SIGSTOP) when every other rank has ended well is ended after
+    ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is then 147. Raises UsageError, and starts nothing, if
+    the program cannot be started. Handles SIGINT, SIGTERM and SIGHUP meanwhile, so call it from the main thread.
 
     What the ranks will import is loaded once and forked: numpy, torch and asyncoll, or what ASYNCOLL_PRELOAD
     lists (names with commas between them, or nothing).
     """
     program = Program(tuple(argv), module)
     _check(size, program, timeout)
+    grace_s = stopped_grace_s(os.environ)
     with ExitStack() as job:
         output = job.enter_context(Output(size, None if log_dir is None else Path(log_dir)))
         signals = job.enter_context(stop_signals())
@@ -60,7 +62,7 @@ def launch(
         port = job.enter_context(reserve_port()).getsockname()[1]
         template = job.enter_context(helper.start(program, job_environment(size, port, folder, transport, os.environ)))
         selector = job.enter_context(selectors.DefaultSelector())
-        return _Launcher(size, timeout, output, signals, template, selector).run()
+        return _Launcher(size, timeout, grace_s, output, signals, template, selector).run()
 
 
 def _check(size: int, program: Program, timeout: float | None) -> None:
@@ -79,6 +81,7 @@ class _Launcher:
         self,
         size: int,
         timeout: float | None,
+        grace_s: float,
         output: Output,
         signals: socket.socket,
         template: helper.Helper,
@@ -93,8 +96,7 @@ class _Launcher:
         self._pids: dict[int, int] = {}
         self._last_words: list[str] = []
         self._look_at: float | None = None  # when to see whether the ranks that still run are stopped
-        self._waits_for: list[int] = []  # stopped ranks of which the user has been told
-        self._supervisor = Supervisor(size, time.monotonic(), self._order)
+        self._supervisor = Supervisor(size, time.monotonic(), self._order, grace_s)
         self._watch(signals, self._hear_user)
         self._watch(template.channel, self._hear_template)
         self._watch(template.death, lambda: None)
@@ -129,10 +131,7 @@ class _Launcher:
         self._supervisor.tick(time.monotonic())
 
     def _look(self) -> None:
-        """Whether all ranks that still run are stopped, though others have ended: they would be waited for for ever.
-
-        With ASYNCOLL_FREEZE_S=0 they are, and the user hears of it.
-        """
+        """Show the supervisor the ranks that still run while others have ended: if all are stopped, none will end."""
         now = time.monotonic()
         if not self._supervisor.has_stragglers:
             self._look_at = None
@@ -140,12 +139,10 @@ class _Launcher:
             self._look_at = now + LOOK_S
         elif now >= self._look_at:
             self._look_at = now + LOOK_S
-            stopped = sorted(rank for rank in self._supervisor.running if is_stopped(self._pids[rank]))
-            patience_s = _freeze_s() if stopped else 0.0
-            self._supervisor.looked(stopped, patience_s, now)
-            if patience_s == math.inf and self._supervisor.running == set(stopped) != set(self._waits_for):
-                self._waits_for = stopped
-                _say([f"{were(stopped)} stopped, and all others have ended: waiting (kill -CONT lets it go on)"])
+            forked = self._supervisor.running & self._pids.keys()  # quick ranks end before the last ones are forked
+            stopped = self._supervisor.looked({rank: state(self._pids[rank]) for rank in forked}, now)
+            if stopped:
+                _say([tell_stopped(stopped, self._pids, self._supervisor.stopped_grace_s)])
 
     def _end_template(self) -> None:
         """Have it kill what the ranks left behind; if it was killed itself, kill the ranks' groups."""
@@ -168,7 +165,7 @@ class _Launcher:
 
     def _conclude(self) -> int:
         supervisor = self._supervisor
-        _say(explain(supervisor, [stream.last for stream in self._output.err]))
+        _say(explain(supervisor, [stream.last for stream in self._output.err], self._pids))
         _say(self._last_words)
         if supervisor.exit_code is not None:
             return supervisor.exit_code
@@ -235,14 +232,6 @@ class _Launcher:
             self._supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
             late = were(self._supervisor.stopped)
             self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late} still running")
-
-
-def _freeze_s() -> float:
-    from asyncoll.rendezvous import freeze_s  # takes long to import, and is seldom needed
-
-    with suppress(UsageError):  # the ranks have been told of it
-        return freeze_s(os.environ) or math.inf
-    return freeze_s({})
 
 
 def _say(lines: Iterable[str]) -> None:

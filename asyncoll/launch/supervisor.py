@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 SETTLE_S = 0.1  # after the first failure, for others that were on their way
@@ -12,9 +12,11 @@ BLAME_S = 1.0  # the same, if the failure names a rank that has not failed yet
 STOP_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 10.0
 TIMEOUT_CODE = 124
-LOOKS = (
-    5  # at a stopped rank before the job ends: the launcher may have been stopped with it, and go on a little sooner
+STOPPED_GRACE_S = 10.0  # for a rank that is stopped when every other rank has ended
+LOOK_GAP_MAX_S = (
+    2.0  # a longer gap between two looks means that the launcher was stopped too (Ctrl-Z): the grace restarts
 )
+STOPPED = "T"  # the state of a process that a signal has stopped; a debugger's is "t"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,25 @@ class Failure:
 class Supervisor:
     """Feed it what happens; `order(signal, ranks)` is called for what to do about it, also out of `tick`."""
 
-    def __init__(self, size: int, now: float, order: Callable[[int, Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        size: int,
+        now: float,
+        order: Callable[[int, Sequence[int]], None],
+        stopped_grace_s: float = STOPPED_GRACE_S,
+    ) -> None:
         self.running = set(range(size))
         self.failures: dict[int, Failure] = {}  # in the order in which they were heard of
         self.stopped: list[int] = []
         self.stopping = False
         self.exit_code: int | None = None  # set if the job is being stopped from outside
         self.started_at = now
+        self.stopped_grace_s = stopped_grace_s
         self._order = order
         self._plan: deque[tuple[float, int]] = deque()
         self._size = size
         self._looks = 0  # in a row that found nothing but stopped ranks
+        self._looked_at = now
         self._stopped_since = now
 
     @property
@@ -74,20 +84,30 @@ class Supervisor:
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether some ranks have ended well and others run: if these are stopped, nobody waits for them."""
+        """Whether some ranks have ended well and others run: if these are stopped, no rank is left to continue them."""
         return 0 < len(self.running) < self._size and not self.failures and not self.stopping
 
-    def looked(self, stopped: Collection[int], patience_s: float, now: float) -> None:
-        """At the stragglers; `stopped` are those whose processes are, as by SIGSTOP. If all are for long, they fail."""
-        if not self.has_stragglers or not self.running <= set(stopped):
+    def looked(self, states: Mapping[int, str], now: float) -> list[int]:
+        """The launcher has looked at the stragglers; `states` has the letters that `ps` shows for their processes.
+
+        The stragglers fail if all of them are stopped by a signal in every look for `stopped_grace_s`. A straggler that
+        runs may continue the others, and a debugger continues its own process, so both restart the grace period.
+        Returns the ranks that the user must hear of: once, before they fail.
+        """
+        if not self.has_stragglers or any(states.get(rank) != STOPPED for rank in self.running):
             self._looks = 0
-            return
-        if not self._looks:
+            return []
+        if not self._looks or now > self._looked_at + LOOK_GAP_MAX_S:
+            self._looks = 0
             self._stopped_since = now
         self._looks += 1
-        if self._looks >= LOOKS and now >= self._stopped_since + patience_s:
+        self._looked_at = now
+        if self._looks == 2:  # the first look may come just before the end of a pause of the whole job
+            return sorted(self.running)
+        if self._looks > 2 and now >= self._stopped_since + self.stopped_grace_s:
             for rank in sorted(self.running):
                 self.failed(Failure(rank, -signal.SIGSTOP, now - self.started_at))
+        return []
 
     def stop(self, signum: int, exit_code: int, now: float) -> None:
         """Somebody outside wants the job to end; asking a second time is final."""

@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from asyncoll.launch import control, processes, rank
+from asyncoll.launch import control, process_tree, rank
 from asyncoll.launch.environment import rank_environment
 from asyncoll.launch.program import Program
 
@@ -43,7 +43,7 @@ def main() -> None:
     channel, module, *argv = sys.argv[2:]
     program = Program(tuple(argv), bool(int(module)))
     signal.pthread_sigmask(signal.SIG_SETMASK, LEFT_TO_THE_LAUNCHER)
-    processes.adopt_orphans()
+    process_tree.adopt_orphans()
     loaded = preload()
     template = Template(socket.socket(fileno=int(channel)))
     if not template.serve():
@@ -132,7 +132,7 @@ class Template:
 
     def _become(self, number: int, out: int, err: int, template: int) -> None:
         os.setpgid(0, 0)
-        processes.die_with_parent(template)
+        process_tree.die_with_parent(template)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._wake.close()
@@ -162,5 +162,5 @@ class Template:
             control.send(self.channel, message)
 
     def _end(self) -> None:
-        processes.kill_descendants()
+        process_tree.kill_descendants()
         shutil.rmtree(os.environ["ASYNCOLL_FOLDER"], ignore_errors=True)

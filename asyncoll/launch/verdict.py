@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from asyncoll.launch.supervisor import Failure, Supervisor
 
 
-def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]]) -> Iterator[str]:
+def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids: Mapping[int, int]) -> Iterator[str]:
     """The lines to print. `last_lines` are the ends of what the ranks wrote to stderr."""
     root = supervisor.root
     if root is None:
+        return
+    if root.code == -signal.SIGSTOP:
+        yield from _left_stopped(supervisor, root, pids)
         return
     accused = root.blames if root.blames in supervisor.stopped else None  # it is frozen, say, and will not fail itself
     if accused is not None:
@@ -28,6 +32,33 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]]) -> It
         yield f"{were(supervisor.stopped)} stopped {why}"
 
 
+def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) -> str:
+    """What the user hears when every rank that still runs is stopped."""
+    are, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
+    numbers = " ".join(str(pids[rank]) for rank in ranks)
+    found = f"{_with_pids(ranks, pids)} {are} stopped and every other rank has ended"
+    if grace_s == math.inf:
+        plan = f"the launcher waits. To end {them}: kill -KILL {numbers}"
+    else:
+        plan = f"the launcher ends {them} after {grace_s:g} s (ASYNCOLL_STOPPED_S)"
+    return f"{found}: {plan}. To continue {them}: kill -CONT {numbers}"
+
+
+def _left_stopped(supervisor: Supervisor, root: Failure, pids: Mapping[int, int]) -> Iterator[str]:
+    """All failures of such a job are stopped ranks, because the launcher leaves stopped ranks alone if others fail."""
+    ranks = sorted(supervisor.failures)
+    they, were, them = ("it", "was", "it") if len(ranks) == 1 else ("they", "were", "them")
+    yield (
+        f"{_with_pids(ranks, pids)} {were} stopped by a signal (SIGSTOP, say), and the launcher ended {them} "
+        f"after {root.after_s:.1f} s: every other rank had ended, and {they} did not continue "
+        f"within {supervisor.stopped_grace_s:g} s"
+    )
+    yield (
+        "find out who sent the signal; if that was intended, continue a stopped rank in time (kill -CONT PID), "
+        "or set ASYNCOLL_STOPPED_S to more seconds (0: the launcher waits for ever)"
+    )
+
+
 def _followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
     alike: dict[str, list[int]] = {}
     for failure in supervisor.failures.values():
@@ -42,13 +73,15 @@ def were(members: Sequence[int]) -> str:
     return f"rank {members[0]} was" if len(members) == 1 else f"ranks {_listed(members)} were"
 
 
+def _with_pids(members: Sequence[int], pids: Mapping[int, int]) -> str:
+    return f"rank{'s' * (len(members) > 1)} " + ", ".join(f"{rank} (pid {pids[rank]})" for rank in members)
+
+
 def _listed(members: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(members)))
 
 
 def _fate(failure: Failure) -> str:
-    if failure.code == -signal.SIGSTOP:
-        return "was found stopped (SIGSTOP, or a debugger) after others had ended"
     if failure.code >= 0:
         return f"failed (exit code {failure.code})"
     return f"was killed by {signal_name(-failure.code)}"

@@ -1,4 +1,4 @@
-"""RPC between any ranks, as signals of the switchboard, which lives on the runtime's loop; everything else is here.
+"""RPC between any ranks, as signals of the router, which lives on the runtime's loop; everything else is here.
 
 In a process world that is another thread. So each segment crosses over twice, at its sender and at its receiver; what
 has come is handed over together, with one wake-up.
@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
-from asyncoll.group import Group
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
-from asyncoll.switchboard import Switchboard
-from asyncoll.tensors import Array
-from asyncoll.wire import Buffer, digest
+from asyncoll.runtime.group import Group
+from asyncoll.runtime.router import Router
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.wire import Buffer
 
 
 class MessageCarrier:
@@ -26,13 +27,13 @@ class MessageCarrier:
 
     def __init__(
         self,
-        switchboard: Switchboard,
+        router: Router,
         group: Group,
         post: Callable[[Callable[[], None]], None],
         broken: Callable[[int, ProtocolError], None],
     ) -> None:
         """`post` calls on the runtime's loop, soon. `broken` is told of a rank that broke the protocol."""
-        self._switchboard = switchboard
+        self._router = router
         self._ranks = frozenset(group.ranks)
         self._context = digest(group.communicator, "rpc")
         self._run_there = post
@@ -44,7 +45,7 @@ class MessageCarrier:
     def open(self, deliver: Deliver) -> None:
         self._loop = asyncio.get_running_loop()
         self._segments = Segments(self, deliver)
-        self._run_there(partial(self._switchboard.on_signal, self._context, self._heard))
+        self._run_there(partial(self._router.on_signal, self._context, self._heard))
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         await self._segments.send(dest, head, arrays)
@@ -54,7 +55,7 @@ class MessageCarrier:
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         if not self._is_closed:
-            signal = self._switchboard.signal
+            signal = self._router.signal
             self._run_there(lambda: signal(dest, self._context, number, kind, 0, payload))
 
     async def flush(self) -> None:

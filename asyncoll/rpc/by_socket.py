@@ -8,8 +8,8 @@ from typing import Protocol
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
-from asyncoll.tensors import Array
-from asyncoll.wire import Buffer
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.wire import Buffer
 
 
 class Socket(Protocol):

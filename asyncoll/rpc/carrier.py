@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 HEAD_BYTES = 1 << 16  # the most that the structured part of a message may take; arrays go beside it
 ARRAYS_MAX = 1 << 16  # beside one head

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.arguments import text
-from asyncoll.deadlines import remaining_s
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.carrier import Carrier
@@ -24,8 +23,9 @@ from asyncoll.rpc.codec import Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import MAX_NAME, METHODS
-from asyncoll.rpc.slots import Slots
-from asyncoll.tensors import Array
+from asyncoll.rpc.window import Slots
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.tensors.reductions import Array
 
 R = TypeVar("R")
 Answer = tuple[Message, Sequence[Array]]

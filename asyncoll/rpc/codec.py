@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from asyncoll import tensors
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
-from asyncoll.tensors import DTYPES, MAX_DIMENSIONS, Array
+from asyncoll.tensors import reductions
+from asyncoll.tensors.operands import as_operand, build, is_tensor
+from asyncoll.tensors.reductions import DTYPES, MAX_DIMENSIONS, Array
 
 INLINE_BYTES = 2048  # an array of at most so many bytes goes inside the structured part
 MAX_DEPTH = 64
@@ -90,14 +91,14 @@ class _Encoder:
             return dict(value)
         if isinstance(value, np.generic):
             return self._array(np.asarray(value), _SCALAR)
-        if tensors.is_tensor(value):
+        if is_tensor(value):
             return self._array(value, _NUMPY if isinstance(value, np.ndarray) else _TORCH)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._nested(_DATACLASS, [kind.__qualname__, _fields(value)])
         raise UsageError(f"{kind} cannot be sent")
 
     def _array(self, value: object, family: int) -> msgpack.ExtType:
-        operand = tensors.operand(value)
+        operand = as_operand(value)
         flat, shape = operand.flat.view(np.uint8), operand.shape
         where = _INSIDE if flat.size <= INLINE_BYTES else _OUTSIDE
         form = _ARRAY_FORM.pack(family, DTYPES.index(operand.dtype), where, len(shape))
@@ -145,7 +146,7 @@ def _explain_leaf(value: object, path: str) -> None:
     except UnicodeEncodeError as error:
         raise UsageError(f"{path} is a str that is not valid Unicode: {error}") from None
     except UsageError as error:
-        if tensors.is_tensor(value):
+        if is_tensor(value):
             raise UsageError(f"{path}: {error}") from None
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; what can is {ALLOWED}") from None
 
@@ -208,12 +209,12 @@ class _Decoder:
             raise ProtocolError(f"an array of kind {family}, dtype {dtype}, {dimensions} dimensions")
         shape = struct.unpack_from(f"<{dimensions}Q", body, _ARRAY_FORM.size)
         flat: Array = np.frombuffer(body[start:], np.uint8).copy() if where == _INSIDE else self._take(body[start:])
-        storage = tensors.storage(DTYPES[dtype])
+        storage = reductions.storage(DTYPES[dtype])
         if math.prod(shape) * storage.itemsize != flat.size or (family == _SCALAR and shape):
             raise ProtocolError(f"{flat.size} bytes for an array of shape {shape} and dtype {DTYPES[dtype]}")
         if storage.kind == "b":
             np.minimum(flat, 1, out=flat)  # any other byte is no bool to numpy or torch
-        array = tensors.build(flat.view(storage), DTYPES[dtype], shape, as_torch=family == _TORCH)
+        array = build(flat.view(storage), DTYPES[dtype], shape, as_torch=family == _TORCH)
         return array[()] if family == _SCALAR else array
 
     def _take(self, body: bytes) -> Array:

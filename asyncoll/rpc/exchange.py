@@ -11,8 +11,8 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import Client
 from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, STREAM
 from asyncoll.rpc.server import Server
-from asyncoll.rpc.service import Registry
-from asyncoll.tensors import Array
+from asyncoll.rpc.service import FunctionRegistry
+from asyncoll.tensors.reductions import Array
 
 
 class Exchange:
@@ -21,7 +21,7 @@ class Exchange:
     def __init__(
         self,
         carrier: Carrier,
-        registry: Registry,
+        registry: FunctionRegistry,
         rank_of: Callable[[int], int],
         broken: Callable[[int, ProtocolError], None],
         what: str,

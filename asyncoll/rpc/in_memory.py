@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, Wait
-from asyncoll.transport.inbox import RETURNED, Inbox, Message, ShutError, encode
-from asyncoll.transport.loans import Borrower, Lender
-from asyncoll.wire import digest
+from asyncoll.transport.memory.lending import Borrower, Lender
+from asyncoll.transport.memory.ring import RETURNED, Inbox, Message, ShutError, encode
 
 INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
 WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
@@ -64,7 +64,7 @@ class InMemory:
         self._broken = broken
         self._lost = lost
         self._inbox = self._inbox_of(arena.ranks[arena.place])
-        self._lender = Lender(arena, self._inbox.board, RETURNED)
+        self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
         self._deliver: Deliver = _drop
@@ -144,7 +144,7 @@ class InMemory:
     # -- receiving --------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        wait = Wait(self._inbox.board, self._has_work)
+        wait = Wait(self._inbox.control_block, self._has_work)
         try:
             while True:
                 if not self._has_work():
@@ -181,7 +181,7 @@ class InMemory:
             return ()
         if not message.address:
             return unpack(message.inline, message.arrays)
-        lender = (self._outboxes.get(source) or self._meet(source)).inbox.board
+        lender = (self._outboxes.get(source) or self._meet(source)).inbox.control_block
         body = self._borrower.borrow(lender, RETURNED, message.address, message.nbytes)
         return unpack(body.data, message.arrays)
 
@@ -232,7 +232,7 @@ class _Outbox:
 
     async def _put(self, parcel: _Parcel) -> None:
         if not self._queue:
-            with self.inbox.board:
+            with self.inbox.control_block:
                 if self._is_put(parcel):
                     return
         put = asyncio.get_running_loop().create_future()
@@ -257,7 +257,7 @@ class _Outbox:
         """Put what is in the queue: all that there is room for at once, or each would take a turn of the loop."""
         try:
             while self._queue:
-                with self.inbox.board:
+                with self.inbox.control_block:
                     self._put_first()
                 if self._queue:
                     await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
@@ -287,7 +287,7 @@ class _Outbox:
             self._unread_bytes -= oldest
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        await self._arena.wait(Wait(self.inbox.board, ready), self._check, self._what, turning=True)
+        await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, turning=True)
 
     def _what(self) -> str:
         return f"rank {self._rank} to read what it was sent"

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncoll.deadlines import remaining_s
 from asyncoll.errors import ProtocolError, ServiceLostError
-from asyncoll.keys import Key, read_key
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier
 from asyncoll.rpc.codec import NO_TYPES
 from asyncoll.rpc.exchange import Exchange
-from asyncoll.rpc.service import Method, Registry
+from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.transport.sockets import VERSION, ClientSocket, ServerSocket
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.transport.keys import Key, read_key
+from asyncoll.transport.messages.service_sockets import VERSION, ClientSocket, ServerSocket
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
@@ -39,7 +39,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
     encrypted, and who has not the key is refused. Coroutines run on this loop, plain functions in threads. When the
     context ends, what runs is cancelled.
     """
-    registry = Registry()
+    registry = FunctionRegistry()
     registry.add(service)
     server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
     try:
@@ -49,7 +49,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
 
 
 class _Server:
-    def __init__(self, registry: Registry, url: str, key: Key | None) -> None:
+    def __init__(self, registry: FunctionRegistry, url: str, key: Key | None) -> None:
         self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
         self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
@@ -100,7 +100,7 @@ class Connection:
         self._key = key
         self._version: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         carrier = SocketCarrier(self._dial, self._broken, self._lost)
-        self._exchange = Exchange(carrier, Registry(), lambda service: -1, self._broken, "this connection")
+        self._exchange = Exchange(carrier, FunctionRegistry(), lambda service: -1, self._broken, "this connection")
         self._peer = Peer(self._exchange.client, 0, url)
 
     async def meet(self) -> None:

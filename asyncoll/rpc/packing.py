@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from asyncoll.errors import ProtocolError
-from asyncoll.tensors import Array
-from asyncoll.wire import Buffer
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.wire import Buffer
 
 _ALIGNMENT = 64
 _GAP = bytes(_ALIGNMENT)

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import HEAD_BYTES
-from asyncoll.tensors import Array
+from asyncoll.tensors.reductions import Array
 
 VERSION: Final = 1
 CALL: Final = 1  # a function, and its arguments; answered by RESULT or ERROR

@@ -9,21 +9,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.arguments import whole
-from asyncoll.endpoint import Endpoint
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.failures import Failure, error_of
-from asyncoll.group import Group
-from asyncoll.progress import Runner
 from asyncoll.rpc import stub
-from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP
 from asyncoll.rpc.exchange import Exchange
-from asyncoll.rpc.in_memory import InMemory
-from asyncoll.rpc.service import Method, Registry
+from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.wire import digest
+from asyncoll.runtime.failures import Failure, error_of
+from asyncoll.runtime.member import Member
 
+MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # told what to do about a broken protocol
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -48,20 +44,20 @@ class Rpc:
     call is harmed.
     """
 
-    def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
+    def __init__(self, member: Member, make_carrier: MakeCarrier) -> None:
         """On the program's loop, where all of its calls are made. Raises UsageError on another."""
-        if asyncio.get_running_loop() is not runner.home:
-            raise UsageError(FOREIGN_LOOP)
-        self._ranks = group.ranks
-        self._check_not_forked = endpoint.check_not_forked
-        self._registry = Registry()
         self._loop = asyncio.get_running_loop()
-        broken = lambda rank, error: runner.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
-        carrier = _carrier(endpoint, group, runner, broken)
+        if self._loop is not member.runner.home:
+            raise UsageError(FOREIGN_LOOP)
+        endpoint = member.endpoint
+        self._ranks = member.group.ranks
+        self._check_not_forked = endpoint.check_not_forked
+        self._registry = FunctionRegistry()
+        broken = lambda rank, error: member.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         self._exchange = Exchange(
-            carrier, self._registry, group.ranks.index, broken, "this communicator", endpoint.patience_s
+            make_carrier(broken), self._registry, self._ranks.index, broken, "this communicator", endpoint.patience_s
         )
-        runner.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
+        member.post(partial(endpoint.failures.on_failure, member.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:
         """Let the other ranks call `what`; returns it, so that it serves as a decorator.
@@ -158,13 +154,3 @@ class Rpc:
         else:
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._exchange.fail, make)
-
-
-def _carrier(endpoint: Endpoint, group: Group, runner: Runner, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-    """Through memory, if all ranks of the group share it."""
-    arena = endpoint.shared_by(group.ranks)
-    if arena is None:
-        return MessageCarrier(endpoint.switchboard, group, runner.post, broken)
-    check = partial(endpoint.failures.check, group.communicator)
-    lost = partial(endpoint.noticed, post=runner.post)
-    return InMemory(arena, digest(group.communicator, "rpc"), group.ranks, check, broken, lost)

@@ -19,8 +19,8 @@ import numpy as np
 
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES, Deliver
-from asyncoll.tensors import Array
-from asyncoll.wire import SEGMENT_BYTES, Buffer
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 WINDOW_BYTES = 8 * SEGMENT_BYTES
 MESSAGE_BYTES = 1 << 36  # the longest message

@@ -19,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
-from asyncoll.deadlines import deadline, lift, now_s
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
-from asyncoll.progress import offload
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.failure import CallerError, LateError
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
-from asyncoll.rpc.service import Function, Registry
-from asyncoll.tensors import Array
+from asyncoll.rpc.service import Function, FunctionRegistry
+from asyncoll.runtime.deadlines import deadline, lift, now_s
+from asyncoll.runtime.progress import offload
+from asyncoll.tensors.reductions import Array
 
 _CALLS_MAX = 2 * protocol.CALLS_MAX  # here: a peer that has been answered calls again, before that call is over here
 _ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)
@@ -74,7 +74,7 @@ class _Stream:
 class Server:
     """The calls of all peers that run here."""
 
-    def __init__(self, registry: Registry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
+    def __init__(self, registry: FunctionRegistry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
         """`broken` is told of a peer that sends what no peer sends."""
         self._registry = registry
         self._reply = reply

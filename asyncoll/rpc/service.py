@@ -126,7 +126,7 @@ def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
         raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
 
 
-class Registry:
+class FunctionRegistry:
     """The functions of one rank, or of one service."""
 
     def __init__(self) -> None:

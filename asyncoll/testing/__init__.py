@@ -5,7 +5,7 @@ from asyncoll.testing.contract import check_arena, check_transport
 from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Signal, Slow, Stop, fault
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
-from asyncoll.transport.simulated import Crash, Cut, Network, Pause
+from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
 
 __all__ = [
     "Crash",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from asyncoll.errors import AsyncollError, UsageError
-from asyncoll.transport import MAX_FRAME_BYTES, Arena, Board, Buffer, Transport, Wait
+from asyncoll.transport import MAX_FRAME_BYTES, Arena, Buffer, ControlBlock, Transport, Wait
 
 OpenWorld = Callable[[int], AbstractContextManager[Sequence[Transport]]]
 OpenArenas = Callable[[int], AbstractContextManager[Sequence[Arena]]]
@@ -247,14 +247,16 @@ class _StoppedError(Exception):
     """There is nothing to wait for any more."""
 
 
-async def _wait(arena: Arena, board: Board, ready: Callable[[], bool], stopped: Sequence[object] = ()) -> None:
+async def _wait(
+    arena: Arena, control_block: ControlBlock, ready: Callable[[], bool], stopped: Sequence[object] = ()
+) -> None:
     """Wait for `ready`, until `stopped` has something in it."""
 
     def check() -> None:
         if stopped:
             raise _StoppedError
 
-    await arena.wait(Wait(board, ready), check, lambda: f"rank {arena.place}")
+    await arena.wait(Wait(control_block, ready), check, lambda: f"rank {arena.place}")
 
 
 async def _until_asleep(arena: Arena, count: int = 1) -> None:
@@ -262,10 +264,14 @@ async def _until_asleep(arena: Arena, count: int = 1) -> None:
         await asyncio.sleep(1e-6)  # a moment even in virtual time
 
 
-def _change(board: Board, word: int, by: int = 1) -> None:
-    with board:
-        board.words[word] += by
-        board.wake()
+def _is_set(control_block: ControlBlock, cell: int) -> Callable[[], bool]:
+    return lambda: control_block.cells[cell] != 0
+
+
+def _change(control_block: ControlBlock, cell: int, by: int = 1) -> None:
+    with control_block:
+        control_block.cells[cell] += by
+        control_block.wake()
 
 
 async def _places_its_ranks(arenas: Sequence[Arena]) -> None:
@@ -321,78 +327,78 @@ async def _locates_its_own(arenas: Sequence[Arena]) -> None:
         assert arena.locate(np.zeros(1000, np.uint8)) is None
 
 
-async def _shares_boards(arenas: Sequence[Arena]) -> None:
-    """a context is one board at every rank, zero at first, made by the first who asks, and apart from the others"""
-    first, second = ([arena.board(context, 4) for arena in arenas] for context in (7, (1 << 64) - 1))
-    for boards in (first, second):
-        assert [board.created for board in boards] == [True, False, False]
-        assert [list(board.words) for board in boards] == [[0] * 4] * 3
-    for place, board in enumerate(first):
-        _change(board, place, by=-(2**63) + place)
-    assert [list(board.words) for board in first] == [[-(2**63), 1 - 2**63, 2 - 2**63, 0]] * 3
-    assert [list(board.words) for board in second] == [[0] * 4] * 3
-    assert [list(arena.board(7, 4).words) for arena in arenas] == [list(first[0].words)] * 3
+async def _shares_control_blocks(arenas: Sequence[Arena]) -> None:
+    """a context is one control block at every rank, zero at first, made by the first to ask, apart from the others"""
+    first, second = ([arena.control_block(context, 4) for arena in arenas] for context in (7, (1 << 64) - 1))
+    for control_blocks in (first, second):
+        assert [control_block.created for control_block in control_blocks] == [True, False, False]
+        assert [list(control_block.cells) for control_block in control_blocks] == [[0] * 4] * 3
+    for place, control_block in enumerate(first):
+        _change(control_block, place, by=-(2**63) + place)
+    assert [list(control_block.cells) for control_block in first] == [[-(2**63), 1 - 2**63, 2 - 2**63, 0]] * 3
+    assert [list(control_block.cells) for control_block in second] == [[0] * 4] * 3
+    assert [list(arena.control_block(7, 4).cells) for arena in arenas] == [list(first[0].cells)] * 3
 
 
 async def _refuses_another_size(arenas: Sequence[Arena]) -> None:
-    """a board of another size than the one that there is, is an error, and harms nothing"""
-    _change(arenas[0].board(7, 4), 3)
+    """a control block of another size than the one that there is, is an error, and harms nothing"""
+    _change(arenas[0].control_block(7, 4), 3)
     try:
-        arenas[1].board(7, 5)
+        arenas[1].control_block(7, 5)
     except AsyncollError:
-        assert list(arenas[1].board(7, 4).words) == [0, 0, 0, 1]
+        assert list(arenas[1].control_block(7, 4).cells) == [0, 0, 0, 1]
         return
-    raise AssertionError("one board had two sizes")
+    raise AssertionError("one control block had two sizes")
 
 
 async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
     """a wait for what is ready ends, and nobody is waiting then"""
-    board = arenas[0].board(1, 1)
-    await _wait(arenas[0], board, lambda: board.words[0] == 0)
+    control_block = arenas[0].control_block(1, 1)
+    await _wait(arenas[0], control_block, lambda: control_block.cells[0] == 0)
     assert arenas[0].waiting() == []
 
 
 async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
     """a wait that is to be turning leaves the loop to others, and ends like any other"""
-    boards = [arena.board(1, 1) for arena in arenas]
-    wait = Wait(boards[0], lambda: boards[0].words[0] == 3)
+    control_blocks = [arena.control_block(1, 1) for arena in arenas]
+    wait = Wait(control_blocks[0], lambda: control_blocks[0].cells[0] == 3)
     task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", turning=True))
     for _ in range(3):
         await asyncio.sleep(0)
         assert not task.done()
-        _change(boards[1], 0)
+        _change(control_blocks[1], 0)
     await task
     assert arenas[0].waiting() == []
 
 
 async def _wakes_sleepers(arenas: Sequence[Arena]) -> None:
-    """whoever waits says so, and wakes when another rank has changed the words"""
-    boards = [arena.board(1, 2) for arena in arenas]
-    task = asyncio.create_task(_wait(arenas[0], boards[0], lambda: boards[0].words[0] == 2))
+    """whoever waits says so, and wakes when another rank has changed the cells"""
+    control_blocks = [arena.control_block(1, 2) for arena in arenas]
+    task = asyncio.create_task(_wait(arenas[0], control_blocks[0], lambda: control_blocks[0].cells[0] == 2))
     for _ in range(2):
         await _until_asleep(arenas[0])
         assert arenas[0].waiting() == ["rank 0"]
         assert not task.done()
-        _change(boards[1], 0)
+        _change(control_blocks[1], 0)
     await task
     assert arenas[0].waiting() == []
 
 
 async def _wakes_many(arenas: Sequence[Arena]) -> None:
-    """any number may wait, at each rank and on several boards, and each wakes for what it waits for"""
+    """any number may wait, at each rank and on several control blocks, and each wakes for what it waits for"""
     contexts = range(3)
-    boards = [[arena.board(context, 5) for context in contexts] for arena in arenas]
+    control_blocks = [[arena.control_block(context, 5) for context in contexts] for arena in arenas]
     tasks = [
-        asyncio.create_task(_wait(arena, board, lambda board=board, word=word: board.words[word]))  # type: ignore[misc]
-        for arena, mine in zip(arenas, boards, strict=True)
-        for board in mine
-        for word in range(5)
+        asyncio.create_task(_wait(arena, control_block, _is_set(control_block, cell)))
+        for arena, mine in zip(arenas, control_blocks, strict=True)
+        for control_block in mine
+        for cell in range(5)
     ]
     for arena in arenas:
         await _until_asleep(arena, 15)
-    for word in range(5):
+    for cell in range(5):
         for context in contexts:
-            _change(boards[word][context], word)
+            _change(control_blocks[cell][context], cell)
     await asyncio.gather(*tasks)
 
 
@@ -400,10 +406,10 @@ async def _meets(arenas: Sequence[Arena]) -> None:
     """no wake-up is lost: ranks that count each other in never stop"""
 
     async def rank(arena: Arena) -> None:
-        board = arena.board(3, 1)
+        control_block = arena.control_block(3, 1)
         for turn in range(1, 101):
-            _change(board, 0)
-            await _wait(arena, board, lambda turn=turn: board.words[0] >= turn * len(arenas))  # type: ignore[misc]
+            _change(control_block, 0)
+            await _wait(arena, control_block, lambda turn=turn: control_block.cells[0] >= turn * len(arenas))  # type: ignore[misc]
 
     await asyncio.gather(*map(rank, arenas))
 
@@ -411,10 +417,10 @@ async def _meets(arenas: Sequence[Arena]) -> None:
 async def _alarms(arenas: Sequence[Arena]) -> None:
     """`alarm` makes every waiter of this rank, and of no other, ask whether it should go on"""
     stopped: list[object] = []
-    boards = [arena.board(1, 1) for arena in arenas]
+    control_blocks = [arena.control_block(1, 1) for arena in arenas]
     tasks = [
-        asyncio.create_task(_wait(arena, board, lambda board=board: board.words[0], stopped))  # type: ignore[misc]
-        for arena, board in zip(arenas, boards, strict=True)
+        asyncio.create_task(_wait(arena, control_block, _is_set(control_block, 0), stopped))
+        for arena, control_block in zip(arenas, control_blocks, strict=True)
         for _ in range(2)
     ]
     for arena in arenas:
@@ -428,16 +434,16 @@ async def _alarms(arenas: Sequence[Arena]) -> None:
     assert arenas[0].waiting() == []
     assert len(arenas[1].waiting()) == 2
     stopped.clear()
-    _change(boards[0], 0)
+    _change(control_blocks[0], 0)
     await asyncio.gather(*tasks[2:])
 
 
 async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
     """an alarm before the wait is not lost: nobody sleeps without having asked whether it should"""
     arenas[0].alarm()
-    board = arenas[0].board(1, 1)
+    control_block = arenas[0].control_block(1, 1)
     try:
-        await _wait(arenas[0], board, lambda: False, ["stopped"])
+        await _wait(arenas[0], control_block, lambda: False, ["stopped"])
     except _StoppedError:
         return
     raise AssertionError("it found what never was")
@@ -445,17 +451,20 @@ async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
 
 async def _survives_cancelling(arenas: Sequence[Arena]) -> None:
     """a wait that is cancelled leaves nothing behind, and keeps nobody else from waking"""
-    boards = [arena.board(1, 1) for arena in arenas]
-    tasks = [asyncio.create_task(_wait(arenas[0], boards[0], lambda: boards[0].words[0] > 0)) for _ in range(3)]
+    control_blocks = [arena.control_block(1, 1) for arena in arenas]
+    tasks = [
+        asyncio.create_task(_wait(arenas[0], control_blocks[0], lambda: control_blocks[0].cells[0] > 0))
+        for _ in range(3)
+    ]
     await _until_asleep(arenas[0], 3)
     tasks[1].cancel()
     await asyncio.wait([tasks[1]])
     assert tasks[1].cancelled()
     assert len(arenas[0].waiting()) == 2
-    _change(boards[1], 0)
+    _change(control_blocks[1], 0)
     await asyncio.gather(tasks[0], tasks[2])
-    _change(boards[1], 0)
-    await _wait(arenas[0], boards[0], lambda: boards[0].words[0] == 2)
+    _change(control_blocks[1], 0)
+    await _wait(arenas[0], control_blocks[0], lambda: control_blocks[0].cells[0] == 2)
 
 
 _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None, None]]]] = [
@@ -464,7 +473,7 @@ _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None,
     (3, _shares_memory),
     (3, _keeps_blocks_apart),
     (3, _locates_its_own),
-    (3, _shares_boards),
+    (3, _shares_control_blocks),
     (2, _refuses_another_size),
     (1, _sees_what_is_ready),
     (2, _turns_the_loop),

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncoll import wire
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.keys import Key
 from asyncoll.rpc import codec, failure, hints, packing, protocol, segments
-from asyncoll.shapes import SHAPE_WORDS, decode_head
-from asyncoll.transport import split, zeromq
+from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head
+from asyncoll.transport import wire
+from asyncoll.transport.keys import Key
+from asyncoll.transport.messages import split, zeromq
 
 _LENGTH_MAX = 200  # bytes
 

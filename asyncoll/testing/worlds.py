@@ -18,14 +18,17 @@ import numpy as np
 import uvloop
 
 from asyncoll.communicator import Communicator
-from asyncoll.endpoint import Endpoint
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
-from asyncoll.progress import SharedLoop
-from asyncoll.transport import Arena, Transport, arena, inproc, inproc_arena, zeromq
-from asyncoll.transport.simulated import Crash, Network, SimulatedWorld
-from asyncoll.transport.slots import SlottedTransport
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.progress import SharedLoop
+from asyncoll.transport import Arena, Transport
+from asyncoll.transport.memory import arena
+from asyncoll.transport.memory import inproc as inproc_memory
+from asyncoll.transport.messages import inproc, zeromq
+from asyncoll.transport.messages.shared_payloads import SlottedTransport
+from asyncoll.transport.messages.simulated import Crash, Network, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
-from asyncoll.world import World
+from asyncoll.world.join import World
 
 T = TypeVar("T")
 _HEARD_S = 0.05  # time for the others to hear of a failure, and to fail with its cause, before they are cancelled
@@ -112,7 +115,7 @@ def simulate(
 
 def _simulated_memory(world: SimulatedWorld, seed: int) -> Sequence[Arena]:
     draw, jitter_s = np.random.default_rng([seed, world.size]), world.network.jitter_s
-    return inproc_arena.arenas(world.size, lambda: float(draw.uniform(0.0, jitter_s)))
+    return inproc_memory.arenas(world.size, lambda: float(draw.uniform(0.0, jitter_s)))
 
 
 async def _run_all(
@@ -146,8 +149,7 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
     try:
         async with world as comm:
             try:
-                with comm.registry.as_current():
-                    return await main(comm)
+                return await main(comm)
             except Exception as error:
                 errors.append(error)
                 raise

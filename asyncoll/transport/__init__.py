@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncoll.errors import UsageError
-from asyncoll.tensors import Array
-from asyncoll.transport.board import Board, Turn, Wait
-from asyncoll.wire import MAX_FRAME_BYTES, Buffer
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.control_block import ControlBlock, Turn, Wait
+from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "START_TIMEOUT_S",
     "Arena",
-    "Board",
     "Buffer",
+    "ControlBlock",
     "Receiver",
     "Transport",
     "Turn",
@@ -110,8 +110,8 @@ class Arena(Protocol):
     def locate(self, flat: Array) -> int | None:
         """The address of a flat array that lies in this rank's part of the arena; None for any other."""
 
-    def board(self, context: int, words: int) -> Board:
-        """What all ranks of the host know as `context`: a board of so many words, zero when the first asks for it."""
+    def control_block(self, context: int, cells: int) -> ControlBlock:
+        """The control block that all ranks of the host know as `context`, of so many cells, zero when it is made."""
 
     def now_s(self) -> float:
         """A clock that all ranks of the host share."""
@@ -119,7 +119,7 @@ class Arena(Protocol):
     async def wait(
         self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
     ) -> None:
-        """Return once `wait.ready()` was true under the lock of its board. Any number may wait, on any loop.
+        """Return once `wait.ready()` was true under the lock of its control block. Any number may wait, on any loop.
 
         If it will soon be true, whoever waits may find it out by looking. The other tasks of the loop stand still
         meanwhile, for some microseconds, or not at all if it is to be `turning` between two looks.

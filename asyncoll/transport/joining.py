@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncoll.errors import ClosedError, DeadlineError, PeerLostError
-from asyncoll.processes import is_gone
 from asyncoll.transport import START_TIMEOUT_S
+from asyncoll.transport.processes import is_gone
 
 T = TypeVar("T")
 _SPEAK_S = 5.0  # of silence, and then twice as long each time

@@ -11,7 +11,7 @@ child = subprocess.Popen(["sleep", "1000"], start_new_session="apart" in sys.arg
 for pid in (os.getpid(), child.pid):
     (folder / str(pid)).touch()
 (folder / "template").write_text(str(os.getppid()))
-(folder / "meeting").write_text(os.environ["ASYNCOLL_FOLDER"])
+(folder / "rendezvous").write_text(os.environ["ASYNCOLL_FOLDER"])
 print("ready", flush=True)
 if "leave" not in sys.argv:
     signal.pause()

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 
 import asyncoll
-from asyncoll import attendance
-from asyncoll.processes import is_gone
-from asyncoll.transport import mutex
+from asyncoll.runtime import pending
+from asyncoll.transport.memory import mutex
+from asyncoll.transport.processes import is_gone
 
 
 def exit_with_a_lock() -> None:
@@ -64,8 +64,8 @@ async def main(comm: asyncoll.Communicator) -> None:
 
 async def late(comm: asyncoll.Communicator) -> None:
     """Rank 2 computes, in pure Python, until the others have lost their patience, which its runtime hears of."""
-    attendance._ANSWER_S = 60.0  # who has little time to say where it is has some all the same
-    failed, world = comm._endpoint.failures.has_failed, comm._group.communicator
+    pending._ANSWER_S = 60.0  # who has little time to say where it is has some all the same
+    failed, world = comm._core.member.endpoint.failures.has_failed, comm._core.member.group.communicator
     while comm.rank == 2 and not failed(world):
         pass
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import asyncoll
-from asyncoll.processes import is_gone
+from asyncoll.transport.processes import is_gone
 
 libc = ctypes.PyDLL(None)
 

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from asyncoll import rendezvous
+from asyncoll.world import rendezvous
 
 host = int(os.environ["RANK"]) // int(os.environ.get("RANKS_PER_HOST", "1"))
 rendezvous._machine = lambda: str(host)

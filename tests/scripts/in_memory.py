@@ -18,7 +18,7 @@ def numbered(seed: int, nbytes: int) -> np.ndarray:
 
 
 async def main(comm: asyncoll.Communicator) -> None:
-    endpoint, ranks = comm._endpoint, tuple(range(comm.size))
+    endpoint, ranks = comm._core.member.endpoint, tuple(range(comm.size))
     expected = {(source, task): 0 for source in ranks for task in range(TASKS)}
     done = asyncio.Event()
     wrong: Counter[int] = Counter()

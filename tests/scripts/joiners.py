@@ -21,23 +21,25 @@ import numpy as np
 import torch.distributed  # noqa: F401 (for the ranks)
 
 import asyncoll
-from asyncoll import rendezvous, world
 from asyncoll.launch.environment import reserve_port
-from asyncoll.transport import arena, handover, joining, slots, zeromq
+from asyncoll.transport import joining
+from asyncoll.transport.memory import arena, fd_passing
+from asyncoll.transport.messages import shared_payloads, zeromq
+from asyncoll.world import join, rendezvous, store
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
 PHASES = {  # in their order: where a rank is when it enters this function
-    "nonce": (rendezvous._Board, "begin_session"),
+    "nonce": (store.SealedStore, "begin_session"),
     "host": (rendezvous, "_machine"),
     "folder": (rendezvous, "check_folder"),
-    "listen": (handover, "_listen"),
-    "connect": (handover, "_connect"),
-    "collect": (handover, "_collect"),
-    "slots": (slots.SlottedTransport, "start"),
+    "listen": (fd_passing, "_listen"),
+    "connect": (fd_passing, "_connect"),
+    "collect": (fd_passing, "_collect"),
+    "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
-    "lock": (arena.HostArena, "_open_board"),
-    "barrier": (world.World, "_barrier"),
+    "lock": (arena.HostArena, "_open_control_block"),
+    "barrier": (join.World, "_barrier"),
 }
 
 
@@ -130,7 +132,7 @@ def thrice():
 def hasty():
     """Rank 1 gives up the first world at once, and finds the store of it still open when it comes for the second."""
     came, rank = Path(tempfile.gettempdir(), "rank 1 has come again"), int(os.environ["RANK"])
-    close, reach = rendezvous._Board.close, rendezvous._reach_store
+    close, reach = store.SealedStore.close, store._reach_store
 
     def slow(*arguments):
         while not came.exists():
@@ -138,9 +140,9 @@ def hasty():
         close(*arguments)
 
     def quick(*arguments):
-        store = reach(*arguments)
+        reached = reach(*arguments)
         came.touch()
-        return store
+        return reached
 
     async def give_up(comm):
         if comm.rank == 1:
@@ -148,12 +150,12 @@ def hasty():
         await comm.barrier()
 
     if rank == 0:
-        rendezvous._Board.close = slow
+        store.SealedStore.close = slow
     with contextlib.suppress(ValueError, asyncoll.AbortedError):
         asyncoll.run(give_up)
-    rendezvous._Board.close = close
+    store.SealedStore.close = close
     if rank == 1:
-        rendezvous._reach_store = quick
+        store._reach_store = quick
     return asyncoll.run(main)
 
 
@@ -174,7 +176,7 @@ def be_rank(case, rank, folder):
     if "files" in case:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes
-        rendezvous._machine = rendezvous.process_space = lambda: f"host {rank}"
+        rendezvous._machine = store.process_space = lambda: f"host {rank}"
     if str(rank) in case.get("slow", {}):
         before(case["slow"][str(rank)], await_no_folder)
     for victim, fault in case.get("faults", {}).items():

@@ -7,54 +7,54 @@ import sys
 from pathlib import Path
 
 from asyncoll.errors import PeerLostError
-from asyncoll.transport import handover
-from asyncoll.transport.board import Wait
+from asyncoll.transport.control_block import Wait
+from asyncoll.transport.memory import fd_passing
 
 
-def wait(arena, board, ready):
-    return arena.wait(Wait(board, ready), lambda: None, str)
+def wait(arena, control_block, ready):
+    return arena.wait(Wait(control_block, ready), lambda: None, str)
 
 
 async def count(arena):
     """Everybody adds one, 2000 times, and waits for the sum; then a token goes round."""
-    board = arena.board(1, 2)
+    control_block = arena.control_block(1, 2)
     for _ in range(2000):
-        with board:
-            board.words[0] += 1
-            board.wake()
-    await wait(arena, board, lambda: board.words[0] == 2000 * len(arena.ranks))
+        with control_block:
+            control_block.cells[0] += 1
+            control_block.wake()
+    await wait(arena, control_block, lambda: control_block.cells[0] == 2000 * len(arena.ranks))
     for turn in range(50):
         mine = turn * len(arena.ranks) + arena.place
-        await wait(arena, board, lambda mine=mine: board.words[1] >= mine)
-        with board:
-            board.words[1] += 1
-            board.wake()
-    await wait(arena, board, lambda: board.words[1] == 50 * len(arena.ranks))
-    print(*board.words)
+        await wait(arena, control_block, lambda mine=mine: control_block.cells[1] >= mine)
+        with control_block:
+            control_block.cells[1] += 1
+            control_block.wake()
+    await wait(arena, control_block, lambda: control_block.cells[1] == 50 * len(arena.ranks))
+    print(*control_block.cells)
 
 
 async def die(arena):
     """The last rank is killed while it holds the lock; what it had written before is still there."""
-    board = arena.board(1, 2)
+    control_block = arena.control_block(1, 2)
     if arena.place == len(arena.ranks) - 1:
         address = arena.allocate(8)
         arena.view(address, 8)[:] = 7
-        await wait(arena, board, lambda: board.words[0] == arena.place)
-        with board:
-            board.words[1] = address
+        await wait(arena, control_block, lambda: control_block.cells[0] == arena.place)
+        with control_block:
+            control_block.cells[1] = address
             os.kill(os.getpid(), signal.SIGKILL)
-    with board:
-        board.words[0] += 1
-        board.wake()
-    print(find_out(board))
-    print(find_out(board))
-    print(arena.view(board.words[1], 8).sum())
+    with control_block:
+        control_block.cells[0] += 1
+        control_block.wake()
+    print(find_out(control_block))
+    print(find_out(control_block))
+    print(arena.view(control_block.cells[1], 8).sum())
 
 
-def find_out(board):
+def find_out(control_block):
     while True:
         try:
-            with board:
+            with control_block:
                 pass
         except PeerLostError as error:
             return error
@@ -62,6 +62,6 @@ def find_out(board):
 
 folder, rank, size, what = sys.argv[1:]
 ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not places
-arena = handover.join(Path(folder), ranks[int(rank)], ranks)
+arena = fd_passing.join(Path(folder), ranks[int(rank)], ranks)
 asyncio.run({"count": count, "die": die}[what](arena))
 arena.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncoll.errors import UsageError
+from asyncoll.testing.faults.calls import OPERATIONS
 from asyncoll.testing.faults.injectors import (
     MOMENTS,
     Disconnect,
@@ -25,7 +26,6 @@ from asyncoll.testing.faults.injectors import (
     Slow,
     Stop,
 )
-from asyncoll.testing.faults.operations import OPERATIONS
 
 DEATH_S = 0.1  # within which everybody knows
 FREEZE_S = 1.0

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
-from asyncoll.progress import SharedLoop
-from asyncoll.testing.faults.passages import Passages
-from asyncoll.transport.simulated import SimulatedTransport
+from asyncoll.runtime.progress import SharedLoop
+from asyncoll.testing.faults.injection_points import InjectionPoints
+from asyncoll.transport.messages.simulated import SimulatedTransport
 
 Moment = Literal["before", "inside", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "inside", "after")
@@ -94,7 +94,7 @@ class Kill:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        transport = place.comm._endpoint.transport
+        transport = place.comm._core.member.endpoint.transport
         if isinstance(transport, SimulatedTransport):
             place.crash(transport)
         else:
@@ -197,7 +197,7 @@ class Disconnect:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        transport: Any = place.comm._endpoint.transport
+        transport: Any = place.comm._core.member.endpoint.transport
         addresses = set(getattr(transport, "_inner", transport).peers)  # slots go over another transport
         for connection in _connections():
             with connection, contextlib.suppress(OSError):  # it is shut already
@@ -206,21 +206,23 @@ class Disconnect:
 
 
 @contextlib.contextmanager
-def fault(comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", passage: int = 1) -> Iterator[None]:
+def fault(
+    comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", injection_point: int = 1
+) -> Iterator[None]:
     """Let `what` happen at rank `rank`, before, inside or after the block; at all others the block is as ever.
 
         with fault(comm, Kill(), rank=2):
             await comm.allreduce(x)
 
-    "inside" is when the rank passes for the `passage`-th time: when it sends or is handed a message, is about to take
-    a lock of shared memory, or holds it. So it strikes in the middle of whatever the block calls, in the thread that
-    does it, which need not be the caller's. If there are not so many passages, it strikes at the end of the block. What
-    raises, other than `Raise`, or cancels the block before is not followed by the fault.
+    "inside" is when the rank passes for the `injection_point`-th time: when it sends or is handed a message, is about
+    to take a lock of shared memory, or holds it. So it strikes in the middle of whatever the block calls, in the thread
+    that does it, which need not be the caller's. If there are not so many injection points, it strikes at the end of
+    the block. What raises, other than `Raise`, or cancels the block before is not followed by the fault.
 
     Raises UsageError if `what` strikes whole processes, and all ranks are in this one (`run_ranks`; `simulate`, but for
     `Kill`).
     """
-    _check(comm, what, at, passage)
+    _check(comm, what, at, injection_point)
     if comm.rank != rank:
         yield
         return
@@ -230,23 +232,25 @@ def fault(comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", 
         place.settle()
         yield
         return
-    passages = Passages(comm, lambda number: what.strike(place) if number == passage else None)
+    injection_points = InjectionPoints(comm, lambda number: what.strike(place) if number == injection_point else None)
     try:
-        with passages if at == "inside" else contextlib.nullcontext():
+        with injection_points if at == "inside" else contextlib.nullcontext():
             yield
     except asyncio.CancelledError:
         place.settle()
         raise
-    if passages.count < passage:
+    if injection_points.count < injection_point:
         what.strike(place)
     place.settle()
 
 
-def _check(comm: Communicator, what: Fault, at: str, passage: int) -> None:
-    if at not in MOMENTS or passage < 1:
-        raise UsageError(f"a fault strikes {', '.join(MOMENTS)}, at passage 1 or later; not {at!r} at {passage}")
-    shares_process = comm.size > 1 and isinstance(comm._runner, SharedLoop)
-    crashes = isinstance(what, Kill) and isinstance(comm._endpoint.transport, SimulatedTransport)
+def _check(comm: Communicator, what: Fault, at: str, injection_point: int) -> None:
+    if at not in MOMENTS or injection_point < 1:
+        raise UsageError(
+            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
+        )
+    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
+    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
     if what.of_process and shares_process and not crashes:
         raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from asyncoll.testing.faults.calls import OPERATIONS
 from asyncoll.testing.faults.cells import KINDS, Cell
-from asyncoll.testing.faults.operations import OPERATIONS
-from asyncoll.testing.faults.verdict import Verdict, judge
-from asyncoll.testing.faults.worlds import happen
+from asyncoll.testing.faults.checks import Verdict, judge
+from asyncoll.testing.faults.processes import happen
 
 
 def check_cell(cell: Cell) -> Verdict:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncoll.testing.laws.rules import Breach, laws_of
+from asyncoll.testing.laws.runs import SIMULATED, tell
 from asyncoll.testing.laws.story import draw
-from asyncoll.testing.laws.worlds import SIMULATED, tell
 
 
 class LawBroken(AssertionError):  # noqa: N818

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncoll.algorithms.grouping import partition
-from asyncoll.algorithms.operation import Opening, Operation
-from asyncoll.tensors import Array, ReduceOp
+from asyncoll.algorithms.rounds.grouping import partition
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.testing.laws.story import NAP_S, Call, Cancelled, Case, Story
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.coordinated import COORDINATED_MAX_BYTES
-from asyncoll.algorithms.dense import DOUBLING_MAX_BYTES
+from asyncoll.algorithms.dense.on_lane import DOUBLING_MAX_BYTES
+from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
+from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
-from asyncoll.persistent import Reduction
-from asyncoll.tensors import Array
-from asyncoll.transport.simulated import Network, Pause
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport.messages.simulated import Network, Pause
 
 _OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]] = {
     "solo": lambda comm, x, case: comm.solo_allreduce(
@@ -320,7 +320,8 @@ class _Trainer:
 
         Nothing but the runtime knows this moment, so its method is shadowed until then.
         """
-        operations, answer, loop = self._comm._operations, self._comm._operations.contribute, asyncio.get_running_loop()
+        operations, loop = self._comm._core.operations, asyncio.get_running_loop()
+        answer = operations.contribute
         left = others
 
         async def contribute(*arguments: Any) -> Reduction:

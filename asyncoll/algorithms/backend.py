@@ -1,0 +1,120 @@
+"""The seam between what users call and how the ranks of a communicator carry it out.
+
+A `Backend` is chosen once for each communicator (`algorithms.choice`). It supplies the dense collectives, the rounds of
+wait-avoiding operations, the carrier of RPC and the memory of registered tensors. Point to point goes by message under
+every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.runtime.signature import Signature
+from asyncoll.statistics import Traffic
+from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.registered import SharedMemory
+
+T = TypeVar("T")
+
+
+class Collectives(Protocol):
+    """The dense collectives of one call at one rank.
+
+    Several may follow each other in one call, in the same order at every rank. Arrays are flat, contiguous and of the
+    native byte order. Arrays that results are put into must not overlap others. `dtype` names what the bits mean
+    (`tensors.reductions`). Ranks are those of the communicator.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of this call so far."""
+
+    async def barrier(self) -> None:
+        """Return once every rank has come."""
+
+    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        """Reduce `x` over all ranks, in place. Every rank gets the same bits."""
+
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+        """Reduce into the root's `x`; elsewhere `x` keeps its value."""
+
+    async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read."""
+
+    async def broadcast(self, x: Array, root: int) -> None:
+        """Copy the root's `x` into every rank's."""
+
+    async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
+        """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not used."""
+
+    async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
+        """Copy the root's `blocks[rank]` into `mine` of each rank; elsewhere `blocks` is not used."""
+
+    async def allgather(self, blocks: Sequence[Array]) -> None:
+        """Fill `blocks`, one for each rank and of any sizes, given this rank's own."""
+
+    async def alltoall(
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = ...
+    ) -> None:
+        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`.
+
+        `taken(source)` is called once for each source, when its block is complete, in the same order at every call.
+        """
+
+    async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
+        """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
+
+
+Body = Callable[[Collectives], Coroutine[Any, Any, T]]
+
+
+class Backend(Protocol):
+    """How the ranks of one communicator carry out their calls, at one of them."""
+
+    @property
+    def operations(self) -> Directory:
+        """The wait-avoiding operations that this rank knows."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where registered tensors lie. None: in ordinary memory."""
+
+    def start(
+        self,
+        call: Signature,
+        body: Body[T],
+        nbytes: int,
+        ended: Callable[[Traffic], None],
+        discarded: Callable[[], None],
+    ) -> Coroutine[Any, Any, T]:
+        """Start a collective call: run `body` with the collectives of this call. Returns a coroutine that waits for it.
+
+        `nbytes` is the size of this rank's contribution. `ended` is called at the end of the call, in whichever thread.
+        `discarded` is called, as by `Runner.start`, if no caller gets the result. A call that fails or is cancelled
+        here ends the communicator at all ranks, and uses no memory of its caller any more when it has ended.
+        """
+
+    def start_round(
+        self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        """Start `work`, which calls rounds of this backend. Otherwise as `start`."""
+
+    async def open(self, operation: Operation, site: str) -> Rounds:
+        """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.
+
+        Raises MismatchError if another rank knows a different operation of that name.
+        """
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        """What carries RPC between the ranks. `broken` is told of a rank that breaks its protocol."""

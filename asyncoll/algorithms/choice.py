@@ -1,0 +1,16 @@
+"""The one place that chooses the backend of a communicator."""
+
+from __future__ import annotations
+
+from asyncoll.algorithms.backend import Backend
+from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.runtime.member import Member
+
+
+def choose_backend(member: Member) -> Backend:
+    """Memory, if all ranks of the communicator share an arena; otherwise messages. The same at every rank."""
+    arena, ranks = member.endpoint.arena, member.group.ranks
+    if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks):
+        return MemoryBackend(member, arena)
+    return MessageBackend(member)

@@ -1,0 +1,1 @@
+"""The dense collectives, by message and in memory."""

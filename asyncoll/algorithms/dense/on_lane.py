@@ -1,0 +1,344 @@
+"""Textbook collectives over a lane, for any number of ranks.
+
+Arrays are flat. Every reduction is done in an order that depends on places alone, once for each element, and the result
+is copied; so all ranks end with the same bits, run after run. Terms: n elements, P ranks, alpha the cost of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from asyncoll.runtime.group import Lane
+from asyncoll.runtime.matching import Receive
+from asyncoll.tensors.reductions import Array, Combine
+
+# Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
+# `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
+DOUBLING_MAX_BYTES = 1 << 18
+RABENSEIFNER_MAX_BYTES = 1 << 21
+SMALL_MAX_BYTES = 1 << 20
+
+# A tiny array goes through a tree of radix 8: 4 messages a rank on average instead of 2 log2 P, and fewer one after
+# another. Each message costs its ranks processor time that is their own computation's. Measured: see BENCHMARKS.md.
+TREE_MIN_RANKS = 5
+TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the participation list of two thousand ranks
+TREE_RADIX = 8
+
+ALLTOALL_AHEAD = 4  # messages under way at once: the bucket of the authors of Ok-Topk
+
+
+def bounds(count: int, parts: int) -> list[tuple[int, int]]:
+    """Where each of `parts` consecutive chunks of `count` elements begins and ends; sizes differ by at most one."""
+    small, larger = divmod(count, parts)
+    ends = accumulate(small + (part < larger) for part in range(parts))
+    starts = [0, *ends]
+    return list(pairwise(starts))
+
+
+def _chunks(x: Array, parts: int) -> list[Array]:
+    return [x[start:end] for start, end in bounds(x.size, parts)]
+
+
+async def barrier(lane: Lane) -> None:
+    """Dissemination: ceil(log2 P) rounds, each rank tells the one 2^j further."""
+    empty = np.empty(0, np.uint8)
+    distance = 1
+    while distance < lane.size:
+        dest, source = (lane.rank + distance) % lane.size, (lane.rank - distance) % lane.size
+        await lane.exchange(dest, empty, source, empty, step=distance)
+        distance *= 2
+
+
+# -- allreduce -----------------------------------------------------------------------------------
+
+
+async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
+    """Reduce `x` in place at every rank, by the algorithm that suits its size."""
+    if lane.size == 1:
+        return
+    if x.nbytes <= DOUBLING_MAX_BYTES or x.size < lane.size:
+        await short_allreduce(lane, x, combine)
+    elif x.nbytes <= RABENSEIFNER_MAX_BYTES:
+        await rabenseifner(lane, x, combine)
+    else:
+        await ring(lane, x, combine)
+
+
+async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
+    """Reduce a short `x`, or one that must not be cut into chunks, in place at every rank."""
+    if lane.size >= TREE_MIN_RANKS and x.nbytes <= TREE_MAX_BYTES:
+        await tree(lane, x, combine)
+    else:
+        await recursive_doubling(lane, x, combine)
+
+
+async def tree(lane: Lane, x: Array, combine: Combine) -> None:
+    """Reduce and broadcast: 2(P-1) messages in all, 2 log8 P of them one after another."""
+    await tree_reduce(lane, x, combine, 0, TREE_RADIX)
+    lane.next_phase()
+    await tree_broadcast(lane, x, 0, TREE_RADIX)
+
+
+async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
+    """log2 P exchanges of the whole array: few messages, n log2 P elements sent."""
+    power, extra = _fold(lane.size)
+    if lane.rank >= power:
+        await _lend(lane, x, lane.rank - power)
+        return
+    await _borrow(lane, x, combine, power, extra)
+    mine, other = x, np.empty_like(x)
+    distance = 1
+    while distance < power:
+        partner = lane.rank ^ distance
+        await lane.exchange(partner, mine, partner, other, step=distance)
+        if partner < lane.rank:  # the lower place is always the left operand, so both compute the same bits
+            combine(other, mine)
+            mine, other = other, mine
+        else:
+            combine(mine, other)
+        distance *= 2
+    if mine is not x:
+        x[...] = mine
+    await _give_back(lane, x, power, extra)
+
+
+async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
+    """Recursive halving (reduce-scatter), then recursive doubling (allgather): 2 log2 P messages, 2n(P-1)/P."""
+    power, extra = _fold(lane.size)
+    if lane.rank >= power:
+        await _lend(lane, x, lane.rank - power)
+        return
+    await _borrow(lane, x, combine, power, extra)
+    edges = [start for start, _ in bounds(x.size, power)] + [x.size]
+    low, high = 0, power  # the chunks that are still mine to reduce
+    distance = power // 2
+    while distance:
+        middle = (low + high) // 2
+        partner = lane.rank ^ distance
+        lower, upper = x[edges[low] : edges[middle]], x[edges[middle] : edges[high]]
+        keep, give = (upper, lower) if lane.rank & distance else (lower, upper)
+        await lane.exchange(partner, give, partner, keep, distance, combine)
+        low, high = (middle, high) if lane.rank & distance else (low, middle)
+        distance //= 2
+    distance = 1
+    while distance < power:
+        partner = lane.rank ^ distance
+        theirs = low ^ distance  # blocks of `distance` chunks are aligned, so the partner's begins here
+        mine = x[edges[low] : edges[low + distance]]
+        await lane.exchange(partner, mine, partner, x[edges[theirs] : edges[theirs + distance]], power + distance)
+        low = min(low, theirs)
+        distance *= 2
+    await _give_back(lane, x, power, extra)
+
+
+async def ring(lane: Lane, x: Array, combine: Combine) -> None:
+    """Each chunk goes round once to be reduced and once to be handed out: 2(P-1) messages, 2n(P-1)/P elements.
+
+    All receives are posted at the start: a chunk comes back reduced only after my part of it has gone out.
+    """
+    size, rank = lane.size, lane.rank
+    chunks = _chunks(x, size)
+    last = size - 1
+    receives = [lane.post((rank - 1) % size, step, chunks[(rank - step - 1) % size], combine) for step in range(last)]
+    receives += [lane.post((rank - 1) % size, last + step, chunks[(rank - step) % size]) for step in range(last)]
+    for step, receive in enumerate(receives):
+        outgoing = (rank - step) % size if step < last else (rank + 1 - (step - last)) % size
+        await lane.send((rank + 1) % size, step, chunks[outgoing])
+        await lane.wait(receive)
+
+
+# Algorithms for powers of two fold the ranks beyond the largest one onto the first: lend before, get back after.
+_FOLD_STEP, _UNFOLD_STEP = (1 << 24) - 2, (1 << 24) - 1
+
+
+def _fold(size: int) -> tuple[int, int]:
+    power = 1 << (size.bit_length() - 1)
+    return power, size - power
+
+
+async def _lend(lane: Lane, x: Array, host: int) -> None:
+    await lane.send(host, _FOLD_STEP, x)
+    await lane.recv(host, _UNFOLD_STEP, x)
+
+
+async def _borrow(lane: Lane, x: Array, combine: Combine, power: int, extra: int) -> None:
+    if lane.rank < extra:
+        await lane.recv(lane.rank + power, _FOLD_STEP, x, combine)
+
+
+async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
+    if lane.rank < extra:
+        await lane.send(lane.rank + power, _UNFOLD_STEP, x)
+
+
+# -- one root ------------------------------------------------------------------------------------
+
+
+async def broadcast(lane: Lane, x: Array, root: int) -> None:
+    """Copy the root's `x` to every rank: a binomial tree; for a long array, scatter and allgather round the ring."""
+    if x.nbytes <= SMALL_MAX_BYTES or lane.size <= 2:
+        await tree_broadcast(lane, x, root)
+        return
+    chunks = _chunks(x, lane.size)
+    if lane.rank == root:
+        for place in range(lane.size):
+            if place != root:
+                await lane.send(place, 0, chunks[place])
+    else:
+        await lane.recv(root, 0, chunks[lane.rank])
+    lane.next_phase()
+    await allgather_ring(lane, chunks)
+
+
+async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> None:
+    """Copy the root's `x` down a k-nomial tree: a place's parent has its lowest nonzero digit of base k cleared."""
+    place = (lane.rank - root) % lane.size
+    if place:
+        await lane.recv((root + _parent(place, lane.size, radix)) % lane.size, 0, x)
+    for child in children(place, lane.size, radix):
+        await lane.send((root + child) % lane.size, 0, x)
+
+
+async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, radix: int = 2) -> None:
+    """Reduce into the root's `total`, up the same tree. The others' `total` ends as the sum of their subtrees.
+
+    Children are combined in order, whoever comes first, so that the bits do not depend on timing.
+    """
+    place = (lane.rank - root) % lane.size
+    for child in reversed(children(place, lane.size, radix)):
+        await lane.recv((root + child) % lane.size, 0, total, combine)
+    if place:
+        await lane.send((root + _parent(place, lane.size, radix)) % lane.size, 0, total)
+
+
+def _span(place: int, size: int, radix: int) -> int:
+    """The power of `radix` at the lowest nonzero digit of `place`: it roots a subtree of so many places."""
+    span = 1
+    while span < size and not place // span % radix:
+        span *= radix
+    return span
+
+
+def _parent(place: int, size: int, radix: int) -> int:
+    span = _span(place, size, radix)
+    return place - place // span % radix * span
+
+
+def children(place: int, size: int, radix: int) -> list[int]:
+    """Of `place` in a k-nomial tree that is rooted at 0: the largest subtree first."""
+    span, step = _span(place, size, radix), 1
+    nearest_first: list[int] = []
+    while step < span:
+        nearest_first += [place + digit * step for digit in range(1, radix) if place + digit * step < size]
+        step *= radix
+    return nearest_first[::-1]
+
+
+async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
+    """Reduce into the root's `x`; the others' stay as they are.
+
+    A binomial tree; for a long array, a reduce-scatter and a gather.
+    """
+    total = x if lane.rank == root else x.copy()
+    if x.nbytes <= SMALL_MAX_BYTES or x.size < lane.size:
+        await tree_reduce(lane, total, combine, root)
+        return
+    chunks = _chunks(total, lane.size)
+    shard = chunks[lane.rank]
+    await reduce_scatter(lane, chunks, shard, combine)
+    lane.next_phase()
+    await gather(lane, shard, chunks, root)
+
+
+async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) -> None:
+    """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not touched."""
+    if lane.rank != root:
+        await lane.send(root, 0, mine)
+        return
+    receives = [lane.post(place, 0, blocks[place]) for place in range(lane.size) if place != root]
+    if blocks[root] is not mine:
+        blocks[root][...] = mine
+    for receive in receives:
+        await lane.wait(receive)
+
+
+async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -> None:
+    """Send the root's `blocks[place]` into `mine` of each place; elsewhere `blocks` is not read."""
+    if lane.rank != root:
+        await lane.recv(root, 0, mine)
+        return
+    for place in range(lane.size):
+        if place != root:
+            await lane.send(place, 0, blocks[place])
+    mine[...] = blocks[root]
+
+
+# -- every rank a part ---------------------------------------------------------------------------
+
+
+async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, combine: Combine) -> None:
+    """Reduce `chunks[place]` of all ranks into the `shard` of each place: pairwise, n(P-1)/P elements.
+
+    `shard` is where this rank's own chunk lies, and is overwritten; the other chunks are only read.
+    """
+    for step in range(1, lane.size):
+        dest, source = (lane.rank + step) % lane.size, (lane.rank - step) % lane.size
+        await lane.exchange(dest, chunks[dest], source, shard, step, combine)
+
+
+async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
+    """Fill `blocks`, of any sizes, with every rank's block, given mine.
+
+    Small: Bruck's algorithm, ceil(log2 P) messages. Large: the ring.
+    """
+    if sum(block.nbytes for block in blocks) > SMALL_MAX_BYTES:
+        await allgather_ring(lane, blocks)
+        return
+    size, rank = lane.size, lane.rank
+    places = [(rank + turn) % size for turn in range(size)]
+    ends = [0, *accumulate(blocks[place].size for place in places)]
+    turned = np.empty(ends[-1], blocks[0].dtype)  # block i is that of place rank + i
+    turned[: ends[1]] = blocks[rank]
+    have = 1
+    while have < size:
+        more = min(have, size - have)
+        dest, source = (rank - have) % size, (rank + have) % size
+        await lane.exchange(dest, turned[: ends[more]], source, turned[ends[have] : ends[have + more]], step=have)
+        have += more
+    for turn, place in enumerate(places):
+        blocks[place][...] = turned[ends[turn] : ends[turn + 1]]
+
+
+async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
+    """Fill `blocks`, of any sizes, with every rank's block, given mine: P-1 messages."""
+    size, rank = lane.size, lane.rank
+    receives = [lane.post((rank - 1) % size, step, blocks[(rank - step - 1) % size]) for step in range(size - 1)]
+    for step, receive in enumerate(receives):
+        await lane.send((rank + 1) % size, step, blocks[(rank - step) % size])
+        await lane.wait(receive)
+
+
+async def alltoall(
+    lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+) -> None:
+    """Send `outgoing[place]` to each place and receive `incoming[place]` from it: pairwise, P-1 messages.
+
+    Step s sends to the place s further, so that nobody is sent to by all at once (Seed 004, section 3.1.2). `taken` is
+    called with each place whose array is there, the own one first, while the next few are on their way.
+    """
+    size, rank = lane.size, lane.rank
+    incoming[rank][...] = outgoing[rank]
+    sources = [(rank - step) % size for step in range(size)]
+    receives: list[Receive] = []
+    taken(rank)
+    for step in range(1, size + ALLTOALL_AHEAD):
+        if step < size:
+            dest = (rank + step) % size
+            receives.append(lane.post(sources[step], step, incoming[sources[step]]))
+            await lane.send(dest, step, outgoing[dest])
+        if 0 < (due := step - ALLTOALL_AHEAD + 1) < size:
+            await lane.wait(receives[due - 1])
+            taken(sources[due])

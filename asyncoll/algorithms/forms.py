@@ -1,8 +1,0 @@
-"""The two forms of a collective call, which have the same methods: by message, or in shared memory."""
-
-from __future__ import annotations
-
-from asyncoll.algorithms.by_message import MessageCall
-from asyncoll.algorithms.shared import SharedCall
-
-Form = MessageCall | SharedCall

@@ -1,0 +1,155 @@
+"""The backend of ranks that share an arena: calls meet in memory, and their callers' threads carry them out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from asyncoll.algorithms.backend import Body
+from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.tuning import choose
+from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.arguments import digest
+from asyncoll.errors import PeerLostError, ProtocolError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.in_memory import InMemory
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.work import Work
+from asyncoll.statistics import Traffic
+from asyncoll.transport import Arena
+from asyncoll.transport.control_block import failure
+from asyncoll.transport.wire import Dispute
+
+T = TypeVar("T")
+_RECENT = 256  # calls whose description is kept to explain a mismatch
+
+
+class MemoryBackend:
+    """A `Backend`."""
+
+    def __init__(self, member: Member, arena: Arena) -> None:
+        self._member = member
+        self.memory = arena
+        self.operations = Directory(member)
+        group, endpoint = member.group, member.endpoint
+        sizes = choose(group.size, os.environ)
+        self._staging = StagingArea(arena, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
+        self._registry = OperationRegistry(arena, group.size, group.rank, group.communicator)
+        self._recent: deque[Signature] = deque(maxlen=_RECENT)
+        self._check = partial(endpoint.failures.check, group.communicator)
+        endpoint.on_depart(self._registry.depart)
+        endpoint.executions.on_dispute(group.communicator, self._describe)
+        endpoint.membership.on_trace(self._trace)
+
+    # -- dense collectives ------------------------------------------------------------------------
+
+    def start(
+        self,
+        call: Signature,
+        body: Body[T],
+        nbytes: int,
+        ended: Callable[[Traffic], None],
+        discarded: Callable[[], None],
+    ) -> Coroutine[Any, Any, T]:
+        self._recent.append(call)
+        self._staging.begin(call.number)
+        return self.start_round(self._carry_out(call, body, ended), call.__str__, nbytes, discarded)
+
+    async def _carry_out(self, call: Signature, body: Body[T], ended: Callable[[Traffic], None]) -> T:
+        member, collectives = self._member, SharedCall(self._staging, call.number, call.fingerprint())
+        try:
+            self._check()
+            return await body(collectives)
+        except DisagreementError as disagreement:
+            self._dispute(member.communicator, call.number, str(call), disagreement.place)
+            await failure(self._staging.control_block)  # that rank says what it has called, which ends the communicator
+            raise
+        except PeerLostError as error:
+            lost = member.noticed(error)
+            await self._retreat(collectives)
+            raise lost from None
+        except (Exception, asyncio.CancelledError) as error:
+            member.failed(call, error)
+            await self._retreat(collectives)
+            raise
+        finally:
+            ended(collectives.traffic)
+            member.endpoint.in_memory.enter(call.operation, collectives.traffic)
+            self._staging.end(call.number)
+
+    async def _retreat(self, collectives: SharedCall) -> None:
+        """Withdraw the arrays of a failed call, however often the caller is cancelled meanwhile.
+
+        Without effect if a rank has died while it held the lock of the control block.
+        """
+        group, lost = self._member.group, self._member.endpoint.membership.lost
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(PeerLostError):
+                    await collectives.retreat(lambda place: group.ranks[place] in lost)
+                return
+
+    # -- wait-avoiding rounds ---------------------------------------------------------------------
+
+    def start_round(
+        self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        """`work` awaits nothing but conditions of shared memory. If it is long, the runtime does all of it."""
+        driven = Work(self.memory, work, self._check, describe)
+        if nbytes > self._staging.sizes.long:
+            return self._member.runner.start(driven.finish(), discarded)
+        return self._member.runner.drive(driven, discarded)
+
+    async def open(self, operation: Operation, site: str) -> Rounds:
+        """Ranks of a host need no announcement: they find the operation in the registry when they come."""
+        member, text = self._member, f"{operation} at {site}"
+        group, endpoint = member.group, member.endpoint
+        context = digest(member.communicator, "persistent", operation.name)
+        endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
+        try:
+            rounds = OneSidedRounds(
+                self.memory, self._registry, group, operation, lambda: text, lambda: bool(endpoint.membership.lost)
+            )
+        except DisagreementError as disagreement:
+            self._dispute(context, 1, text, disagreement.place)
+            await self._registry.failure()
+            raise
+        self.operations.add(rounds)
+        return rounds
+
+    # -- RPC --------------------------------------------------------------------------------------
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        member = self._member
+        context = digest(member.communicator, "rpc")
+        return InMemory(self.memory, context, member.group.ranks, self._check, broken, member.noticed)
+
+    # -- what ranks disagree about, and what a lost rank was doing --------------------------------
+
+    def _dispute(self, context: int, number: int, description: str, place: int) -> None:
+        """Ask the rank at `place` what it has called as `number` of `context`."""
+        member = self._member
+        question = Dispute(member.communicator, context, number, description)
+        member.post(lambda: member.endpoint.router.tell(member.group.ranks[place], question))
+
+    def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
+        """The members of call `number` and its description, unless it was long ago."""
+        recent = {call.number: call for call in list(self._recent)}
+        return (self._member.group.ranks, str(recent[number])) if number in recent else None
+
+    def _trace(self, rank: int) -> str:
+        """The last call that world rank `rank` has begun, as this rank describes it; empty if unknown."""
+        ranks = self._member.group.ranks
+        number = self._staging.begun(ranks.index(rank)) if rank in ranks else 0
+        begun = [call for call in list(self._recent) if call.number <= number]
+        return str(begun[-1]) if begun else ""

@@ -1,0 +1,1 @@
+"""Wait-avoiding rounds: solo, majority, quorum and group allreduces."""

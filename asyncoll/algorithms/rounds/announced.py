@@ -1,0 +1,72 @@
+"""Operations by message: made at the first call at any rank, and announced to all others along the activation tree.
+
+The announcement leaves on each edge before any signal of the operation does. So a rank whose program has not come to
+its first call yet takes part all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from asyncoll.algorithms.rounds import by_coordinator
+from asyncoll.algorithms.rounds.activation import edges
+from asyncoll.algorithms.rounds.by_tree import ActivatedRounds
+from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, check_operation
+from asyncoll.errors import MismatchError, ProtocolError, UsageError
+from asyncoll.runtime.member import Member
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.transport.wire import Announce
+
+
+class AnnouncedOperations:
+    """Makes the operations of one communicator at one rank. On the runtime's loop."""
+
+    def __init__(self, member: Member, directory: Directory) -> None:
+        self._member = member
+        self._directory = directory
+        member.endpoint.router.on_control(Announce, member.communicator, self._announced)
+
+    def open(self, operation: Operation, caller: int, site: str) -> Rounds:
+        """Make `operation`, first called by rank `caller` at `site`, and announce it."""
+        text = f"{operation} (first called by rank {caller} at {site})"
+        group, endpoint = self._member.group, self._member.endpoint
+        message = _announcement(group.communicator, operation, site)
+        for edge in edges(group.size):
+            endpoint.router.tell(group.ranks[(group.rank + (1 << edge)) % group.size], message)
+        suits = by_coordinator.suits(operation, group.size)
+        form = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
+        rounds = form(endpoint, group, operation, lambda: text)
+        self._directory.add(rounds)
+        return rounds
+
+    def _announced(self, source: int, message: Announce) -> None:
+        try:
+            operation = _announced_operation(message)
+            check_operation(operation, self._member.group.size)
+            caller = self._member.group.ranks.index(source)
+        except (KeyError, TypeError, ValueError, UsageError) as error:
+            raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
+        with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
+            if self._directory.find(operation, caller, message.site) is None:
+                self.open(operation, caller, message.site)
+
+
+def _announcement(communicator: int, operation: Operation, site: str) -> Announce:
+    values = {field.name: getattr(operation, field.name) for field in dataclasses.fields(operation)}
+    layout = ",".join(f"{dtype}:{count}" for dtype, count in operation.layout)
+    values |= {"layout": layout, "op": operation.op.name, "opening": operation.opening.name}
+    return Announce(**values, communicator=communicator, site=site)
+
+
+def _announced_operation(message: Announce) -> Operation:
+    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError for a message that it cannot make."""
+    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
+    values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
+    return Operation(**values)
+
+
+def _layout(text: str) -> Layout:
+    pairs = [entry.partition(":") for entry in text.split(",")]
+    return tuple((dtype, int(count)) for dtype, _, count in pairs)

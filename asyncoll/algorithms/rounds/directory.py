@@ -1,0 +1,67 @@
+"""The wait-avoiding operations of one communicator that one rank knows, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
+from asyncoll.errors import MismatchError
+from asyncoll.runtime.member import Member
+
+
+class Rounds(Protocol):
+    """The rounds of one wait-avoiding operation at one rank, however they are carried out."""
+
+    @property
+    def operation(self) -> Operation: ...
+
+    def describe(self) -> str:
+        """The operation, and where it was called first."""
+
+    async def call(self, contribution: Contribution) -> Delivery:
+        """Contribute once the calls before are over, and wait for the round that this call aims at.
+
+        Cancelling it leaves the contribution in. The results may be used until `release`.
+        """
+
+    def release(self, delivery: Delivery) -> None:
+        """The results of `delivery` have been read."""
+
+    def take_back(self, delivery: Delivery) -> None:
+        """The caller did not get `delivery`: the next call reports its rounds, as missed or as skipped."""
+
+    def statistics(self) -> OperationStatistics:
+        """Totals so far. In any thread."""
+
+
+class Directory:
+    """Operations by name. What a name stands for is fixed by its first call at any rank."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._operations: dict[str, Rounds] = {}
+
+    def find(self, operation: Operation, caller: int, site: str) -> Rounds | None:
+        """The rounds of `operation`, which rank `caller` has called at `site`; None if there are none here yet.
+
+        Raises MismatchError, and ends the communicator, if its name stands for another operation.
+        """
+        known = self._operations.get(operation.name)
+        if known is not None and known.operation is not operation and known.operation != operation:
+            text = f"rank {caller} called {operation} at {site}, but it exists as {known.describe()}"
+            self._member.mismatch(text)
+            raise MismatchError(text)
+        return known
+
+    def add(self, rounds: Rounds) -> None:
+        self._operations[rounds.operation.name] = rounds
+
+    def __getitem__(self, name: str) -> Rounds:
+        return self._operations[name]
+
+    def __iter__(self) -> Iterator[Rounds]:
+        """At once: another thread may add one meanwhile."""
+        return iter(list(self._operations.values()))

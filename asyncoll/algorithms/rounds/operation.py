@@ -1,0 +1,133 @@
+"""What the ranks agree on about a persistent operation: who may open its rounds, and what a round does."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncoll.algorithms.rounds.grouping import partition
+from asyncoll.arguments import digest
+from asyncoll.errors import UsageError
+from asyncoll.runtime.signature import Site
+from asyncoll.tensors import reductions
+from asyncoll.tensors.reductions import HOST_BYTES, ReduceOp, storage
+
+_MAX_NAME = 200
+_ROUNDS_MAX = 1 << 31
+
+Layout = tuple[tuple[str, int], ...]  # (dtype, number of elements) of each array that a contribution consists of
+
+
+class Opening(enum.Enum):
+    """Who may open a round."""
+
+    SOLO = "solo"  # whoever arrives first
+    MAJORITY = "majority"  # any of the ranks that the shared seed draws for it
+    QUORUM = "quorum"  # the Q-th to arrive, as counted by the drawn rank
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A persistent operation, the same at every rank."""
+
+    name: str
+    layout: Layout
+    op: ReduceOp
+    opening: Opening
+    quorum: int = 1
+    candidates: int = 1  # ranks drawn for each round
+    seed: int = 0
+    sync_every: int = 0  # every so many rounds wait for all ranks; 0: none does
+    history: int = 0  # results kept for ranks that are late
+    group_size: int = 0  # reduce in groups, of contributions that replace and stay; 0: over all ranks, and they add up
+    fixed: bool = False  # the same groups in every round
+    buckets: str = ""  # where one tensor ends and the next begins, if a contribution consists of several
+
+    @property
+    def nbytes(self) -> int:
+        """Of a contribution."""
+        return sum(count * storage(dtype).itemsize for dtype, count in self.layout)
+
+    def fingerprint(self) -> int:
+        return digest(str(self))
+
+    def is_synchronous(self, number: int) -> bool:
+        return self.sync_every > 0 and number % self.sync_every == 0
+
+    def drawn(self, number: int, size: int) -> tuple[int, ...]:
+        """The distinct ranks that all ranks draw for round `number` (Floyd's sampling).
+
+        Hashes of (seed, round), so that drawing needs no state and no talking.
+        """
+        chosen: list[int] = []
+        for last in range(size - self.candidates, size):
+            rank = digest("initiator", self.seed, number, last) % (last + 1)
+            chosen.append(last if rank in chosen else rank)
+        return tuple(chosen)
+
+    def members(self, number: int, size: int, place: int) -> tuple[int, ...]:
+        """The ranks that `place` reduces with in round `number`."""
+        return next(group for group in self.groups(number, size) if place in group)
+
+    def groups(self, number: int, size: int) -> Sequence[tuple[int, ...]]:
+        """The groups of round `number`, each in order of ranks: one of all, unless this reduces in groups."""
+        if not self.group_size or self.is_synchronous(number):
+            return [tuple(range(size))]
+        return partition(size, self.group_size, 1 if self.fixed else number)
+
+    def __str__(self) -> str:
+        kind = "group" if self.group_size else self.opening.value
+        what = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
+        rules = {
+            "quorum": self.quorum if self.opening is Opening.QUORUM else 0,
+            "candidates": self.candidates if self.candidates > 1 else 0,
+            "group_size": self.group_size,
+            "fixed": self.fixed,
+            "seed": self.seed,
+            "sync_every": self.sync_every,
+            "history": self.history,
+            "buckets": self.buckets,
+        }
+        more = "".join(f", {rule}={value}" for rule, value in rules.items() if value)
+        return f"{kind} allreduce {self.name!r} of {what}, {self.op.name}{more}"
+
+
+class RoundCall(NamedTuple):
+    """One call of a wait-avoiding operation."""
+
+    operation: Operation
+    site: Site
+
+    @property
+    def key(self) -> str:
+        return f"{self.operation.name!r}"
+
+    def __str__(self) -> str:
+        return f"a round of {self.operation} at {self.site}"
+
+
+def check_operation(spec: Operation, size: int) -> None:
+    """Raise UsageError unless `size` ranks can carry out `spec`."""
+    if not isinstance(spec.name, str) or len(spec.name) > _MAX_NAME:
+        raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
+    for dtype, count in spec.layout:
+        reductions.check_reduction(spec.op, dtype)
+        if dtype not in reductions.DTYPES or count < 0:
+            raise UsageError(f"{count} elements of {dtype}")
+    if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
+        raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
+    if spec.nbytes > HOST_BYTES:
+        raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
+    if not 0 <= spec.sync_every < _ROUNDS_MAX or not 0 <= spec.history < _ROUNDS_MAX:
+        raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
+    _check_ranks("quorum", spec.quorum, size)
+    _check_ranks("candidates", spec.candidates, size)
+    if spec.group_size:
+        _check_ranks("group_size", spec.group_size, size)
+
+
+def _check_ranks(what: str, number: int, size: int) -> None:
+    if not 1 <= number <= size:
+        raise UsageError(f"{what} {number} is not between 1 and the number of ranks, {size}")

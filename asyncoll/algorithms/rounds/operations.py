@@ -1,0 +1,100 @@
+"""Calls of wait-avoiding operations: contributions, results, and answers that did not reach their callers.
+
+These calls are not numbered: a rank that is late for one must not hold up the others' next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from asyncoll.algorithms.backend import Backend
+from asyncoll.algorithms.rounds.directory import Rounds
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
+from asyncoll.runtime.member import Member
+from asyncoll.tensors.bundle import Bundle
+from asyncoll.tensors.reductions import ReduceOp
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What a wait-avoiding allreduce did. Its result is in `x`."""
+
+    round: int  # the round that x now holds the result of; rounds count from 1
+    active: int  # ranks whose contribution, fresh or stale, is in it
+    included: bool  # this call's contribution is in it; otherwise it is staged for a later round
+    skipped: int  # rounds between the caller's last one and this one whose results it will never see
+    synchronous: bool  # a `sync_every` round: every rank was there
+    missed: tuple[Any, ...] = ()  # with `history`: results of the rounds between, oldest first, tensors like x
+    group: tuple[int, ...] = ()  # the ranks that took part, with or without a contribution
+
+
+class Receipt:
+    """What one call was given, in case that it cannot be handed to its caller any more.
+
+    `sign` and `take_back` may be called in two threads at the same time, and in any order.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[tuple[Rounds, Delivery]] = []
+        self._is_unwanted = False
+
+    def sign(self, operation: Rounds, delivery: Delivery) -> None:
+        self._given.append((operation, delivery))
+        if self._is_unwanted:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Nobody gets what the call was given, or will be."""
+        self._is_unwanted = True
+        with contextlib.suppress(IndexError):  # nothing has been given, or the other thread takes it back
+            operation, delivery = self._given.pop()
+            operation.take_back(delivery)
+
+
+class Operations:
+    """The wait-avoiding operations of one communicator at one rank."""
+
+    def __init__(self, member: Member, backend: Backend) -> None:
+        self._member = member
+        self._backend = backend
+
+    async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
+        """One call: `bundle` is the contribution, and gets the result."""
+        self._member.check()
+        rounds = self._backend.operations.find(spec, self._member.group.rank, site)
+        if rounds is None:
+            rounds = await self._backend.open(spec, site)
+        delivery = await rounds.call(bundle)
+        receipt.sign(rounds, delivery)
+        try:
+            return self._hand_over(spec, delivery, bundle)
+        finally:
+            rounds.release(delivery)
+
+    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle) -> Reduction:
+        result = delivery.result
+        if result.active:
+            bundle.write(result.parts, self._divisor(spec, result))
+        missed = tuple(bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed)
+        return Reduction(
+            round=result.number,
+            active=result.active,
+            included=delivery.included,
+            skipped=delivery.skipped,
+            synchronous=result.synchronous,
+            missed=missed,
+            group=result.members,
+        )
+
+    def statistics(self) -> dict[str, OperationStatistics]:
+        return {rounds.operation.name: rounds.statistics() for rounds in self._backend.operations}
+
+    def _divisor(self, spec: Operation, result: Result) -> int:
+        """What AVG divides by: in groups the models that are there, otherwise all ranks, as the paper does."""
+        if spec.op is not ReduceOp.AVG:
+            return 1
+        return result.active if spec.group_size else self._member.group.size

@@ -1,0 +1,1 @@
+"""Sparse allreduces: Ok-Topk and the algorithms that it is compared with."""

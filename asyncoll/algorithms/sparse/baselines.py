@@ -1,0 +1,182 @@
+"""What Ok-Topk is compared with (Seed 004, section 2 and table 1): TopkA, Gaussiank, TopkDSA, gTopk, and Dense."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.dense.on_lane import bounds
+from asyncoll.algorithms.sparse import selection
+from asyncoll.algorithms.sparse.parts import (
+    Chosen,
+    Outcome,
+    Packing,
+    Part,
+    Sum,
+    check_refusals,
+    common,
+    deal_parts,
+    gather_parts,
+    join,
+    nothing,
+    refusal,
+    tell_sizes,
+)
+from asyncoll.tensors.reductions import Array, ReduceOp
+
+
+class _ByTopk:
+    """Chooses exactly k elements, or all that are not zero if these are fewer."""
+
+    def __init__(self, count: int, k: int) -> None:
+        self._count = count
+        self._k = k
+
+    def choose(self, x: Array) -> Chosen:
+        indices, threshold = selection.top_k(x, self._k)
+        return Chosen(Part(indices, x[indices]), threshold)
+
+
+class TopkA(_ByTopk):
+    """Everybody gathers what everybody has chosen: 2k(P-1) words."""
+
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        return await _gather_and_add(collectives, chosen, self._count)
+
+
+class Gaussiank:
+    """TopkA, with the threshold of a normal distribution that is fitted to the vector instead of an exact one."""
+
+    def __init__(self, count: int, density: float, feedback: selection.Feedback | None) -> None:
+        self._count = count
+        self._density = density
+        self._feedback = feedback
+
+    def choose(self, x: Array) -> Chosen:
+        bad = selection.select(x, np.inf)
+        if bad.size:  # to which nothing can be fitted
+            return Chosen(Part(bad, x[bad]), np.inf)
+        threshold = selection.gaussian_threshold(x, self._density, self._feedback)
+        indices = selection.select(x, threshold)
+        return Chosen(Part(indices, x[indices]), threshold)
+
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        return await _gather_and_add(collectives, chosen, self._count)
+
+
+async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> Outcome:
+    mine = chosen.part
+    sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))
+    total = Sum(mine, 0, count, int(sizes.sum()))
+    for part in await gather_parts(collectives, mine, sizes):
+        total.add(part)
+    sums = total.part()
+    return Outcome(sums, common(mine.indices, sums.indices), 0.0, nothing(mine))
+
+
+class TopkDSA(_ByTopk):
+    """SparCML's split allgather: each rank adds up an equal region, and all gather the sums, as a dense vector where
+    these have become so many that this is shorter. 4k(P-1)/P to (2k + n)(P-1)/P words.
+    """
+
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        edges = np.array([start for start, _ in bounds(self._count, collectives.size)] + [self._count], np.int64)
+        sums = await deal_parts(collectives, chosen, edges)
+        sizes = await tell_sizes(collectives, sums.size)
+        if sizes.sum() * Packing(sums).element_bytes < self._count * sums.values.itemsize:
+            total = join(await gather_parts(collectives, sums, sizes))
+        else:
+            total = await self._gather_densely(collectives, sums, edges)
+        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(total))
+
+    async def _gather_densely(self, collectives: Collectives, sums: Part, edges: Array) -> Part:
+        whole = np.zeros(self._count, sums.values.dtype)
+        whole[sums.indices] = sums.values
+        await collectives.allgather(np.split(whole, edges[1:-1]))
+        indices = selection.select(whole, 0.0)
+        return Part(indices.astype(sums.indices.dtype), whole[indices])
+
+
+class GTopk(_ByTopk):
+    """Up a binary tree, keeping the k largest of each sum of two, and down again: 4k log2 P words.
+
+    An element that is dropped in one subtree may survive in another. Its contributors there believe that it is
+    included, and clear it: what was dropped is lost. The rank that dropped it tells how much, as `Outcome.lost`.
+    """
+
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        packing, mine = Packing(chosen.part), chosen.part
+        size = mine.size if chosen.is_finite else refusal(collectives.rank)
+        dropped = [nothing(mine)]
+        distance = 1
+        while distance < collectives.size:
+            theirs = await _climb(collectives, packing, mine, size, distance)
+            if isinstance(theirs, int):
+                size = min(size, theirs)
+            elif theirs is not None and size >= 0:
+                mine, rest = self._largest(self._sum([mine, theirs]))
+                dropped.append(rest)
+                size = mine.size
+            distance *= 2
+        total = await _descend(collectives, packing, mine, size)
+        gone = self._sum(dropped)
+        missing = common(gone.indices, total.indices)
+        lost = Part(missing, gone.values[np.searchsorted(gone.indices, missing)])
+        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, lost)
+
+    def _sum(self, parts: list[Part]) -> Part:
+        total = Sum(parts[0], 0, self._count, sum(part.size for part in parts))
+        for part in parts:
+            total.add(part)
+        return total.part()
+
+    def _largest(self, union: Part) -> tuple[Part, Part]:
+        """The k largest elements, and the rest."""
+        places, _ = selection.top_k(union.values, self._k)
+        is_kept = np.zeros(union.size, np.bool_)
+        is_kept[places] = True
+        return (
+            Part(union.indices[is_kept], union.values[is_kept]),
+            Part(union.indices[~is_kept], union.values[~is_kept]),
+        )
+
+
+async def _climb(collectives: Collectives, packing: Packing, mine: Part, size: int, distance: int) -> Part | int | None:
+    """One level of the tree: what this rank is given, or a refusal, or None if it gives or does nothing."""
+    turn = collectives.rank % (2 * distance)
+    parent, child = collectives.rank - distance, collectives.rank + distance
+    gives, takes = turn == distance, turn == 0 and child < collectives.size
+    head = np.array([size], np.int64)
+    coming = np.empty(1, np.int64)
+    await collectives.pass_on(head if gives else None, parent, coming if takes else None, child)
+    raw = packing.room(int(coming[0])) if takes and coming[0] >= 0 else None
+    await collectives.pass_on(packing.pack(mine) if gives and size >= 0 else None, parent, raw, child)
+    if not takes:
+        return None
+    return int(coming[0]) if raw is None else packing.unpack(raw)
+
+
+async def _descend(collectives: Collectives, packing: Packing, mine: Part, size: int) -> Part:
+    """What rank 0 has at the end, at every rank."""
+    head = np.array([size], np.int64)
+    await collectives.broadcast(head, 0)
+    check_refusals(head)
+    raw = packing.pack(mine) if collectives.rank == 0 else packing.room(int(head[0]))
+    await collectives.broadcast(raw, 0)
+    return packing.unpack(raw)
+
+
+class Dense:
+    """An allreduce of all elements: 2n(P-1)/P words. Nothing is left behind."""
+
+    def choose(self, x: Array) -> Chosen:
+        bad = selection.select(x, np.inf)
+        if bad.size:
+            return Chosen(Part(bad, x[bad]), np.inf)
+        return Chosen(Part(np.arange(x.size, dtype=selection.index_dtype(x.size)), x.copy()), 0.0)
+
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        await tell_sizes(collectives, chosen.part.size if chosen.is_finite else refusal(collectives.rank))
+        whole = chosen.part.values
+        await collectives.allreduce(whole, ReduceOp.SUM, whole.dtype.name)
+        return Outcome(chosen.part, chosen.part.indices.copy(), 0.0, nothing(chosen.part))

@@ -1,0 +1,182 @@
+"""The sparse allreduces of one communicator, by name: what they are, what they keep, and what their callers get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
+from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules
+from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome
+from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.errors import UsageError
+from asyncoll.tensors import reductions
+from asyncoll.tensors.operands import Operand, build
+
+ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
+_FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)
+_GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseReduction:
+    """What a sparse allreduce did. Arrays are of the caller's kind, 1-d; indices count the elements of `x` in a row.
+
+    int32 indices, or int64 where n needs them; values are float32, or float64 for such an `x`. A word is 4 bytes.
+    """
+
+    round: int  # of this name, from 1
+    indices: Any  # of the sum, ascending; the same at every rank
+    values: Any  # of the sum, which is not divided by the number of ranks; the same bits at every rank
+    included: Any  # of the indices that this rank selected, those whose values are in the sum: `x` is 0 there now
+    selected: int  # how many elements this rank has given
+    threshold_local: float  # what the magnitudes that were given had to reach
+    threshold_global: float  # what magnitudes in the sum had to reach; 0.0 if the algorithm has no such threshold
+    words_sent: float  # by this rank, in this round, counts and thresholds included
+    words_received: float
+    messages_sent: int
+    messages_received: int
+    lost_indices: Any  # gTopk: elements of the sum that lack what this rank dropped on its way,
+    lost_values: Any  # and how much
+    dense: Any = None  # on request: the sum as a tensor of the shape of `x`
+
+
+class Specification(NamedTuple):
+    """What the calls under one name must agree on."""
+
+    algorithm: str
+    density: float
+    dtype: str
+    shape: tuple[int, ...]
+    rules: Rules
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        """With the rules that are not the usual ones."""
+        rules = zip(Rules._fields, self.rules, Rules(), strict=True)
+        chosen = [f"{name}={value!r}" for name, value, usual in rules if value != usual]
+        what = [self.algorithm, f"density {self.density}", f"{self.dtype} of shape {self.shape}"]
+        return ", ".join(what + chosen)
+
+    def check(self) -> None:
+        """Raise UsageError unless it makes sense."""
+        if self.algorithm not in ALGORITHMS:
+            raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(ALGORITHMS)}")
+        if not 0 < self.density <= 1:
+            raise UsageError(f"density {self.density} is not above 0 and at most 1: it is the share that is sent")
+        if self.dtype not in _FLOATS:
+            raise UsageError(
+                f"a sparse allreduce of {self.dtype} is not defined: convert to one of {', '.join(_FLOATS)}"
+            )
+        if self.rules.thresholds_every < 1 or self.rules.regions_every < 1:
+            raise UsageError("thresholds_every and regions_every are numbers of rounds, at least 1")
+        if self.rules.global_threshold not in _GLOBAL_THRESHOLDS:
+            raise UsageError(f"global_threshold must be one of {', '.join(_GLOBAL_THRESHOLDS)}")
+        if self.rules.feedback is not None and not isinstance(self.rules.feedback, Feedback):
+            raise UsageError("feedback must be an asyncoll.Feedback, or None")
+
+    def method(self) -> Method:
+        """A new one, at its first round."""
+        k = max(1, round(self.density * self.elements))
+        if self.algorithm == "oktopk":
+            return OkTopk(self.elements, k, self.rules)
+        if self.algorithm == "gaussiank":
+            return Gaussiank(self.elements, self.density, self.rules.feedback)
+        if self.algorithm == "dense":
+            return Dense()
+        by_topk: dict[str, Callable[[int, int], Method]] = {"topka": TopkA, "topkdsa": TopkDSA, "gtopk": GTopk}
+        return by_topk[self.algorithm](self.elements, k)
+
+
+class SparseOperation:
+    """One name's rounds, one at a time."""
+
+    def __init__(self, name: str, specification: Specification) -> None:
+        self.specification = specification
+        self._name = name
+        self._method = specification.method()
+        self._round = 0
+        self.is_busy = False
+
+    def __str__(self) -> str:
+        return f"{self._name!r}: {self.specification}"
+
+    def choose(self, operand: Operand) -> Chosen:
+        """What this rank gives to the next round, which begins."""
+        if self.is_busy:
+            raise UsageError(
+                f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
+            )
+        chosen = self._method.choose(reductions.widened(operand.flat, operand.dtype))
+        self.is_busy = True
+        return chosen
+
+    async def reduce(
+        self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
+    ) -> SparseReduction:
+        """Carry out the round. `operand` comes back as the residual."""
+        try:
+            outcome = await self._method.reduce(collectives, chosen)
+        finally:
+            self.is_busy = False
+        self._round += 1
+        operand.flat[outcome.included] = 0
+        operand.write_back()
+        return self._report(collectives, operand, chosen, outcome, dense=dense)
+
+    def _report(
+        self, collectives: Collectives, operand: Operand, chosen: Chosen, outcome: Outcome, *, dense: bool
+    ) -> SparseReduction:
+        total, lost = outcome.total, outcome.lost
+
+        def tensor(flat: reductions.Array) -> Any:
+            return build(flat, flat.dtype.name, flat.shape, as_torch=operand.is_torch)
+
+        whole = None
+        if dense:
+            whole = np.zeros(operand.flat.size, total.values.dtype)
+            whole[total.indices] = total.values
+        return SparseReduction(
+            round=self._round,
+            indices=tensor(total.indices),
+            values=tensor(total.values),
+            included=tensor(outcome.included),
+            selected=chosen.part.size,
+            threshold_local=chosen.threshold,
+            threshold_global=outcome.threshold,
+            words_sent=collectives.traffic.words_sent,
+            words_received=collectives.traffic.words_received,
+            messages_sent=collectives.traffic.messages_sent,
+            messages_received=collectives.traffic.messages_received,
+            lost_indices=tensor(lost.indices),
+            lost_values=tensor(lost.values),
+            dense=None if whole is None else tensor(whole).reshape(operand.shape),
+        )
+
+
+class SparseOperations:
+    """By name."""
+
+    def __init__(self) -> None:
+        self._operations: dict[str, SparseOperation] = {}
+
+    def get(self, name: str, specification: Specification) -> SparseOperation:
+        """Raises UsageError if `specification` makes no sense, or is not what this name stands for."""
+        specification.check()
+        operation = self._operations.get(name)
+        if operation is None:
+            operation = self._operations[name] = SparseOperation(name, specification)
+        if operation.specification != specification:
+            raise UsageError(
+                f"the sparse allreduce {name!r} is {operation.specification}, and this call is {specification}: "
+                "use another name for it"
+            )
+        return operation

@@ -1,0 +1,61 @@
+"""What Linux knows about processes and Python does not say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on, a descendant whose parent dies becomes this process's child, not init's."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as `parent` is dead, also if that has happened already."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """Kill every descendant of this process and wait until all are gone. It must have adopted the orphans."""
+    while True:
+        for pid in children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def children() -> list[int]:
+    entries = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in entries if _stat(pid)[1:2] == [str(os.getpid())]]
+
+
+def state(pid: int) -> str:
+    """The letter of `ps`: "T" if a signal has stopped the process, "t" if a debugger has; empty if it is gone."""
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: the state, the parent and so on. Empty if the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()  # the name before it may contain spaces

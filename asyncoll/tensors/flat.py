@@ -1,0 +1,181 @@
+"""A model as two flat tensors, so that one call reduces all of it.
+
+Every parameter's data becomes a view of `Flat.parameters` and every gradient a view of `Flat.gradients`:
+`backward()` accumulates straight into the flat tensor, and one collective carries the whole step. One vector
+also means one round decision for the whole model: with a collective per tensor, a step could include a rank
+for some tensors and leave it out of others, and the guarantees of a wait-avoiding round would hold tensor by
+tensor only (eager-SGD, section 5).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncoll.errors import UsageError
+from asyncoll.tensors import registered
+from asyncoll.tensors.reductions import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Flat:
+    """The two flat tensors of a model; built by `flatten`.
+
+    Trainable parameters come first, in the model's order, frozen ones (`requires_grad` False) after them.
+    `gradients` covers the trainable ones only, so `parameters[: gradients.numel()]` is what an update
+    touches, while a broadcast or an average of `parameters` also makes frozen layers equal. Tied parameters
+    are there once.
+
+    Reading either tensor checks that the model still uses it. It raises `UsageError` if something replaced a
+    view (`model.to` another dtype, `zero_grad()`), or if the model has a parameter that was not flattened (a new head,
+    `load_state_dict(assign=True)`) or was frozen then: no reduction would reach it, and replicas would silently differ.
+    """
+
+    def __init__(self, model: nn.Module, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
+        everything = (*trainable, *frozen)
+        self._model = model
+        self._found = _found(model)
+        self._parameters = _flat(everything[0], sum(p.numel() for p in everything))
+        self._gradients = _flat(everything[0], sum(p.numel() for p in trainable)).zero_()
+        self._data_views = _views(self._parameters, everything)
+        self._gradient_views = _views(self._gradients, trainable)
+        self._frozen = tuple(frozen)
+        for parameter, view in self._data_views:
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = None
+        for parameter, view in self._gradient_views:
+            # An alias of the view, as `model.to` changes the very tensor object that `grad` holds.
+            parameter.grad = view.detach()
+
+    @property
+    def parameters(self) -> Tensor:
+        """All parameters, one-dimensional; writing into it changes the model."""
+        self._check_model()
+        return self._parameters
+
+    @property
+    def gradients(self) -> Tensor:
+        """The gradients of all trainable parameters, one-dimensional; `backward()` adds to it."""
+        self._check_model()
+        for parameter, view in self._gradient_views:
+            if parameter.grad is None or not _same_memory(parameter.grad, view):
+                raise UsageError(
+                    f"the gradient of a parameter of shape {_shape(parameter)} no longer lives in the flat "
+                    "tensor: clear gradients with zero_gradients() or with zero_grad(set_to_none=False)"
+                )
+        return self._gradients
+
+    def zero_gradients(self) -> None:
+        """Clear all gradients in place; one that a step does not use stays a zero, and not None."""
+        self.gradients.zero_()
+
+    def _check_model(self) -> None:
+        """Raise UsageError if the model has parameters that are not, or not fully, in the flat tensors."""
+        self._check_trained()
+        self._check_found()
+        for parameter, view in self._data_views:
+            if not _same_memory(parameter, view):
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: move or convert the "
+                    "model (model.to, model.half, ...) first, and flatten the model again after a change"
+                )
+
+    def _check_trained(self) -> None:
+        for parameter in self._frozen:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
+                    "is trained now: flatten the model again after unfreezing"
+                )
+
+    def _check_found(self) -> None:
+        found = _found(self._model)
+        if len(found) == len(self._found) and all(map(operator.is_, found, self._found)):
+            return
+        flattened = {id(parameter) for parameter, _ in self._data_views}
+        for parameter in self._model.parameters():  # as in `flatten`; a model may define `named_parameters` otherwise
+            if id(parameter) not in flattened:
+                raise UsageError(
+                    f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or "
+                    "replaced, after it was flattened: flatten the model again, and give the optimizer its parameters"
+                )
+        self._found = found  # parameters were taken away, or moved within the model
+
+
+def flatten(model: nn.Module) -> Flat:
+    """Make the parameters and gradients of `model` views of two flat tensors; parameters keep their values.
+
+    Called in a world (`asyncoll.run`, `asyncoll.connect`), both are registered, as tensors of `Communicator.empty` are:
+    peers on this host read gradients where `backward()` has put them.
+
+    Gradients start at zero. All parameters must share one dtype and one device. An optimizer built before or
+    after sees the same parameters either way.
+    """
+    from torch.nn.parameter import is_lazy
+
+    parameters = list(model.parameters())  # each object once, however many modules share it
+    if not parameters:
+        raise UsageError("the model has no parameters to flatten")
+    if any(is_lazy(p) for p in parameters):
+        raise UsageError("the model has lazy parameters: run one batch through it before flattening")
+    for what, kinds in (("dtype", {p.dtype for p in parameters}), ("device", {p.device for p in parameters})):
+        if len(kinds) > 1:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise UsageError(f"one flat tensor has one {what}, but the model's parameters have several: {names}")
+    trainable = [p for p in parameters if p.requires_grad]
+    return Flat(model, trainable, [p for p in parameters if not p.requires_grad])
+
+
+def _found(model: nn.Module) -> list[nn.Parameter | None]:
+    """What the model's modules hold as parameters.
+
+    A change of it is a hint: `model.parameters()`, which a model may define as it likes, takes five times as long.
+    """
+    found: list[nn.Parameter | None] = []
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        found += module._parameters.values()
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return found
+
+
+def _flat(like: nn.Parameter, count: int) -> Tensor:
+    """Memory on the parameter's device; in a world, memory that the ranks of this host share."""
+    if like.device.type != "cpu" or str(like.dtype).removeprefix("torch.") not in DTYPES:
+        return like.data.new_empty(count)
+    tensor: Tensor = registered.current().empty(count, like.dtype)
+    return tensor
+
+
+def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each parameter with its piece of `flat`, in its shape."""
+    pieces = []
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.numel()
+        pieces.append((parameter, flat[start:end].view(parameter.shape)))
+        start = end
+    return pieces
+
+
+def _same_memory(tensor: Tensor, view: Tensor) -> bool:
+    return tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype
+
+
+def _named(model: nn.Module, parameter: nn.Parameter) -> str:
+    for name, candidate in model.named_parameters():
+        if candidate is parameter:
+            return f"the parameter {name}"
+    return "a parameter"
+
+
+def _shape(parameter: nn.Parameter) -> str:
+    return str(tuple(parameter.shape))

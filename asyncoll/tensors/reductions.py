@@ -1,0 +1,237 @@
+"""The dtypes of tensors and the reductions of them, on one-dimensional, contiguous numpy arrays.
+
+numpy has no bfloat16, so those bits travel as uint16. Both half types are reduced by torch (numpy adds float16 about
+50 times slower). Otherwise torch is not imported before a torch tensor has been seen.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Combine: TypeAlias = Callable[[Array, Array], object]  # combine(into, other): into = into ∘ other, element by element
+Reduce: TypeAlias = Callable[[Array, Sequence[Array], int], None]  # see `reducer`
+T = TypeVar("T")
+
+BFLOAT16 = "bfloat16"
+MAX_DIMENSIONS = 64
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # whoever announces more here is wrong
+_HALVES = ("float16", BFLOAT16)
+_FLOATS = ("float64", "float32", *_HALVES)
+_COMPLEX = ("complex64", "complex128")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
+
+
+class ReduceOp(enum.Enum):
+    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and".
+
+    AVG of halves (float16, bfloat16) is computed in float32 and rounded once, so an average that a half can hold is
+    never infinite; by message, and in wait-avoiding rounds, it takes 4 bytes an element. Every other reduction of
+    halves may be rounded, and overflow, at each step by message and in rounds.
+    """
+
+    SUM = "sum"
+    AVG = "avg"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    __hash__ = object.__hash__  # members are looked up in each call, and Enum would hash their names in Python
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+_TORCH_FUNCTIONS = {
+    ReduceOp.SUM: "add",
+    ReduceOp.AVG: "add",
+    ReduceOp.PROD: "mul",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+}
+_FORBIDDEN = {
+    ReduceOp.AVG: (*_INTEGERS, "bool"),
+    ReduceOp.MIN: _COMPLEX,
+    ReduceOp.MAX: _COMPLEX,
+    ReduceOp.BAND: (*_FLOATS, *_COMPLEX),
+    ReduceOp.BOR: (*_FLOATS, *_COMPLEX),
+    ReduceOp.BXOR: (*_FLOATS, *_COMPLEX),
+}
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype whose bits a tensor of `dtype` travels as."""
+    return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
+
+
+def check_reduction(op: object, dtype: str) -> ReduceOp:
+    """`op`, if it is a reduction that makes sense for `dtype`; otherwise UsageError."""
+    if not isinstance(op, ReduceOp):
+        names = ", ".join(op.name for op in ReduceOp)
+        raise UsageError(f"unknown reduction {op!r}: use one of asyncoll.{{{names}}}")
+    if dtype in _FORBIDDEN.get(op, ()):
+        advice = "use SUM, or convert to a float" if op is ReduceOp.AVG else "choose another reduction or dtype"
+        raise UsageError(f"{op.name} is not defined for {dtype}: {advice}")
+    return op
+
+
+@lru_cache(maxsize=256)
+def combiner(op: ReduceOp, dtype: str) -> Combine:
+    """The in-place elementwise reduction `combine(into, other)` for arrays of `storage(dtype)`."""
+    if dtype in _HALVES:
+        return _half_combiner(op, dtype)
+    ufunc = _UFUNCS[op]
+    return lambda into, other: _quietly.run(ufunc, into, other, out=into)
+
+
+class _Quietly(threading.local):
+    """`run(ufunc, *arguments)`: inf and nan are values here, as they are in torch, not warnings.
+
+    numpy keeps what it warns about in the context, and entering one that is ready takes a fourth of `numpy.errstate`.
+    """
+
+    def __init__(self) -> None:
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        self.run = context.run
+
+
+_quietly = _Quietly()
+
+
+def _half_combiner(op: ReduceOp, dtype: str) -> Combine:
+    import torch
+
+    function = getattr(torch, _TORCH_FUNCTIONS[op])
+
+    def combine(into: Array, other: Array) -> None:
+        target = torch_view(into, dtype)
+        function(target, torch_view(other, dtype), out=target)
+
+    return combine
+
+
+@lru_cache(maxsize=256)
+def reducer(op: ReduceOp, dtype: str) -> Reduce:
+    """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
+
+    In the order of the arrays, of which the first may be `into` itself. Halves are reduced in float32 and rounded once,
+    as torch sums them.
+    """
+    if dtype in _HALVES:
+        return _half_reducer(op, dtype)
+    ufunc = _UFUNCS[op]
+
+    def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
+        first, run = arrays[0], _quietly.run
+        for other in arrays[1:]:
+            run(ufunc, first, other, out=into)
+            first = into
+        if first is not into:
+            into[...] = first
+        if divisor != 1:
+            divide(into, dtype, divisor)
+
+    return reduce
+
+
+def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
+    import torch
+
+    function = getattr(torch, _TORCH_FUNCTIONS[op])
+
+    def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
+        total = torch_view(arrays[0], dtype).float()
+        for other in arrays[1:]:
+            function(total, torch_view(other, dtype).float(), out=total)
+        torch_view(into, dtype).copy_(total.div_(divisor) if divisor != 1 else total)
+
+    return reduce
+
+
+def torch_view(flat: Array, dtype: str) -> torch.Tensor:
+    """The torch tensor over `flat`, copied if it is read-only: torch warns about that even where it only reads."""
+    import torch
+
+    tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+    return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
+
+
+def widened(flat: Array, dtype: str) -> Array:
+    """`flat`, or its values in float32 if they are halves."""
+    if dtype not in _HALVES:
+        return flat
+    wide: Array = torch_view(flat, dtype).float().numpy()
+    return wide
+
+
+def accumulator(op: ReduceOp, dtype: str) -> str:
+    """The dtype that `dtype` is reduced in wherever partial results travel or are kept."""
+    return "float32" if op is ReduceOp.AVG and dtype in _HALVES else dtype
+
+
+def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
+    """Put `values / divisor` into `into`, which is of `dtype`. `values` are of it too, or wider and rounded once."""
+    if values.dtype == into.dtype:
+        into[...] = values
+        if divisor != 1:
+            divide(into, dtype, divisor)
+    else:
+        wide = torch_view(values, values.dtype.name)
+        torch_view(into, dtype).copy_(wide / divisor if divisor != 1 else wide)
+
+
+def divide(flat: Array, dtype: str, divisor: int) -> None:
+    """`flat /= divisor` in place: the last step of AVG."""
+    if dtype in _HALVES:
+        torch_view(flat, dtype).div_(divisor)
+    else:
+        _quietly.run(np.divide, flat, divisor, out=flat)
+
+
+@lru_cache(maxsize=256)
+def _neutral_value(op: ReduceOp, dtype: str) -> Any:
+    if op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.BOR, ReduceOp.BXOR):
+        return 0
+    if op is ReduceOp.PROD:
+        return 0x3F80 if dtype == BFLOAT16 else 1
+    if op is ReduceOp.BAND:
+        return np.invert(storage(dtype).type(0))
+    if dtype == BFLOAT16:
+        return 0x7F80 if op is ReduceOp.MIN else 0xFF80
+    if dtype == "bool":
+        return op is ReduceOp.MIN
+    if dtype in _FLOATS:
+        return math.inf if op is ReduceOp.MIN else -math.inf
+    limits = np.iinfo(dtype)
+    return limits.max if op is ReduceOp.MIN else limits.min
+
+
+def fill_neutral(flat: Array, op: ReduceOp, dtype: str) -> None:
+    """Make of `flat` a contribution that changes nothing: what a rank with nothing to give puts into a round."""
+    flat.fill(_neutral_value(op, dtype))

@@ -1,0 +1,193 @@
+"""What ranks do when a fault strikes one of them: each makes one call of everybody, and checks what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.communicator import Communicator
+from asyncoll.tensors.reductions import Array, ReduceOp
+
+Operation = Callable[[Communicator, int], Awaitable[None]]  # elements of each rank's array, a multiple of the ranks
+
+
+async def allreduce(comm: Communicator, elements: int) -> None:
+    _all_are(await comm.allreduce(np.ones(elements)), comm.size)
+
+
+async def registered_allreduce(comm: Communicator, elements: int) -> None:
+    x = comm.empty(elements, np.dtype("f4"))
+    x[:] = 1
+    _all_are(await comm.allreduce(x), comm.size)
+
+
+async def broadcast(comm: Communicator, elements: int) -> None:
+    _all_are(await comm.broadcast(np.full(elements, float(comm.rank)), root=1), 1)
+
+
+async def reduce(comm: Communicator, elements: int) -> None:
+    _all_are(await comm.reduce(np.ones(elements), root=0), 1 if comm.rank else comm.size)
+
+
+async def reduce_scatter(comm: Communicator, elements: int) -> None:
+    _all_are(await comm.reduce_scatter(np.ones(elements)), comm.size)
+
+
+async def allgather(comm: Communicator, elements: int) -> None:
+    for rank, row in enumerate(await comm.allgather(np.full(elements, float(comm.rank)))):
+        _all_are(row, rank)
+
+
+async def allgatherv(comm: Communicator, elements: int) -> None:
+    for rank, row in enumerate(await comm.allgatherv(np.full(elements + comm.rank, float(comm.rank)))):
+        assert len(row) == elements + rank
+        _all_are(row, rank)
+
+
+async def gather(comm: Communicator, elements: int) -> None:
+    rows = await comm.gather(np.full(elements, float(comm.rank)), root=1)
+    for rank, row in enumerate(rows if rows is not None else ()):
+        _all_are(row, rank)
+
+
+async def scatter(comm: Communicator, elements: int) -> None:
+    rows = [np.full(elements, float(rank)) for rank in range(comm.size)] if comm.rank == 0 else None
+    _all_are(await comm.scatter(rows, root=0), comm.rank)
+
+
+async def alltoall(comm: Communicator, elements: int) -> None:
+    x = await comm.alltoall(np.full(elements, float(comm.rank)))
+    for rank, part in enumerate(np.split(x, comm.size)):
+        _all_are(part, rank)
+
+
+async def alltoallv(comm: Communicator, elements: int) -> None:
+    parts = await comm.alltoallv([np.full(elements + dest, float(comm.rank)) for dest in range(comm.size)])
+    for rank, part in enumerate(parts):
+        assert len(part) == elements + comm.rank
+        _all_are(part, rank)
+
+
+async def barrier(comm: Communicator, elements: int) -> None:
+    await comm.barrier()
+
+
+async def send_recv(comm: Communicator, elements: int) -> None:
+    """Around the ring: a rank talks to its neighbours alone."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sending = comm.send(np.full(elements, float(comm.rank)), after)
+    received, _ = await _all_of(comm.recv(np.zeros(elements), before), sending)
+    _all_are(received, before)
+
+
+async def solo(comm: Communicator, elements: int) -> None:
+    await _rounds(comm.size, comm.solo_allreduce(x := np.ones(elements)), x)
+
+
+async def majority(comm: Communicator, elements: int) -> None:
+    await _rounds(comm.size, comm.majority_allreduce(x := np.ones(elements)), x)
+
+
+async def quorum(comm: Communicator, elements: int) -> None:
+    await _rounds(comm.size, comm.quorum_allreduce(x := np.ones(elements), quorum=comm.size - 1), x)
+
+
+async def group(comm: Communicator, elements: int) -> None:
+    await _rounds(comm.size, comm.group_allreduce(x := np.ones(elements), group_size=2), x)
+
+
+async def synchronous_solo(comm: Communicator, elements: int) -> None:
+    """Every second round waits for all."""
+    call = comm.solo_allreduce(x := np.ones(elements), name="synchronous", sync_every=2)
+    await _rounds(comm.size, call, x)
+
+
+async def sparse(comm: Communicator, elements: int) -> None:
+    x = np.arange(1.0, elements + 1.0)
+    reduction = await comm.sparse_allreduce(x, density=0.25)
+    for index, value in zip(reduction.indices, reduction.values, strict=True):
+        assert value == comm.size * (index + 1), "a wrong sum"
+
+
+async def rpc(comm: Communicator, elements: int) -> None:
+    """Everybody calls its neighbour; `echo` is registered."""
+    x = np.full(elements, float(comm.rank))
+    _all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)
+
+
+async def ddp_step(comm: Communicator, elements: int) -> None:
+    """A synchronous training step: gradients are averaged in buckets while the next ones are computed."""
+    buckets, calls = [np.empty(elements) for _ in range(3)], []
+    for bucket in buckets:
+        bucket[:] = np.sqrt(np.full(elements, float(comm.rank) ** 2))
+        calls.append(comm.allreduce(bucket, ReduceOp.AVG))
+    await _all_of(*calls)
+    for bucket in buckets:
+        _all_are(bucket, (comm.size - 1) / 2)
+
+
+async def eager_step(comm: Communicator, elements: int) -> None:
+    """A step of eager-SGD: the gradients of whoever is there."""
+    gradient = np.sqrt(np.full(elements, 1.0))
+    reduction = await comm.solo_allreduce(gradient, name="gradients", history=4)
+    parameters = np.zeros(elements)
+    for missed in (*reduction.missed, gradient):
+        parameters -= 0.1 * missed / comm.size
+    assert np.ptp(parameters) == 0, "parts of different rounds"
+
+
+async def _all_of(*calls: Awaitable[Any]) -> list[Any]:
+    """What they return, or what the first of them raises, in any case once all are over."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def echo(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return x
+
+
+OPERATIONS: dict[str, Operation] = {
+    each.__name__: each
+    for each in (
+        allreduce,
+        registered_allreduce,
+        broadcast,
+        reduce,
+        reduce_scatter,
+        allgather,
+        allgatherv,
+        gather,
+        scatter,
+        alltoall,
+        alltoallv,
+        barrier,
+        send_recv,
+        solo,
+        majority,
+        quorum,
+        group,
+        synchronous_solo,
+        sparse,
+        rpc,
+        ddp_step,
+        eager_step,
+    )
+}
+
+
+async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
+    """Everybody always gives 1, so a result is a number of contributions, the same in all its elements."""
+    reduction = await call
+    assert np.ptp(x) == 0, "parts of different rounds"
+    assert 0 <= reduction.active <= size
+
+
+def _all_are(x: Array, value: float) -> None:
+    assert (x == value).all(), f"a wrong result: {x[x != value][:3]} instead of {value}"

@@ -1,0 +1,112 @@
+"""Where a rank is in the middle of a call, counted by what it does there.
+
+A rank *passes* whenever it sends or is handed a message, when it is about to take a lock of shared memory, and when it
+holds it. What is watched are the seams of the runtime, `Transport`, `Receiver`, `Arena` and `Mutex`, and only for as
+long as somebody watches: the runtime itself knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncoll.communicator import Communicator
+from asyncoll.transport.control_block import ControlBlock, Mutex
+
+
+class InjectionPoints:
+    """As a context manager, counts the injection points of this rank in `count`, whichever threads they are on.
+
+    `passed(number)`, from 1, is called at each of them, in the very thread.
+    """
+
+    def __init__(self, comm: Communicator, passed: Callable[[int], None] = lambda number: None) -> None:
+        self.count = 0
+        self._passed = passed
+        self._counting = threading.Lock()  # of all threads that pass
+        self._is_over = False
+        self._endpoint = comm._core.member.endpoint
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> InjectionPoints:
+        endpoint, enter = self._endpoint, self._undo.enter_context
+        enter(_shadowed(endpoint.transport, "send", self._passing(endpoint.transport.send)))
+        enter(_shadowed(endpoint, "received", self._passing(endpoint.received)))
+        if (arena := endpoint.arena) is not None:
+            enter(_shadowed(arena, "control block", self._watching(arena.control_block)))
+            for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
+                self._watch(control_block)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+        with self._counting:  # who passes in this moment is not counted any more
+            self._is_over = True
+
+    def _pass(self) -> None:
+        with self._counting:
+            if self._is_over:
+                return
+            self.count = number = self.count + 1
+        self._passed(number)
+
+    def _passing(self, method: Callable[..., None]) -> Callable[..., None]:
+        def passing(*args: Any) -> None:
+            self._pass()
+            method(*args)
+
+        return passing
+
+    def _watching(self, control_block_of: Callable[..., ControlBlock]) -> Callable[..., ControlBlock]:
+        """Control blocks that are made while somebody watches are watched too."""
+
+        def control_block(context: int, cells: int) -> ControlBlock:
+            made = control_block_of(context, cells)
+            self._watch(made)
+            return made
+
+        return control_block
+
+    def _watch(self, control_block: ControlBlock) -> None:
+        mutex = control_block._mutex
+        if isinstance(mutex, _WatchedMutex) and mutex.watcher is self:
+            return
+
+        def restore() -> None:
+            control_block._mutex = mutex
+
+        control_block._mutex = _WatchedMutex(mutex, self, self._pass)
+        self._undo.callback(restore)
+
+
+class _WatchedMutex:
+    """A `Mutex` that says when it is about to be taken, and when it is held."""
+
+    def __init__(self, mutex: Mutex, watcher: InjectionPoints, passing: Callable[[], None]) -> None:
+        self.watcher = watcher
+        self._mutex = mutex
+        self._passing = passing
+        self.release = mutex.release
+        self.abandon = mutex.abandon
+
+    def acquire(self) -> None:
+        self._passing()
+        self._mutex.acquire()
+        self._passing()
+
+
+@contextlib.contextmanager
+def _shadowed(thing: object, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """`method` instead of the one of that name, for this one object."""
+    attributes = vars(thing)
+    before = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[name]
+        else:
+            attributes[name] = before

@@ -1,0 +1,171 @@
+"""A cell in a world of real processes: fork them, listen to what they tell, see them end, look at what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncoll.launch import control, process_tree
+from asyncoll.launch.environment import job_environment, job_folder, rank_environment
+from asyncoll.testing.faults.cells import KINDS, Cell
+from asyncoll.testing.faults.rank_program import be_rank
+
+PATIENCE_S = 30.0  # beyond what the fault lasts: a rank that has not ended by then hangs
+_STACKS_S = 0.2  # for a rank that hangs to write down where
+_LEFTOVERS_S = 10.0  # for what ends by itself, once the ranks have
+
+Told = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Story:
+    """What the ranks told, in the order in which they did, and what the driver saw of their ends."""
+
+    told: list[Told] = field(default_factory=list)
+    hung: dict[int, str] = field(default_factory=dict)  # by rank: where
+    codes: dict[int, int] = field(default_factory=dict)  # by rank, negative for a signal
+    output: dict[int, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def of(self, rank: int, what: str) -> Told | None:
+        """The first thing of the kind that this rank told."""
+        return next((each for each in self.told if each["rank"] == rank and each["what"] == what), None)
+
+
+def happen(cell: Cell) -> Story:
+    """Let the cell happen. The process that calls this must have one thread: it is forked."""
+    process_tree.adopt_orphans()
+    before = _shared_memory()
+    with tempfile.TemporaryDirectory(prefix="asyncoll-cell-") as folder:
+        temporary = Path(folder, "t")
+        temporary.mkdir()
+        with job_folder() as job:
+            world = _World(cell, Path(folder), temporary, job)
+            world.run()
+        story = world.story
+        story.left += [f"{name} in TMPDIR" for name in os.listdir(temporary)]
+    story.left += [f"{name} in /dev/shm" for name in _shared_memory() - before]
+    return story
+
+
+def _shared_memory() -> set[str]:
+    """Of this library, by its names: all programs of the machine make some there, and none says whose it is."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")}
+
+
+class _World:
+    def __init__(self, cell: Cell, folder: Path, temporary: Path, job: Path) -> None:
+        self.story = Story()
+        self._cell = cell
+        self._kind = KINDS[cell.kind]
+        self._folder = folder
+        self._environment = job_environment(cell.size, 0, job, cell.transport, os.environ)
+        self._environment["TMPDIR"] = str(temporary)
+        self._pids: dict[int, int] = {}
+        self._stopped = False
+
+    def run(self) -> None:
+        ours, theirs = control.pair()
+        with ours:
+            with theirs:
+                for rank in range(self._cell.size):
+                    self._fork(rank, theirs)
+            self._listen(ours, time.monotonic() + self._kind.lasts_s + PATIENCE_S)
+            self._end_what_hangs()
+            self._hear(ours)
+        self._look_for_processes()
+        for rank in range(self._cell.size):
+            self.story.output[rank] = self._output(rank).read_text(errors="replace")
+
+    def _output(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
+
+    def _fork(self, rank: int, channel: socket.socket) -> None:
+        driver = os.getpid()
+        pid = os.fork()
+        if pid:
+            self._pids[rank] = pid
+            return
+        try:
+            process_tree.die_with_parent(driver)
+            output = os.open(self._output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(self._environment | rank_environment(rank))
+            tempfile.tempdir = None
+            be_rank(self._cell, rank, channel)
+        finally:
+            os._exit(1)
+
+    # -- until all have ended ---------------------------------------------------------------------
+
+    def _listen(self, channel: socket.socket, until_s: float) -> None:
+        with _deaths(self._pids) as deaths:
+            running = dict(deaths)
+            while running and (patience_s := until_s - time.monotonic()) > 0:
+                ready, _, _ = select.select([channel.fileno(), *running], [], [], patience_s)
+                self._hear(channel)
+                for death in running.keys() & set(ready):
+                    self._reap(running.pop(death))
+                self._continue_the_stopped(set(running.values()))
+
+    def _hear(self, channel: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while told := control.receive(channel):
+                self.story.told.append(told)
+
+    def _reap(self, rank: int) -> None:
+        _, status = os.waitpid(self._pids.pop(rank), 0)
+        self.story.codes[rank] = os.waitstatus_to_exitcode(status)
+
+    def _continue_the_stopped(self, running: set[int]) -> None:
+        """A rank that was frozen and given up comes back, when the others have gone."""
+        if self._cell.kind == "stop" and len(running) == 1 and not self._stopped:
+            os.kill(self._pids[running.pop()], signal.SIGCONT)
+            self._stopped = True
+
+    # -- and after --------------------------------------------------------------------------------
+
+    def _end_what_hangs(self) -> None:
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGCONT)
+        if self._pids:
+            time.sleep(_STACKS_S)
+        for rank, pid in list(self._pids.items()):
+            os.kill(pid, signal.SIGKILL)
+            self.story.hung[rank] = self._output(rank).read_text(errors="replace")
+            self._reap(rank)
+
+    def _look_for_processes(self) -> None:
+        if self._kind.leaves_a_child:
+            for pid in process_tree.children():
+                os.kill(pid, signal.SIGKILL)
+        until_s = time.monotonic() + _LEFTOVERS_S
+        while (children := process_tree.children()) and time.monotonic() < until_s:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                    pass
+            time.sleep(0.005)
+        self.story.left += [f"process {pid}" for pid in children]
+        process_tree.kill_descendants()
+
+
+@contextlib.contextmanager
+def _deaths(pids: dict[int, int]) -> Iterator[dict[int, int]]:
+    """Descriptors that become readable when ranks end, and whose they are."""
+    deaths = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+    try:
+        yield deaths
+    finally:
+        for death in deaths:
+            os.close(death)

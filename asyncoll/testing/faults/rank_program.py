@@ -1,0 +1,113 @@
+"""The program of one rank of a cell, which tells the driver what happens to it, as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import uvloop
+
+from asyncoll.communicator import Communicator
+from asyncoll.launch import control
+from asyncoll.testing.faults.calls import OPERATIONS, echo
+from asyncoll.testing.faults.cells import KINDS, Cell, Plan
+from asyncoll.testing.faults.injection_points import InjectionPoints
+from asyncoll.testing.faults.injectors import Fault, Place, fault
+from asyncoll.world.join import connect
+
+_CALLS_AFTER = 10  # that go on after what nobody may notice
+
+
+def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
+    """Never returns: this process was forked to be this rank."""
+    code = 1
+    try:
+        faulthandler.register(signal.SIGUSR1)
+        if cell.kind == "signal":
+            signal.signal(signal.SIGTERM, _leave)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_Part(cell, rank, channel).play())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _leave(*_: object) -> NoReturn:
+    """As programs end themselves when they are told to: an exception in the main thread, whatever that does."""
+    sys.exit(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A fault that is told of just before it strikes."""
+
+    what: Fault
+    part: _Part
+
+    @property
+    def of_process(self) -> bool:
+        return self.what.of_process
+
+    def strike(self, place: Place) -> None:
+        self.part.tell("struck")
+        self.what.strike(place)
+
+
+class _Part:
+    """What this rank does in the cell."""
+
+    def __init__(self, cell: Cell, rank: int, channel: socket.socket) -> None:
+        self._cell = cell
+        self._kind = KINDS[cell.kind]
+        self._plan = Plan.draw(cell)
+        self._rank = rank
+        self._channel = channel
+
+    def tell(self, what: str, **more: Any) -> None:
+        control.send(self._channel, {"rank": self._rank, "what": what, "at_s": time.monotonic(), **more})
+
+    async def play(self) -> None:
+        told: Exception | None = None
+        try:
+            async with connect() as comm:
+                try:
+                    await self._calls(comm)
+                except Exception as error:
+                    self._tell_error(told := error)
+                    raise
+        except Exception as error:
+            if error is not told:  # joining or leaving went wrong
+                self._tell_error(error)
+        self.tell("left")
+
+    async def _calls(self, comm: Communicator) -> None:
+        comm.rpc.register(echo)
+        await self._call(comm)
+        with InjectionPoints(comm) as rehearsed:
+            await self._call(comm)
+        injection_point = 1 + int(self._plan.depth * rehearsed.count)
+        what = _Told(self._kind.make(), self)
+        with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
+            await self._call(comm)
+        await self._go_on(comm)
+        self.tell("done")
+
+    async def _go_on(self, comm: Communicator) -> None:
+        calls = 0
+        while self._kind.told or calls < _CALLS_AFTER:
+            await self._call(comm)
+            await asyncio.sleep(0)
+            calls += 1
+
+    async def _call(self, comm: Communicator) -> None:
+        await OPERATIONS[self._cell.operation](comm, self._plan.elements)
+
+    def _tell_error(self, error: Exception) -> None:
+        self.tell("error", type=type(error).__name__, named=getattr(error, "rank", None), text=str(error)[:2000])

@@ -1,0 +1,124 @@
+"""Where a case happens: in virtual time, among ranks on one loop, or among processes under the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.communicator import Communicator
+from asyncoll.testing.laws.story import AlarmError, Call, Cancelled, Case, Part, Story, draw, take_part
+from asyncoll.testing.worlds import run_ranks, simulate
+from asyncoll.transport.messages.simulated import Network
+from asyncoll.world.join import run
+
+SIMULATED = "simulated"
+MEMORY = "memory"  # simulated, on one host
+PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq"}  # what `asyncoll launch --transport` calls it
+_TIMEOUT_S = 120  # a case takes about a second: in a world that takes so long, a rank waits for ever
+
+
+def tell(case: Case, transport: str) -> Story:
+    """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
+    if transport in (SIMULATED, MEMORY):
+        case = replace(case, alarmed=None, forking=None)
+        main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
+        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
+        return _story(case, report.results, report.messages)
+    case = _in_real_time(case)
+    if transport in PROCESSES:
+        return _story(case, _launch(case, PROCESSES[transport]), 0)
+    case = replace(case, alarmed=None, forking=None)
+    return _story(case, run_ranks(case.size, lambda comm: take_part(comm, case), transport), 0)
+
+
+def _in_real_time(case: Case) -> Case:
+    return replace(case, sleeper=None, network=Network())
+
+
+def _story(case: Case, parts: list[Part], messages: int) -> Story:
+    return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def _launch(case: Case, transport: str) -> list[Part]:
+    """Every rank is a process, which draws the case itself and leaves a record of its part.
+
+    One launch for each case, as ranks that end early are part of it: a rank makes no more calls when it leaves the
+    world.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
+        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder]
+        _run_job(["-n", str(case.size), "--transport", transport, "--timeout", str(_TIMEOUT_S), *program])
+        return [read_record(_record(folder, rank)) for rank in range(case.size)]
+
+
+def _run_job(arguments: list[str]) -> None:
+    """`asyncoll launch`, in a process that may be run in any thread, and whose output can be kept."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncoll.cli", "launch", *arguments],
+        env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # torch, which is not used, takes a second
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the job failed with exit code {done.returncode}:\n{done.stdout.rstrip()}")
+    print(done.stdout, end="", file=sys.stderr)  # a warning
+
+
+def rank_main() -> None:
+    """The program of a rank."""
+    kind, seed, folder = sys.argv[1:]
+    warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody awaits, as a signal handler has raised
+    sys.unraisablehook = _ignore_alarms
+
+    async def main(comm: Communicator) -> tuple[int, Part]:
+        return comm.rank, await take_part(comm, _in_real_time(draw(kind, comm.size, int(seed))))
+
+    rank, part = run(main)
+    write_record(_record(folder, rank), part)
+
+
+def _record(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.json"
+
+
+def _ignore_alarms(unraisable: Any) -> None:
+    """Of what a signal handler raises in a finalizer nobody hears but the log."""
+    if not isinstance(unraisable.exc_value, AlarmError):
+        sys.__unraisablehook__(unraisable)
+
+
+def write_record(record: Path, part: Part) -> None:
+    calls, cancelled = part
+    told = [*map(asdict, calls)], [*map(asdict, cancelled)]
+    record.write_text(json.dumps(told, default=lambda array: array.tolist()))
+
+
+def read_record(record: Path) -> Part:
+    calls, cancelled = json.loads(record.read_text())
+    return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
+
+
+def _call(**told: Any) -> Call:
+    """JSON knows lists only."""
+    told["sum"] = np.array(told["sum"], np.int64)
+    told["missed"] = tuple([np.array(result, np.int64) for result in told["missed"]])
+    reduction = told["reduction"]
+    told["reduction"] = Reduction(**reduction | {"group": tuple(reduction["group"])})
+    return Call(**told)

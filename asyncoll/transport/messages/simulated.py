@@ -1,0 +1,229 @@
+"""A simulated network: latency, jitter, bandwidth and faults, from one seed, in the loop's (virtual) time.
+
+A rank sends and receives one message at a time at the given bandwidth (one port each way, so that many senders to one
+receiver queue there, as they do on a real link), and each message then takes the latency plus a random part of the
+jitter. Messages from one rank to another stay in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncoll.errors import UsageError
+from asyncoll.statistics import WORD_BYTES
+from asyncoll.transport import Buffer, Receiver, check_frames
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Rank `rank` neither sends nor receives for `duration_s` from `at_s` on; what it missed comes after."""
+
+    rank: int
+    at_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing passes between `a` and `b` from `at_s` on. After `duration_s` all of it passes; by default, never."""
+
+    a: int
+    b: int
+    at_s: float
+    duration_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """Rank `rank` dies at `at_s`: its coroutine stops and nothing reaches it; what it had sent still arrives.
+
+    Its peers hear of the death after that, as they would from the operating system.
+    """
+
+    rank: int
+    at_s: float
+
+
+Fault = Pause | Cut | Crash
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The links between simulated ranks. Jitter is uniform between 0 and `jitter_s`; bandwidth is per rank."""
+
+    latency_s: float = 10e-6
+    jitter_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    faults: Sequence[Fault] = ()
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.jitter_s < 0 or not self.bandwidth_bytes_per_s > 0:
+            raise UsageError("latency and jitter must be at least 0 s, and bandwidth above 0 bytes/s")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has passed: one (virtual seconds of arrival, source, dest, payload bytes) for each message, and totals."""
+
+    trace: list[tuple[float, int, int, int]]
+    messages: int = 0
+    words: int = 0
+
+
+class SimulatedWorld:
+    """All ranks and the links between them."""
+
+    def __init__(self, size: int, network: Network, seed: int) -> None:
+        for fault in network.faults:
+            ranks = (fault.a, fault.b) if isinstance(fault, Cut) else (fault.rank,)
+            if any(not 0 <= rank < size for rank in ranks):
+                raise UsageError(f"{fault} names a rank outside a world of {size}")
+        self.size = size
+        self.network = network
+        self.traffic = Traffic([])
+        self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
+        self._jitter = _uniform(seed)
+        self._leaves_free_s = [0.0] * size
+        self._enters_free_s = [0.0] * size
+        self._last_arrival_s: dict[tuple[int, int], float] = {}
+        self._last_of_source_s = [0.0] * size
+
+    def arrival_s(self, source: int, dest: int, length: int, now: float) -> float:
+        """When a message sent now arrives; infinity if never."""
+        network = self.network
+        occupied = length / network.bandwidth_bytes_per_s
+        leaves = now + occupied
+        if occupied:
+            leaves = self._leaves_free_s[source] = max(now, self._leaves_free_s[source]) + occupied
+        arrives = leaves + network.latency_s
+        if network.jitter_s:
+            arrives += network.jitter_s * next(self._jitter)
+        if occupied:
+            arrives = max(arrives, self._enters_free_s[dest] + occupied)
+        if network.faults:
+            arrives = self._delayed_by_faults(source, dest, now, arrives)
+        last = self._last_arrival_s.get((source, dest), -1.0)
+        if arrives <= last:
+            arrives = math.nextafter(last, math.inf)  # timers of equal time have no order among themselves
+        self._last_arrival_s[source, dest] = arrives
+        if arrives < math.inf:
+            self._enters_free_s[dest] = arrives
+            if arrives > self._last_of_source_s[source]:
+                self._last_of_source_s[source] = arrives
+        return arrives
+
+    def backlog_s(self, source: int, now: float) -> float:
+        """How long the port of `source` will still be busy with what it has been given."""
+        return self._leaves_free_s[source] - now
+
+    def announce_loss(self, source: int, cause: str) -> None:
+        """Tell every rank, once all that `source` has sent has arrived, that no more will come."""
+        loop = _loop()
+        heard = max(loop.time() + self.network.latency_s, math.nextafter(self._last_of_source_s[source], math.inf))
+        loop.happen_at(heard, self._lose, source, cause)
+
+    def _lose(self, source: int, cause: str) -> None:
+        for transport in self.transports:
+            transport.lose(source, cause)
+
+    def _delayed_by_faults(self, source: int, dest: int, sent: float, arrives: float) -> float:
+        for fault in self.network.faults:
+            end = fault.at_s + getattr(fault, "duration_s", math.inf)
+            if isinstance(fault, Pause):
+                if fault.rank == source and fault.at_s <= sent < end:
+                    arrives += end - sent
+                elif fault.rank == dest and fault.at_s <= arrives < end:
+                    arrives = end
+            elif isinstance(fault, Cut) and {fault.a, fault.b} == {source, dest} and fault.at_s <= arrives < end:
+                arrives = end
+        return arrives
+
+
+class SimulatedTransport:
+    """A `Transport` over a `SimulatedWorld`."""
+
+    def __init__(self, rank: int, world: SimulatedWorld) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+        self._receiver: Receiver | None = None
+        self._early: list[Callable[[Receiver], None]] = []
+        self._closed = False
+
+    async def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._loop = _loop()
+        for event in self._early:
+            event(receiver)
+        self._early.clear()
+
+    def send(self, dest: int, frames: Sequence[Buffer]) -> None:
+        check_frames(dest, self.size, frames)
+        if self._closed:
+            return
+        loop = self._loop
+        copies = [bytes(frame) for frame in frames]
+        payload = len(copies[1]) if len(copies) > 1 else 0
+        length = sum(map(len, copies))
+        arrives = self._world.arrival_s(self.rank, dest, length, loop.time())
+        if arrives < math.inf:
+            loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
+
+    async def drain(self, dest: int) -> None:
+        """Wait while this rank's port is still busy with more than one segment."""
+        loop = asyncio.get_running_loop()
+        backlog_s = self._world.backlog_s(self.rank, loop.time())
+        if backlog_s > 0:
+            await asyncio.sleep(backlog_s)
+
+    async def close(self, *, flush: bool = False) -> None:
+        self._end("it closed its transport")
+
+    def crash(self) -> None:
+        """Die without a word; the peers' operating systems notice."""
+        self._end("it crashed")
+
+    def _end(self, cause: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self._world.announce_loss(self.rank, cause)
+
+    def lose(self, source: int, cause: str) -> None:
+        """Called by the world: `source` is gone."""
+        if self._closed:
+            return
+        if self._receiver is not None:
+            self._receiver.lost(source, cause)
+        else:
+            self._early.append(lambda receiver: receiver.lost(source, cause))
+
+    def _arrive(self, when: float, source: int, frames: list[bytes], payload: int) -> None:
+        if self._closed:
+            return
+        traffic = self._world.traffic
+        traffic.messages += 1
+        traffic.words += -(-payload // WORD_BYTES)
+        traffic.trace.append((when, source, self.rank, payload))
+        if self._receiver is not None:
+            self._receiver.received(source, frames)
+        else:
+            self._early.append(lambda receiver: receiver.received(source, frames))
+
+
+def _loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop), "a simulated network needs virtual time"
+    return loop
+
+
+def _uniform(seed: int) -> Iterator[float]:
+    """An endless stream of floats in [0, 1), drawn in batches because one at a time is slow."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.random(4096).tolist()

@@ -1,0 +1,1 @@
+"""Joining and leaving a world: the environment, the rendezvous of its ranks, `run` and `connect`."""

@@ -1,0 +1,123 @@
+"""What the environment says of the world that this process is to join. The contract is torchrun's."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncoll.errors import UsageError
+from asyncoll.transport.keys import KEY_FILE
+from asyncoll.transport.messages.monitor import FREEZE_S
+
+TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
+ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
+_DEADLINE_S = 1800.0
+_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # what ZeroMQ counts in whole ms, and in 32 bits
+_LAUNCHERS = {  # what starts processes, and what it calls the rank and the number of those that it has started
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set where there is no srun, by salloc
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE"),
+    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "a launcher with PMIx": ("PMIX_RANK", ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The world that the environment describes, as seen by this process."""
+
+    rank: int
+    size: int
+    folder: str  # of the job's sockets; empty unless `asyncoll launch` made one
+    master_addr: str
+    master_port: int
+    shares_memory: bool  # with the ranks of its host, if that is possible
+    run: str  # tells the runs of an elastic job apart
+    freeze_s: float = FREEZE_S  # a rank without a sign of life for so long counts as frozen; 0: never
+    deadline_s: float = _DEADLINE_S  # how long a call may take; infinity: for ever
+    key_file: str = ""  # with the job's key; empty for none
+    encrypt: str = ENCRYPT[0]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
+        """None when no world is described. Raises UsageError for half a description or an impossible one."""
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            check_alone(environ)
+            return None
+        rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+        if not 0 <= rank < size:
+            raise UsageError(f"RANK={rank} is not between 0 and WORLD_SIZE-1={size - 1}")
+        folder = environ.get("ASYNCOLL_FOLDER", "")
+        meets_in_store = size > 1 and not folder
+        return cls(
+            rank,
+            size,
+            folder,
+            master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
+            master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
+            shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
+            run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
+            freeze_s=freeze_s(environ),
+            deadline_s=_seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
+            key_file=environ.get(KEY_FILE, ""),
+            encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
+        )
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Raises UsageError if several processes were started that asyncoll would take for a world of one each."""
+    for launcher, (rank_name, size_name) in _LAUNCHERS.items():
+        for name, least in ((rank_name, 0), (size_name, 1)):
+            count = environ.get(name, "")
+            if not count.isdecimal() or int(count) <= least:
+                continue
+            raise UsageError(
+                f"this is one of several processes that {launcher} has started ({name}={count}), but RANK and "
+                "WORLD_SIZE are not set: have it start one `torchrun` on each host, or on one host `asyncoll launch`; "
+                "set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
+            )
+
+
+def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """Of `choices`, the first unless the environment says otherwise."""
+    chosen = environ.get(name) or choices[0]
+    if chosen not in choices:
+        raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
+    return chosen
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise UsageError(f"the environment describes a world but {name} is not set: start with `asyncoll launch`")
+    return environ[name]
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} in the environment is not a number") from None
+
+
+def freeze_s(environ: Mapping[str, str]) -> float:
+    """How long a process without a sign of life counts as living; 0 if for ever."""
+    seconds = _seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
+    if seconds and not _FREEZE_MIN_S <= seconds <= _FREEZE_MAX_S:
+        raise UsageError(
+            f"ASYNCOLL_FREEZE_S={seconds:g}: give {_FREEZE_MIN_S} to {_FREEZE_MAX_S} seconds, or 0 for never"
+        )
+    return seconds
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"{name}={text!r} in the environment: give a number of seconds, or 0 for no limit")
+    return seconds

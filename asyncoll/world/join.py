@@ -1,0 +1,332 @@
+"""Join the world that the environment describes: `run` and `connect`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import uvloop
+
+from asyncoll import forks
+from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.core import ChooseBackend, Core
+from asyncoll.algorithms.dense import on_lane
+from asyncoll.arguments import digest
+from asyncoll.communicator import Communicator
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError, describe
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.failures import WORLD
+from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.runtime.signature import Site
+from asyncoll.transport import START_TIMEOUT_S, Transport
+from asyncoll.transport.joining import Joining
+from asyncoll.transport.messages import inproc
+from asyncoll.transport.messages.shared_payloads import SlottedTransport
+from asyncoll.transport.wire import Overdue
+from asyncoll.world.environment import Environment
+from asyncoll.world.rendezvous import PeerLinks, meet
+
+_member = threading.Lock()  # held by the process while it is in a world
+T = TypeVar("T")
+_CLAIM = "ASYNCOLL_RANK_OF"  # in the environment of a rank: its process, and the rank of which world it is
+
+
+def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Run `await main(comm, *args)` in the world that the environment describes, on a new loop; returns its result.
+
+    The environment is torchrun's (`asyncoll launch` sets it too); alone, the world has one rank. If `main` raises,
+    the other ranks' pending calls raise AbortedError with its reason.
+    """
+    if not inspect.iscoroutinefunction(main):
+        raise UsageError(f"asyncoll.run needs an `async def main(comm, ...)`, got {main!r}")
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise UsageError("a loop is running here already: use `async with asyncoll.connect() as comm`")
+
+    async def joined() -> T:
+        async with connect() as comm:
+            return await main(comm, *args)
+
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    process = os.getpid()
+    try:
+        return runner.run(joined())
+    finally:
+        if os.getpid() == process:
+            runner.close()
+        else:  # a forked child leaves: its tasks wait for threads that it does not have
+            forks.keep(runner)
+
+
+@contextlib.asynccontextmanager
+async def connect() -> AsyncIterator[Communicator]:
+    """The communicator of all ranks, inside a running loop.
+
+    Leaving it is collective: this rank goes on serving the rounds of others until every rank has left. Leaving it with
+    an exception aborts the world.
+    """
+    with _sole_membership():
+        environment = Environment.read()
+        if environment is None or environment.size == 1:
+            async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
+                yield comm
+            return
+        with _claimed(environment):
+            async with _joined(environment) as comm:
+                yield comm
+
+
+@contextlib.contextmanager
+def _claimed(environment: Environment) -> Iterator[None]:
+    """Processes that this one starts inherit its environment, and must not join the world as the same rank."""
+    store = f"{environment.master_addr}:{environment.master_port}"
+    world = f"{environment.rank} of {environment.size} at {environment.folder or store} {environment.run}"
+    process = str(os.getpid())
+    holder, _, claimed = os.environ.get(_CLAIM, "").partition(" ")
+    if claimed == world and holder != process:
+        raise UsageError(
+            f"RANK={environment.rank} of this world is process {holder}, which has started this one, and a rank is one "
+            "process: start this program without RANK and WORLD_SIZE in its environment to let it run alone, or with "
+            "`asyncoll launch` to give it ranks of its own"
+        )
+    os.environ[_CLAIM] = f"{process} {world}"
+    try:
+        yield
+    finally:
+        os.environ.pop(_CLAIM, None)
+
+
+@contextlib.asynccontextmanager
+async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
+    process = os.getpid()
+    joining = _joining(environment)
+    links = await _meet(environment, joining)
+    thread = ProgressThread()
+    try:
+        with links.until_joined:
+            async with World(_endpoint(links, environment), thread, links.hosts, joining) as comm:
+                links.until_joined.close()
+                yield comm
+    finally:
+        if os.getpid() == process:  # and not in a forked child, which has no such thread
+            thread.stop()
+
+
+@contextlib.contextmanager
+def _sole_membership() -> Iterator[None]:
+    member = _member
+    if not member.acquire(blocking=False):
+        raise UsageError(
+            "this process is in a world already: leave it before joining the next one, and use `split` for a "
+            "communicator of some of its ranks"
+        )
+    try:
+        yield
+    finally:
+        member.release()
+
+
+def _forget_membership() -> None:
+    """In a child that was forked while this process was in a world."""
+    global _member
+    _member = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_membership)
+
+
+def _joining(environment: Environment) -> Joining:
+    left_s = remaining_s()
+    limit_s = min(START_TIMEOUT_S, environment.deadline_s, math.inf if left_s is None else left_s)
+    return Joining(environment.rank, environment.size, limit_s)
+
+
+async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
+    """In a thread, which must end before this does: nothing else would close what it has opened."""
+    links = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
+    try:
+        return await asyncio.shield(links)
+    except asyncio.CancelledError as error:
+        joining.cancel()
+        with contextlib.suppress(AsyncollError):
+            met = await links
+            met.until_joined.__exit__(type(error), error, None)
+            await met.transport.close()
+        raise
+
+
+def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
+    transport: Transport = links.transport
+    if links.arena is not None:
+        transport = SlottedTransport(transport, links.arena)
+    return Endpoint(transport, links.arena, environment.deadline_s)
+
+
+class World:
+    """All ranks, from joining to leaving, as an async context manager around their communicator."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        runner: Runner,
+        hosts: tuple[str, ...] | None = None,
+        joining: Joining | None = None,
+        choose: ChooseBackend = choose_backend,
+    ) -> None:
+        """`joining` bounds how long the others may take to join; None if they are in this process.
+
+        `choose` makes the backend of each communicator.
+        """
+        self._endpoint = endpoint
+        self._runner = runner
+        self._has_processes = hosts is not None
+        self._joining = joining
+        self._choose = choose
+        self._inside = contextlib.ExitStack()  # what holds for the task that is in the world
+        self._hosts = hosts or (socket.gethostname(),) * endpoint.size
+        self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
+
+    async def __aenter__(self) -> Communicator:
+        self._process = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        forks.register(self)
+        comm = await self._runner.start(self._join())
+        self._inside.enter_context(self._core.memory.as_current())
+        return comm
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._process:  # a forked child leaves, and the rank does not
+            return
+        forks.unregister(self)
+        self._inside.close()
+        with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
+            _ = self._core.rpc  # who has not used it answers those who call it all the same
+        try:
+            await self._flush(error)
+        except BaseException as cancelled:
+            error = cancelled
+            raise
+        finally:
+            await self._end(error)
+
+    def abandon(self, parent: int) -> None:
+        """In a forked child, where the caller's loop goes on: it must do nothing to the parent's."""
+        forks.silence_signals()
+        forks.isolate(self._loop)
+
+    async def _flush(self, error: BaseException | None) -> None:
+        if error is None:
+            with contextlib.suppress(AsyncollError):  # it is the world's, of which this rank is about to hear
+                for rpc in self._core.rpcs:
+                    await rpc.flush()
+
+    async def _end(self, error: BaseException | None) -> None:
+        try:
+            await self._runner.start(self._leave(error))
+        finally:
+            for rpc in self._core.rpcs:
+                await rpc.close()
+            await self._runner.start(self._let_go())
+
+    async def _join(self) -> Communicator:
+        try:
+            await self._start()
+            if self._endpoint.arena is not None:
+                self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
+            if self._has_processes:
+                self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
+            await self._meet()  # after it everybody is connected to everybody
+        except BaseException as error:
+            try:
+                self._tell_of(error)
+            finally:
+                await self._endpoint.close(flush=self._failed())
+                await self._let_go()
+            raise
+        self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
+        return Communicator(self._core, self._hosts)
+
+    async def _meet(self) -> None:
+        barrier = self._barrier("joining")
+        if self._joining is None:
+            await barrier
+        else:
+            await self._joining.over(barrier, self._unheard, "not connected to all others yet")
+
+    async def _start(self) -> None:
+        """Ends early if another rank says that joining has failed, or is lost."""
+        if self._joining is None:
+            return await self._endpoint.start()
+        starting = asyncio.ensure_future(self._endpoint.start())
+        try:
+            with self._endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
+                await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
+                await (starting if starting.done() else failed)
+        finally:
+            starting.cancel()
+            await asyncio.wait([starting])
+
+    def _unheard(self) -> list[int]:
+        return [rank for rank in range(self._endpoint.size) if not self._endpoint.membership.knows(rank)]
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Why joining has failed, so that nobody takes this rank, which leaves now, for the cause."""
+        if isinstance(error, PeerLostError):
+            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
+        elif isinstance(error, DeadlineError):
+            lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
+            self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        try:
+            if self._failed():
+                self._endpoint.failures.pass_on()
+            else:
+                await self._part(error)
+        finally:
+            await self._endpoint.close(flush=self._failed())
+
+    async def _let_go(self) -> None:
+        """Of the memory that the ranks of the host share."""
+        if self._endpoint.arena is not None:
+            self._endpoint.arena.close()
+
+    def _failed(self) -> bool:
+        """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
+        return self._endpoint.failures.has_failed(self._group.communicator)
+
+    async def _part(self, error: BaseException | None) -> None:
+        """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.
+
+        The first is numbered like a call, so a rank that calls on while others leave is a MismatchError. Nothing that
+        still matters to anybody can be on its way after the second, so sockets may close at once.
+        """
+        if isinstance(error, PeerLostError):  # noticed where nobody else has: others must not take this rank for it
+            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
+            return
+        if error is not None:
+            self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
+            return
+        self._endpoint.depart()
+        await self._core.leave(Site(__file__, 0))
+        self._endpoint.part()
+        with contextlib.suppress(PeerLostError):
+            await self._barrier("leaving")
+
+    async def _barrier(self, why: str) -> None:
+        context = digest(self._group.communicator, why)
+        with Lane(self._endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
+            await on_lane.barrier(lane)

@@ -1,0 +1,212 @@
+"""How the ranks of a world find each other, and open their connections and shared memory.
+
+Under `asyncoll launch` all ranks are on one host, and their addresses follow from the job's folder. Otherwise they
+exchange addresses in a store (`world.store`): ranks that share a host talk over ipc, others over tcp.
+
+A process may join several worlds, one after another. Its n-th is the n-th of every rank, and has names of its own in
+the job's folder and in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import logging
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.transport import Transport
+from asyncoll.transport.joining import Joining
+from asyncoll.transport.keys import KEY_FILE, Key, check_folder, read_key
+from asyncoll.transport.memory.arena import HostArena
+from asyncoll.transport.memory.fd_passing import GIVEN_UP, ArenaUnavailable, join
+from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
+from asyncoll.transport.processes import allow_files
+from asyncoll.world.environment import Environment
+from asyncoll.world.store import enter_store
+
+_FILES, _FILES_PER_RANK, _FILES_PER_HOST = 60, 11, 17  # open in a rank: at least, for each rank, if hosts have a key
+_turns = itertools.count(1)  # of the worlds that this process joins
+logger = logging.getLogger("asyncoll")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLinks:
+    """A transport that knows its peers, and where each rank runs."""
+
+    transport: Transport
+    arena: HostArena | None  # of this host's ranks
+    hosts: tuple[str, ...]
+    until_joined: contextlib.ExitStack  # to be closed once all ranks are connected, or with what kept them from it
+
+
+def meet(environment: Environment, joining: Joining) -> PeerLinks:
+    """Open this rank's sockets and learn everybody's addresses. Blocks until every rank has published its own.
+
+    Raises PeerLostError and DeadlineError as `joining` does.
+    """
+    turn = next(_turns)
+    _check_files(environment)
+    if environment.folder:
+        return _meet_in_folder(environment, joining, turn)
+    return _meet_in_store(environment, joining, turn)
+
+
+def files_for(size: int, *, has_key: bool) -> int:
+    """How many files a rank of a world has open at most, beside those of its program. Measured, and rounded up."""
+    return _FILES + size * (_FILES_PER_HOST if has_key else _FILES_PER_RANK)
+
+
+def _check_files(environment: Environment) -> None:
+    """ZeroMQ aborts the process when it cannot open a file."""
+    needed = files_for(environment.size, has_key=bool(environment.key_file))
+    if (limit := allow_files(needed)) is not None:
+        raise UsageError(
+            f"a rank of a world of {environment.size} opens up to {needed} files, and this process may not: its limit "
+            f"is {limit}; raise it (ulimit -n)"
+        )
+
+
+def _meet_in_folder(environment: Environment, joining: Joining, turn: int) -> PeerLinks:
+    rank, size = environment.rank, environment.size
+    job = Path(environment.folder)
+    try:
+        check_folder(job)
+        key = read_key(job / "job")
+    except UsageError as error:
+        raise UsageError(f"ASYNCOLL_FOLDER={job} is not the folder of a running job: {error}") from error
+    folder = job / str(turn)
+    folder.mkdir(0o700, exist_ok=True)
+    transport = ZeroMQTransport(
+        rank, size, key.derive("messages", turn), freeze_s=environment.freeze_s, joining=joining
+    )
+    transport.peers = [ipc_address(folder, peer) for peer in range(size)]
+    transport.bind(transport.peers[rank])
+    arena = _share_memory(environment, folder, tuple(range(size)), joining)
+    return PeerLinks(transport, arena, (socket.gethostname(),) * size, contextlib.ExitStack())
+
+
+def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...], joining: Joining) -> HostArena | None:
+    """The arena of the ranks of this host; none if they are not to have one, or cannot."""
+    if not environment.shares_memory or len(ranks) == 1:
+        return None
+    try:
+        arena = join(folder, environment.rank, ranks, joining)
+    except ArenaUnavailable as error:
+        if environment.rank == ranks[0]:
+            logger.warning("the ranks of this host share no memory and go on by messages: %s", error)
+        return None
+    arena.patience.seconds = environment.freeze_s or math.inf
+    return arena
+
+
+def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> PeerLinks:
+    rank, size = environment.rank, environment.size
+    key = read_key(Path(environment.key_file)) if environment.key_file else None
+    with contextlib.ExitStack() as undo:
+        store = enter_store(environment, joining, key or Key(b""), turn)
+        undo.push(store.close)
+        folders = undo.enter_context(contextlib.ExitStack())
+        undo.push(store.warn)  # first: a rank that finds no folder any more finds in the store why
+        session = store.begin_session()
+        hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
+        if len(modes := {mode for _, _, mode in hosts}) > 1:
+            raise UsageError(f"the ranks have different settings of ASYNCOLL_ENCRYPT: {' and '.join(sorted(modes))}")
+        neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
+        tcp = f"tcp://{_own_address(environment)}:0" if len(neighbours) < size else ""
+        messages = ZeroMQTransport(
+            rank,
+            size,
+            session.derive("messages"),
+            encrypted=key is not None,
+            freeze_s=environment.freeze_s,
+            joining=joining,
+        )
+        beside = None  # whose connections have no heartbeat of their own
+        if _has_two_streams(environment, tcp):
+            beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
+        if rank == neighbours[0]:
+            made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
+            folders.callback(shutil.rmtree, made, ignore_errors=True)
+            store.post("folder", made)
+        folder = Path(*store.look("folder", neighbours[0], 1))
+        with _blames_owner(folder, neighbours[0], joining):
+            check_folder(folder)
+            messages.bind(ipc_address(folder, rank))
+        arena = _share_memory(environment, folder, neighbours, joining)
+        with contextlib.ExitStack() as undo_arena:
+            if arena is not None:
+                undo_arena.callback(arena.close)
+            own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
+            # Last: nobody comes to a door before somebody answers there soon.
+            addresses = store.exchange("address", *own)
+            undo_arena.pop_all()
+        messages.peers = [
+            ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)
+        ]
+        messages.are_bound = True
+        transport: Transport = messages
+        if beside is not None:
+            beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
+            beside.are_bound = True
+            transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
+        names = tuple(name for _, name, _ in hosts)
+        return PeerLinks(transport, arena, names, undo.pop_all())
+
+
+@contextlib.contextmanager
+def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
+    """Raises PeerLostError where an error has come because `owner` has given up and removed the folder."""
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        if folder.exists():
+            raise
+        joining.check(lambda: [owner], "whose folder of sockets is gone")
+        raise PeerLostError(owner, GIVEN_UP) from error
+
+
+def _has_two_streams(environment: Environment, tcp: str) -> bool:
+    return bool(tcp and environment.key_file) and environment.encrypt == "control"
+
+
+def _machine() -> str:
+    """Equal for two ranks that can reach each other's unix sockets: one kernel, and one folder for temporary files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    where = os.stat(tempfile.gettempdir())
+    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
+
+
+def _own_address(environment: Environment) -> str:
+    """Where this rank listens for those of other hosts. Raises UsageError where nobody may listen without a key."""
+    address = os.environ.get("ASYNCOLL_ADDRESS") or _address_towards(environment.master_addr)
+    with contextlib.suppress(ValueError):  # the name of an interface is none of the two
+        known = ipaddress.ip_address(address)
+        if known.is_unspecified:
+            raise UsageError(f"ASYNCOLL_ADDRESS={address} is every address of this host: choose the one to listen on")
+        if known.is_loopback and not environment.key_file and environment.encrypt != "all":
+            return address
+    if not environment.key_file:
+        raise UsageError(
+            f"ranks that talk over tcp ({address}) need a key, or anybody on the network could join them: make one "
+            f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
+        )
+    return address
+
+
+def _address_towards(master: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 1))  # a datagram socket sends nothing when it connects
+        except OSError as error:
+            raise UsageError(f"no route to MASTER_ADDR={master}: {error}; set ASYNCOLL_ADDRESS") from error
+        return str(probe.getsockname()[0])

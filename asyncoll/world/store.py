@@ -1,0 +1,278 @@
+"""The store at MASTER_ADDR:MASTER_PORT, in which the ranks of a world tell each other where they listen.
+
+It is torch's TCPStore: under torchrun that of the agent, elsewhere rank 0 serves it. Any process that reaches the store
+may write in it. So each entry is sealed with the job's key for one run: each rank contributes a nonce to the session,
+and no entry of another run is accepted in this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, ProtocolError, ServiceLostError, UsageError
+from asyncoll.transport.joining import Joining, process_space
+from asyncoll.transport.keys import KEY_FILE, Key
+from asyncoll.world.environment import Environment
+
+_PROBE_S = 1.0  # for the host of the store to take a connection
+_REASON_CHARACTERS = 200
+_TELLING_S = 2.0  # to tell in the store why this rank gives up
+_FAREWELL_S = 10.0  # for the other ranks to read in the store of rank 0 why it ends; they may wait for a processor
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class SealedStore:
+    """Short texts that ranks publish for each other in the store, each sealed for its place there."""
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
+    ) -> None:
+        """`serves` says that the store is that of rank 0, and ends with it."""
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._size = size
+        self._key = self._first_key = key
+        self._joining = joining
+        self._serves = serves
+        self._is_gone = False
+        self._has_told = False
+
+    def await_rank_0(self) -> None:
+        """Until rank 0 has begun to join this very world. Raises PeerLostError if the store ends before."""
+        self._await("nonce", [0])
+
+    def begin_session(self) -> Key:
+        """What seals all that follows, and whatever else belongs to this run alone."""
+        own = process_space()
+        said = self.exchange("nonce", secrets.token_hex(16), own, str(os.getpid()))
+        for peer, (_, space, pid) in enumerate(said):
+            if own and space == own and peer != self._rank and pid.isdecimal():
+                self._joining.watch(peer, int(pid))
+        self._key = Key(self._key.derive("session", self._prefix, *(nonce for nonce, _, _ in said)))
+        return self._key
+
+    def post(self, topic: str, *texts: str) -> None:
+        place = self._place(topic, self._rank)
+        sealed = self._key.seal(_pack(texts), place)
+        self._ask(lambda: self._store.set(place, sealed))
+
+    def look(self, topic: str, rank: int, count: int) -> list[str]:
+        """The `count` texts that `rank` has posted, or will."""
+        self._await(topic, [rank])
+        texts = self._read(self._place(topic, rank), self._key)
+        if texts is None or len(texts) != count:
+            raise UsageError(
+                f"what stands in the store as the {topic} of rank {rank} is not sealed with the key of this job: give "
+                f"all ranks the same file in {KEY_FILE}, and each process a RANK of its own; otherwise somebody else "
+                "writes in this store"
+            )
+        return texts
+
+    def exchange(self, topic: str, *texts: str) -> list[list[str]]:
+        """What every rank says, by rank."""
+        self.post(topic, *texts)
+        self._await(topic, range(self._size))
+        return [self.look(topic, peer, len(texts)) for peer in range(self._size)]
+
+    def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """If `error` says which ranks are missing, tell the other ranks.
+
+        Raises what another rank has said before instead: its death, say, has been noticed because it has given up.
+        """
+        told: list[AsyncollError] = []
+        if isinstance(error, PeerLostError | DeadlineError) and not self._is_gone:
+            # In a thread that is left behind where it takes too long: the process of the store may be stopped.
+            telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
+            telling.start()
+            telling.join(_TELLING_S)
+        if told:
+            raise told[0] from error
+
+    def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the store. That of rank 0 ends with it, so rank 0 waits until the others have read why it gives up."""
+        if self._serves and self._rank == 0 and self._has_told:
+            with contextlib.suppress(RuntimeError):
+                self._await_told(getattr(error, "missing", None) or [getattr(error, "rank", 0)])
+        del self._store
+
+    # -- how it ends ------------------------------------------------------------------------------
+
+    def _tell(self, store: Store, error: PeerLostError | DeadlineError, told: list[AsyncollError]) -> None:
+        """All others, or add to `told` what another rank has told before."""
+        failed = f"{self._prefix}/failed"
+        if isinstance(error, PeerLostError):
+            words = ["lost", error.cause, str(error.rank)]
+        else:
+            words = ["late", str(error), ",".join(map(str, error.missing))]
+        with contextlib.suppress(RuntimeError):  # the store has ended: then nobody can be told
+            if not store.check([failed]):
+                store.set(failed, self._first_key.seal(_pack(words), failed))
+            first = _open(self._first_key, store.get(failed), failed)
+            if first is not None and first != words:
+                told.append(self._error_of(first))
+            store.set(self._place("told", self._rank), b"")
+            self._has_told = True
+
+    def _await_told(self, lost: Sequence[int]) -> None:
+        """Until all ranks in the store but the `lost` ones have read what has failed."""
+        ends_s = time.monotonic() + _FAREWELL_S  # noqa: TID251 (no loop waits for it)
+        others = set(range(1, self._size)).difference(lost)
+        here = [rank for rank in others if self._store.check([self._place("nonce", rank)])]
+        told = [self._place("told", rank) for rank in here]
+        while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
+            time.sleep(self._joining.pause_s)  # noqa: TID251
+
+    def _check_told(self) -> None:
+        """Raises what another rank has said of how joining ends."""
+        place = f"{self._prefix}/failed"
+        if not self._ask(lambda: self._store.check([place])):
+            return
+        if (words := self._read(place, self._first_key)) is not None:  # else somebody else writes in this store
+            raise self._error_of(words)
+
+    def _error_of(self, words: list[str]) -> AsyncollError:
+        if len(words) != 3:
+            raise UsageError("somebody else writes in the store of this job")
+        kind, text, listed = words
+        ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
+        if kind == "lost" and ranks:
+            return PeerLostError(ranks[0], text)
+        return DeadlineError(text, tuple(rank for rank in range(self._size) if rank not in ranks), ranks)
+
+    # -- the store --------------------------------------------------------------------------------
+
+    def _await(self, topic: str, ranks: Sequence[int]) -> None:
+        """Until all these have posted it."""
+        places = [self._place(topic, rank) for rank in ranks]
+        what = "not in the store yet" if topic == "nonce" else f"in the store without its {topic}"
+
+        def missing() -> list[int]:
+            return [
+                rank
+                for rank, place in zip(ranks, places, strict=True)
+                if not self._ask(lambda place=place: self._store.check([place]))  # type: ignore[misc]
+            ]
+
+        while not self._ask(lambda: self._store.check(places)):
+            self._check_told()
+            self._joining.check(missing, what)
+            time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
+
+    def _read(self, place: str, key: Key) -> list[str] | None:
+        """None if no holder of the key has written it."""
+        return _open(key, self._ask(lambda: self._store.get(place)), place)
+
+    def _ask(self, operation: Callable[[], T]) -> T:
+        """Of the store, whose process may be gone, or stopped."""
+        try:
+            return self._joining.call(operation, lambda: [0], "which serves the store" if self._serves else "the store")
+        except RuntimeError as error:  # those of torch.distributed are
+            self._is_gone = True
+            if not self._serves:
+                raise ServiceLostError(f"the store of this job is gone: {error}") from error
+            raise PeerLostError(0, "the store that it serves has ended before all ranks had joined") from error
+
+    def _place(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{rank}"
+
+
+def _pack(texts: Sequence[str]) -> bytes:
+    """Paths may be no UTF-8."""
+    packed: bytes = msgpack.packb(texts, unicode_errors="surrogateescape")
+    return packed
+
+
+def _open(key: Key, sealed: bytes, place: str) -> list[str] | None:
+    try:
+        texts = msgpack.unpackb(key.open(sealed, place), unicode_errors="surrogateescape")
+    except (ProtocolError, ValueError):
+        return None
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else None
+
+
+def enter_store(environment: Environment, joining: Joining, key: Key, turn: int) -> SealedStore:
+    """The store of this world, in the store of torchrun's agent or of rank 0.
+
+    A quick rank may still find the store in which the ranks met before, for as long as rank 0 has not closed it: then
+    it tries again.
+    """
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    while True:
+        serves_it = environment.rank == 0 and not agents
+        store = _serve_store(environment) if serves_it else _reach_store(environment, joining)
+        prefix = f"asyncoll/{environment.run}/{turn}"
+        sealed = SealedStore(store, prefix, environment.rank, environment.size, key, joining, serves=not agents)
+        if environment.rank == 0 or agents:
+            return sealed
+        try:
+            sealed.await_rank_0()
+        except PeerLostError:
+            del sealed, store
+            time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
+        else:
+            return sealed
+
+
+def _reach_store(environment: Environment, joining: Joining) -> Any:
+    """A client of the store, as soon as it is served. TCPStore itself would wait without a word."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, port, size = environment.master_addr, environment.master_port, environment.size
+    what = f"which serves the store at {address}:{port}"
+    while True:
+        timeout = timedelta(seconds=joining.remaining_s)
+        try:
+            socket.create_connection((address, port), timeout=joining.pause_s + _PROBE_S).close()
+            return joining.call(
+                lambda timeout=timeout: TCPStore(address, port, size, False, timeout, wait_for_workers=False),  # type: ignore[misc]
+                lambda: [0],
+                what,
+            )
+        except (OSError, RuntimeError) as error:  # it is not served yet, or no more
+            joining.check(lambda: [0], f"{what}: {error}"[:_REASON_CHARACTERS])
+            time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
+
+
+def _serve_store(environment: Environment) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=_listen(environment.master_addr, environment.master_port),
+    )
+
+
+def _listen(address: str, port: int) -> int:
+    """A socket that listens on this address alone: left to itself, the store listens on all of them."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family).detach()
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}; they must be an address of "
+            "this host and a free port"
+        ) from error
