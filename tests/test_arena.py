@@ -139,7 +139,7 @@ def test_nobody_ever_gets_the_lock_of_an_owner_that_has_died():
 
 HOLD_AND_STOP = """
 import mmap, os, signal, sys
-from asyncoll.transport.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
 memory = mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE)
 RobustMutex(memoryview(memory)[:MUTEX_BYTES], 1, (5, 6)).acquire()
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -240,7 +240,7 @@ def test_more_than_the_kernel_gives_is_refused(two, monkeypatch):
 
 def test_more_than_a_part_holds_is_refused(two, monkeypatch):
     monkeypatch.setattr(pages, "_left", lambda: (1 << 60, "a dream"))
-    with pytest.raises(UsageError, match="a rank's part"):
+    with pytest.raises(UsageError, match="a rank's segment"):
         two[0].allocate(1 << 50)
 
 
@@ -276,7 +276,7 @@ def test_what_control_groups_leave(tmp_path, line, folder, names):
 def test_a_control_block_of_another_size(two):
     two[0].control_block(1, 4)
     for arena in two:
-        with pytest.raises(ProtocolError, match="control block 1 has 4 words, and not 5"):
+        with pytest.raises(ProtocolError, match="control block 1 has 4 cells, and not 5"):
             arena.control_block(1, 5)
 
 
@@ -482,8 +482,8 @@ def test_ranks_join_without_memfd(folder, monkeypatch):
         ({"layout": 99}, "install the same version"),
         ({"boot": "another"}, "different kernels"),
         ({"capacity": 4096}, "another size of this host's memory|and not 4096"),
-        ({"part": None, "failure": "rank 12 has no memory"}, "rank 12 has no memory"),
-        ({"part": None}, "descriptors of rank 1. have not come"),
+        ({"segment": None, "failure": "rank 12 has no memory"}, "rank 12 has no memory"),
+        ({"segment": None}, "descriptors of rank 1. have not come"),
     ],
     ids=["version", "layout", "kernel", "size", "failure", "nothing"],
 )
