@@ -435,13 +435,13 @@ CROWDED = """
 import asyncio, socket, sys
 from asyncoll.rpc import serve
 
-def come_and_go(unauthenticated peers):
-    for _ in range(unauthenticated peers):
+def come_and_go(count):
+    for _ in range(count):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(sys.argv[1].removeprefix("ipc://"))
 
-async def meet(unauthenticated peers: int) -> None:
-    come_and_go(unauthenticated peers)
+async def meet(count: int) -> None:
+    come_and_go(count)
 
 async def main():
     async with serve(meet, sys.argv[1]):
@@ -453,7 +453,7 @@ asyncio.run(main())
 """
 
 
-def test_a_crowd_of_unauthenticated_while_a_service_computes_harms_nobody(ipc):
+def test_a_crowd_of_unauthenticated_peers_while_a_service_computes_harms_nobody(ipc):
     """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
 
     async def main():

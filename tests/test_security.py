@@ -297,10 +297,10 @@ def test_random_and_damaged_bytes_are_read_or_refused():
     fuzz.fuzz(seed=1, count=500)
 
 
-# -- unauthenticated peers at the sockets ----------------------------------------------------------------------
+# -- unauthenticated peers at the sockets ---------------------------------------------------------
 
 
-def test_unauthenticated_cannot_fill_the_log(caplog):
+def test_unauthenticated_peers_cannot_fill_the_log(caplog):
     unauthenticated = UnauthenticatedPeers("rank 3")
     for _ in range(10_000):
         unauthenticated.tell("did something")
@@ -562,7 +562,7 @@ async def crowd(transport, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("few_files", [False, True], ids=["many files", "few files"])
 @pytest.mark.parametrize("world", [*WORLDS])
-def test_a_crowd_of_unauthenticated_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
+def test_a_crowd_of_unauthenticated_peers_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
     # A rank that takes longer is told of too, and comes again; the reason waited for is the crowd's alone.
     monkeypatch.setattr(connection_policy, "_HANDSHAKE_MS", 100 if few_files else 1000)
     reason = "no more files may be open" if few_files else "that was stranger number 64"
