@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
@@ -23,8 +22,8 @@ import numpy as np
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, RoundCall, check_operation
-from asyncoll.algorithms.rounds.operations import Receipt, Reduction
+from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
+from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
@@ -36,7 +35,7 @@ from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.bundle import bundle
+from asyncoll.tensors.bundle import Bundle, Single, bundle
 from asyncoll.tensors.operands import Operand, as_operand, build
 from asyncoll.tensors.reductions import ReduceOp
 
@@ -437,10 +436,11 @@ class Communicator:
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
         share = real(density, "density")
-        self._calls.check_caller()
+        self._core.member.check_caller()
         operation = self._core.sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
-            self._calls.check()  # what ended the call that is under way, rather than that it is
+            self._core.member.check_open()  # what ended the call that is under way, rather than that it is
+            self._core.member.check()
         chosen = operation.choose(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
 
@@ -451,7 +451,8 @@ class Communicator:
                 raise NonFiniteError(tuple(self._core.member.group.ranks[place] for place in error.ranks)) from None
 
         def discarded() -> None:
-            self._calls.abort(f"{call} was cancelled, or never awaited")  # only this rank does not know its result
+            # Only this rank does not know the result.
+            self._core.member.abort(f"{call} was cancelled, or never awaited")
 
         return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
 
@@ -499,7 +500,7 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """Totals so far, as a value."""
-        self._calls.check_not_forked()
+        self._core.member.endpoint.check_not_forked()
         calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
         endpoint = self._core.member.endpoint
         traffic = [endpoint.traffic, *endpoint.in_memory.totals().values()]
@@ -518,8 +519,8 @@ class Communicator:
 
         Local, immediate, idempotent; never blocks.
         """
-        self._calls.check_not_forked()
-        self._calls.abort(text_of(reason))
+        self._core.member.endpoint.check_not_forked()
+        self._core.member.abort(text_of(reason))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -532,30 +533,52 @@ class Communicator:
         self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
         detail = f"from rank {source} to rank {dest}, tag {tag}"
-        self._calls.check_caller()
+        self._core.member.check_caller()
         try:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
             return self._calls.start_pair(call, source, dest, tag, body)
         except BaseException as error:  # a signal handler's: this rank's next message is not what its peer waits for
-            self._calls.abort(f"send/recv {detail} was interrupted: {describe(error)}")
+            self._core.member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
             raise
 
     def _wait_avoiding(
         self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
     ) -> Coroutine[Any, Any, Reduction]:
-        contribution = bundle(x, op)
-        name = text(name, "name")  # before the cache of `_operation`, which finds what is equal
-        numbers = tuple((rule, whole(value, rule)) for rule, value in rules.items())
-        layout, boundaries = contribution.layout, contribution.boundaries
-        reductions.check_reduction(op, layout[0][0])
-        spec = _operation(self.size, name, layout, op, opening, fixed, boundaries, numbers)
-        self._calls.check_caller()
-        self._core.memory.give_back()
-        receipt = Receipt()
-        call = RoundCall(spec, _site())
-        work = self._core.operations.contribute(spec, contribution, str(call.site), receipt)
-        return self._calls.start_round(call, work, receipt.take_back)
+        core, contribution = self._core, bundle(x, op)
+        if core.memory.unused:
+            core.memory.give_back()
+        given = (name, op, opening, fixed, contribution.layout, contribution.boundaries, *rules, *rules.values())
+        try:
+            spec = core.plans.get((given, *map(type, given)))
+        except TypeError:  # an array without dimensions, for one, is a number, too, and has no hash
+            spec = None
+        if spec is None:
+            spec = self._plan(given, name, op, opening, fixed, contribution, rules)
+        return core.operations.start(spec, contribution, _site())
+
+    def _plan(
+        self,
+        given: tuple[object, ...],
+        name: str,
+        op: ReduceOp,
+        opening: Opening,
+        fixed: bool,
+        contribution: Bundle | Single,
+        rules: dict[str, int],
+    ) -> Operation:
+        """The operation that these arguments stand for. Raises UsageError if it makes no sense.
+
+        It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
+        """
+        reductions.check_reduction(op, contribution.layout[0][0])
+        exact = {rule: whole(value, rule) for rule, value in rules.items()}
+        layout, buckets = contribution.layout, contribution.boundaries
+        operation = Operation(text(name, "name"), layout, op, opening, fixed=fixed, buckets=buckets, **exact)
+        check_operation(operation, self.size)
+        if {*map(type, rules.values())} <= {int} and type(name) is str:
+            self._core.remember((given, *map(type, given)), operation)
+        return operation
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
         try:
@@ -588,23 +611,6 @@ class Communicator:
         if place == self.rank:
             raise UsageError(f"{what} {place} is this rank itself: keep the tensor instead")
         return place
-
-
-@lru_cache(maxsize=256)
-def _operation(
-    size: int,
-    name: str,
-    layout: Layout,
-    op: ReduceOp,
-    opening: Opening,
-    fixed: bool,
-    buckets: str,
-    rules: tuple[tuple[str, int], ...],
-) -> Operation:
-    """The operation that these arguments stand for, among so many ranks. Raises UsageError if it makes no sense."""
-    operation = Operation(name, layout, op, opening, fixed=fixed, buckets=buckets, **dict(rules))
-    check_operation(operation, size)
-    return operation
 
 
 def _site() -> Site:

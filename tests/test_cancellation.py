@@ -151,8 +151,30 @@ async def cancelled_in_turn(call, turns: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_awaited", [True, False], ids=["cancelled", "never awaited"])
+def test_the_next_call_tells_of_an_answer_that_was_there_at_once_and_lost(is_awaited):
+    async def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            for value in range(1, 10):
+                lost = comm.solo_allreduce(np.full(5, 10 * value), history=2)
+                if is_awaited:
+                    task = asyncio.ensure_future(lost)
+                    task.cancel()
+                    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+                    del task
+                del lost
+                await asyncio.sleep(0)
+                reduction = await comm.solo_allreduce(x := np.full(5, value), history=2)
+                assert [int(each[0]) for each in (*reduction.missed, x)] == [10 * value, value]
+                assert (reduction.round, reduction.included, reduction.skipped) == (2 * value, True, 0)
+        await comm.barrier()
+
+    run_ranks(2, main, "shm")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])  # in memory a solo round is over before it can be cancelled
 def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
     monkeypatch.setattr("uvloop.new_event_loop", new_loop)
 
@@ -162,7 +184,7 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
         return await contribute(comm, random, turns, REAL_TIMES)
 
     total, seed = 0, 0
-    while total < THOUSAND / 3:  # on each of three transports
+    while total < THOUSAND / 2:  # on each of two transports
         seed += 1
         total += check_contributions(run_ranks(3, lambda comm, seed=seed: main(comm, seed), transport))
 

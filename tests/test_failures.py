@@ -557,7 +557,7 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
         while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
             pass
         await comm.barrier()
-        operation = comm._core.backend.operations["g"]
+        operation = comm._core.backend.operations.known["g"]
         assert operation._staged is None or not operation._staged[0].any()
         assert not operation._waiting
 
@@ -888,7 +888,7 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
         await comm.solo_allreduce(x, sync_every=1)
-        operation = comm._core.backend.operations["solo"]
+        operation = comm._core.backend.operations.known["solo"]
         if comm.rank == 1:
             header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
             comm._core.member.endpoint.transport.send(0, [header, *frames])

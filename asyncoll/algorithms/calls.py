@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -10,9 +9,8 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Backend, Body
 from asyncoll.algorithms.by_message import start_on_lane
-from asyncoll.algorithms.rounds.operation import RoundCall
 from asyncoll.arguments import digest
-from asyncoll.errors import PeerLostError, UsageError, describe
+from asyncoll.errors import describe
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
@@ -26,24 +24,23 @@ T = TypeVar("T")
 class Calls:
     """Starts the calls of one rank."""
 
-    def __init__(self, member: Member, backend: Backend) -> None:
+    def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
         self._member = member
         self._backend = backend
         self._number = 0
         self._unstarted: Signature | None = None  # numbered
         self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # messages by (source, dest)
-        self._pending = PendingCalls(member.endpoint, member.group, member.post)
+        self._pending = pending
         self.ledger = Ledger()
-        self.abort = member.abort
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """The next call. The caller's checks are done: whatever raises UsageError comes before this.
 
         A signal handler may have raised between the number of the last call and its start. The others wait for it.
         """
-        self.check_caller()
+        self._member.check_caller()
         if self._unstarted is not None:
-            self.abort(f"{self._unstarted} was interrupted before it had begun")
+            self._member.abort(f"{self._unstarted} was interrupted before it had begun")
         self._number += 1
         self._unstarted = call = Signature(operation, self._number, dtype, count, detail, site)
         return call
@@ -58,7 +55,7 @@ class Calls:
             return self._backend.start(call, body, nbytes, partial(self._ended, pending, call.operation), discarded)
         except BaseException as error:
             self._pending.leave(pending)
-            self.abort(f"{call} was interrupted: {describe(error)}")
+            self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
     def start_pair(
@@ -71,62 +68,9 @@ class Calls:
         return start_on_lane(member, call, context, body, partial(self._ended, pending, call.operation))
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
-        """The caller's checks are done, `check_caller` among them."""
+        """The caller's checks are done, `Member.check_caller` among them."""
         return self._pairs[source, dest].next(tag)
 
     def _ended(self, pending: PendingCall, operation: str, traffic: Traffic) -> None:
         self._pending.leave(pending)
         self.ledger.enter(operation, traffic)
-
-    def start_round(
-        self, call: RoundCall, body: Coroutine[Any, Any, T], discarded: Callable[[], None]
-    ) -> Coroutine[Any, Any, T]:
-        """Start a call of a wait-avoiding operation. `discarded` as of `Backend.start`."""
-        pending = self._pending.enter(call)
-        try:
-            work = self._followed(pending, call, body)
-            return self._backend.start_round(work, call.__str__, call.operation.nbytes, discarded)
-        except BaseException:
-            self._pending.leave(pending)
-            raise
-
-    async def _followed(self, pending: PendingCall, call: RoundCall, body: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await body
-        except PeerLostError as error:
-            raise self._member.noticed(error) from None
-        except Exception as error:
-            self._member.failed(call, error)
-            raise
-        finally:
-            self._pending.leave(pending)
-
-    # -- who may call -----------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raises what has ended this communicator, if anything has."""
-        self.check_open()
-        self._member.check()
-
-    def check_not_forked(self) -> None:
-        """Raises UsageError in a forked child of this process."""
-        self._member.endpoint.check_not_forked()
-
-    def check_open(self) -> None:
-        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
-        if self._member.endpoint.closed:
-            self._member.endpoint.check_open()
-
-    def check_caller(self) -> None:
-        """Raises ClosedError after the end of the world, and UsageError in a thread without a running loop.
-
-        A call needs a loop to be awaited on. One that failed after it was numbered would be missed by all other ranks.
-        """
-        self.check_open()
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            raise UsageError(
-                "a call needs a running event loop, and this thread has none: make it inside an `async def`, and from "
-                "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
-            ) from None

@@ -8,14 +8,17 @@ from typing import Any
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.sparse.operations import SparseOperations
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
 from asyncoll.tensors.registered import RegisteredMemory
 
+_PLANS_MAX = 1024
 ChooseBackend = Callable[[Member], Backend]
 
 
@@ -28,10 +31,12 @@ class Core:
         self.rpcs: list[Rpc] = [] if rpcs is None else rpcs
         self._choose = choose
         self.backend = choose(member)
-        self.calls = Calls(member, self.backend)
+        pending = PendingCalls(member.endpoint, member.group, member.post)
+        self.calls = Calls(member, self.backend, pending)
         self.memory = RegisteredMemory(self.backend.memory)
-        self.operations = Operations(member, self.backend)
+        self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
+        self.plans: dict[tuple[object, ...], Operation] = {}  # by the arguments of calls
         self._rpc: Rpc | None = None
 
     @property
@@ -40,12 +45,18 @@ class Core:
         return self._rpc or self._open_rpc()
 
     def _open_rpc(self) -> Rpc:
-        self.calls.check_not_forked()
+        self.member.endpoint.check_not_forked()
         if self._rpc is None:
-            self.calls.check_caller()
+            self.member.check_caller()
             self._rpc = Rpc(self.member, self.backend.carrier)
             self.rpcs.append(self._rpc)
         return self._rpc
+
+    def remember(self, arguments: tuple[object, ...], operation: Operation) -> None:
+        """Calls with these arguments are calls of `operation`, which need not be checked again."""
+        if len(self.plans) == _PLANS_MAX:
+            self.plans.clear()
+        self.plans[arguments] = operation
 
     def leave(self, site: Site) -> Coroutine[Any, Any, None]:
         """A barrier as the last call of this rank; `site` is shown in errors."""

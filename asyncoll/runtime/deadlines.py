@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from asyncoll.errors import UsageError
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
-_expires_s: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)
+expiry: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)  # by `now_s`; None: no deadline
 
 
 @contextlib.contextmanager
@@ -26,34 +26,42 @@ def deadline(seconds: float) -> Iterator[None]:
     """
     if not seconds > 0:
         raise UsageError(f"a deadline is a number of seconds above 0, got {seconds!r}")
-    ends_s = min(now_s() + seconds, math.inf if (outer_s := _expires_s.get()) is None else outer_s)
-    token = _expires_s.set(ends_s if ends_s < math.inf else None)
+    ends_s = min(now_s() + seconds, math.inf if (outer_s := expiry.get()) is None else outer_s)
+    token = expiry.set(ends_s if ends_s < math.inf else None)
     try:
         yield
     finally:
-        _expires_s.reset(token)
+        expiry.reset(token)
 
 
 def lift() -> None:
     """No deadline holds here any more: for what serves others, and outlives the call that made it."""
-    _expires_s.set(None)
+    expiry.set(None)
 
 
 def expires_s() -> float | None:
     """When the deadline that holds here ends, by `now_s`; None if there is none."""
-    return _expires_s.get()
+    return expiry.get()
 
 
 def remaining_s() -> float | None:
     """Seconds until then, negative afterwards."""
-    expires = _expires_s.get()
+    expires = expiry.get()
     return None if expires is None else expires - now_s()
 
 
 def now_s() -> float:
-    """Virtual time in a simulated world. Elsewhere not the loop's, whose clock stands still while it computes."""
+    """The time by `clock`."""
+    return clock()()
+
+
+def clock() -> Callable[[], float]:
+    """What deadlines are measured by: virtual time in a simulated world, and elsewhere the system's monotonic clock.
+
+    The loop's own clock stands still while the loop computes.
+    """
     with contextlib.suppress(RuntimeError):
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualTimeLoop):
-            return loop.time()
-    return time.monotonic()  # noqa: TID251 (see above)
+            return loop.time
+    return time.monotonic  # noqa: TID251 (see above)

@@ -66,6 +66,7 @@ class Failures:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._first: dict[int, Failure] = {}  # by communicator
+        self.any = False  # whether anything has failed
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
         self._listeners: list[tuple[int, Callable[[Failure], None]]] = []
         self._of_any: list[Callable[[Failure, int], None]] = []
@@ -75,6 +76,7 @@ class Failures:
         if self.has_failed(communicator):
             return
         self._first[communicator] = failure
+        self.any = True
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 break_off(future, failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, describe
+from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.progress import Runner
@@ -24,7 +24,29 @@ class Member:
 
     def check(self) -> None:
         """Raise what has ended the communicator, if anything has."""
-        self.endpoint.failures.check(self.communicator)
+        failures = self.endpoint.failures
+        if failures.any:  # seldom
+            failures.check(self.communicator)
+
+    def check_open(self) -> None:
+        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
+        if self.endpoint.closed:
+            self.endpoint.check_open()
+
+    def check_caller(self) -> None:
+        """As `check_open`, and raises UsageError in a thread without a running loop.
+
+        A call needs a loop to be awaited on. One that failed after it was numbered would be missed by all other ranks.
+        """
+        if self.endpoint.closed:
+            self.endpoint.check_open()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "a call needs a running event loop, and this thread has none: make it inside an `async def`, and from "
+                "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
+            ) from None
 
     def post(self, what: Callable[[], None]) -> None:
         """Call `what` on the runtime's loop, soon. From any thread."""

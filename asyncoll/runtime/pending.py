@@ -25,7 +25,7 @@ class Call(Protocol):
         """Names it at every rank alike, in one line."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
     """One call under way."""
 
@@ -48,10 +48,11 @@ class PendingCalls:
         self._group = group
         self._post = post
         self._patience_s = endpoint.patience_s
+        self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}
         self._calls = 0
         self._last: PendingCall | None = None
-        self._idle_since_s = deadlines.now_s()
+        self._idle_since_s = self._now_s()
         self._looks_at_s = math.inf  # when the runtime looks for calls that are overdue
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
@@ -66,15 +67,11 @@ class PendingCalls:
 
         `number` is its place among those that all ranks make; `ranks` are those that it concerns, if not all.
         """
-        now_s = deadlines.now_s()
-        ends_s = deadlines.expires_s()
-        pending = PendingCall(
-            call,
-            number,
-            ranks or self._group.ranks,
-            now_s,
-            min(now_s + self._patience_s, math.inf if ends_s is None else ends_s),
-        )
+        now_s, expires_s = self._now_s(), deadlines.expiry.get()
+        patience_s = now_s + self._patience_s
+        if expires_s is None or expires_s > patience_s:
+            expires_s = patience_s
+        pending = PendingCall(call, number, ranks or self._group.ranks, now_s, expires_s)
         self._pending[pending] = None
         self._last = pending
         self._calls = number or self._calls
@@ -86,7 +83,7 @@ class PendingCalls:
     def leave(self, pending: PendingCall) -> None:
         """It is over. Idempotent."""
         self._pending.pop(pending, None)
-        self._idle_since_s = deadlines.now_s()
+        self._idle_since_s = self._now_s()
 
     # -- on the runtime's loop --------------------------------------------------------------------
 
@@ -96,7 +93,7 @@ class PendingCalls:
         if self._timer is not None:
             self._timer.cancel()
         self._looks_at_s = math.inf  # before looking: who enters meanwhile has this called again
-        now_s, pending = deadlines.now_s(), tuple(self._pending)
+        now_s, pending = self._now_s(), tuple(self._pending)
         overdue = next((pending for pending in pending if pending.expires_s <= now_s), None)
         if overdue is not None:
             self._endpoint.spawn(self._give_up(overdue), self._group.communicator)
@@ -117,7 +114,7 @@ class PendingCalls:
             return
         missing = [rank for rank in overdue.ranks if not self._has_come(rank, overdue)]
         arrived = [rank for rank in overdue.ranks if rank not in missing]
-        waited_s = deadlines.now_s() - overdue.since_s
+        waited_s = self._now_s() - overdue.since_s
         where = "; ".join(self._whereabouts(rank) for rank in missing) or "none"
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
         lists = (",".join(map(str, ranks)) for ranks in (arrived, missing))
@@ -157,7 +154,7 @@ class PendingCalls:
 
     def _answer(self, source: int, question: Where) -> None:
         """Say where this rank is."""
-        pending, now_s = tuple(self._pending), deadlines.now_s()
+        pending, now_s = tuple(self._pending), self._now_s()
         if pending:
             doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
         else:

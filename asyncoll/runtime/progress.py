@@ -132,6 +132,49 @@ class _Begun(_Awaited[T]):
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 
 
+class _Ended(Coroutine[Any, Any, T]):
+    """The coroutine that a caller gets for work in memory that was over at once. No task, future or generator waits.
+
+    If no caller takes the answer, it is discarded as that of `_Begun` is.
+    """
+
+    __slots__ = ("_discarded", "_runtime_loop", "_work")
+
+    def __init__(self, work: Work[T], discarded: Callable[[], None], runtime_loop: asyncio.AbstractEventLoop) -> None:
+        self._work: Work[T] | None = work
+        self._discarded = discarded
+        self._runtime_loop = runtime_loop
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self  # an iterator is enough for `await`
+
+    def __iter__(self) -> _Ended[T]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        work, self._work = self._work, None
+        if work is None:
+            raise RuntimeError("cannot reuse already awaited coroutine")
+        raise StopIteration(work.result())
+
+    def throw(self, error: Any, *more: Any) -> Any:
+        work, self._work = self._work, None
+        if work is not None:
+            self._discarded()
+        raise error
+
+    def close(self) -> None:
+        """Nothing runs. The answer is discarded when the object goes."""
+
+    def __del__(self) -> None:
+        if getattr(self, "_work", None) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
+                self._runtime_loop.call_soon_threadsafe(self._discarded)
+
+
 class SharedLoop:
     """The runtime runs on the caller's own loop."""
 
@@ -144,6 +187,11 @@ class SharedLoop:
         return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        if asyncio.get_running_loop() is not self.home:
+            return _crossed(self.home, work.finish(), discarded)
+        work.begin()
+        if work.is_over:
+            return _Ended(work, discarded, self.home)
         return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
@@ -214,7 +262,7 @@ class ProgressThread:
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Begun(work.finish(), discarded, self._loop)
+            return _Ended(work, discarded, self._loop)
         self._unclaimed[work] = asyncio.get_running_loop(), self._turn
         self._set_timer()
         return _Begun(self._claim(work, discarded), discarded, self._loop)

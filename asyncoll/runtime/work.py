@@ -57,6 +57,10 @@ class Work(Generic[T]):
                 self._step(self._body.throw, error)
             else:
                 self._step(self._body.send, None)
+        return self.result()
+
+    def result(self) -> T:
+        """What the coroutine has returned. Raises what it has raised."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]

@@ -20,6 +20,42 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 _SHOWN = 64  # characters
 
 
+class Single:
+    """A caller's tensor that needs no packing: it is reduced as the dtype that it has. Methods as of `Bundle`."""
+
+    __slots__ = ("_operand", "layout")
+
+    boundaries = ""
+
+    def __init__(self, operand: Operand) -> None:
+        self._operand = operand
+        self.layout = ((operand.dtype, operand.flat.size),)
+
+    def read(self, into: Iterable[Array]) -> None:
+        (part,) = into
+        part[...] = self._operand.flat
+
+    def lend(self) -> list[Array] | None:
+        return [self._operand.flat]
+
+    def write(self, parts: Iterable[Array], divisor: int = 1) -> None:
+        (values,) = parts
+        flat = self._operand.flat
+        if values is not flat:  # else it was lent, and the result is there already
+            flat[...] = values
+        if divisor != 1:
+            reductions.divide(flat, self._operand.dtype, divisor)
+        if self._operand.copied:
+            self._operand.write_back()
+
+    def like(self, parts: Iterable[Array], divisor: int = 1) -> Any:
+        (values,) = parts
+        flat = values.copy()
+        if divisor != 1:
+            reductions.divide(flat, self._operand.dtype, divisor)
+        return self._operand.like(flat, self._operand.shape)
+
+
 class Bundle:
     """A caller's tensors, packed by dtype in order of first appearance."""
 
@@ -101,13 +137,16 @@ class Bundle:
                 yield operand, part[start:end]
 
 
-def bundle(x: object, op: ReduceOp) -> Bundle:
+def bundle(x: object, op: ReduceOp) -> Bundle | Single:
     """See `x`, a tensor or a list or tuple of tensors, as a bundle that results of `op` can go back into.
 
     Raises UsageError as `as_operand` does, and for an empty list.
     """
     if not isinstance(x, (list, tuple)):
-        return Bundle([as_operand(x, writable=True)], op, alone=True)
+        operand = as_operand(x, writable=True)
+        if op is not ReduceOp.AVG or reductions.accumulator(op, operand.dtype) == operand.dtype:
+            return Single(operand)
+        return Bundle([operand], op, alone=True)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
     return Bundle([as_operand(part, writable=True) for part in x], op, alone=False)

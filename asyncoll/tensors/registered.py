@@ -34,7 +34,7 @@ class RegisteredMemory:
 
     def __init__(self, arena: SharedMemory | None) -> None:
         self._arena = arena
-        self._unused: deque[int] = deque()  # addresses; a finalizer may run anywhere, so it must not do more than this
+        self.unused: deque[int] = deque()  # addresses; a finalizer may run anywhere, so it must not do more than this
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
@@ -56,8 +56,8 @@ class RegisteredMemory:
 
     def give_back(self) -> None:
         """Free the memory of tensors that are gone. Said now and then: their end may come anywhere."""
-        while self._unused and self._arena is not None:
-            self._arena.free(self._unused.popleft())
+        while self.unused and self._arena is not None:
+            self._arena.free(self.unused.popleft())
 
     def _allocate(self, nbytes: int) -> reductions.Array:
         arena = self._arena
@@ -69,7 +69,7 @@ class RegisteredMemory:
         address = arena.allocate(nbytes)
         # numpy refers views of views to the first array of all: not to the arena's own, but to one that goes with them.
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
-        weakref.finalize(owner, self._unused.append, address)
+        weakref.finalize(owner, self.unused.append, address)
         forks.copy_for_children(owner)
         return owner
 

@@ -42,14 +42,14 @@ class Directory:
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._operations: dict[str, Rounds] = {}
+        self.known: dict[str, Rounds] = {}  # by name
 
     def find(self, operation: Operation, caller: int, site: str) -> Rounds | None:
         """The rounds of `operation`, which rank `caller` has called at `site`; None if there are none here yet.
 
         Raises MismatchError, and ends the communicator, if its name stands for another operation.
         """
-        known = self._operations.get(operation.name)
+        known = self.known.get(operation.name)
         if known is not None and known.operation is not operation and known.operation != operation:
             text = f"rank {caller} called {operation} at {site}, but it exists as {known.describe()}"
             self._member.mismatch(text)
@@ -57,11 +57,8 @@ class Directory:
         return known
 
     def add(self, rounds: Rounds) -> None:
-        self._operations[rounds.operation.name] = rounds
-
-    def __getitem__(self, name: str) -> Rounds:
-        return self._operations[name]
+        self.known[rounds.operation.name] = rounds
 
     def __iter__(self) -> Iterator[Rounds]:
         """At once: another thread may add one meanwhile."""
-        return iter(list(self._operations.values()))
+        return iter(list(self.known.values()))

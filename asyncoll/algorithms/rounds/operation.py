@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
@@ -28,7 +29,7 @@ class Opening(enum.Enum):
     QUORUM = "quorum"  # the Q-th to arrive, as counted by the drawn rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is computed once
 class Operation:
     """A persistent operation, the same at every rank."""
 
@@ -45,7 +46,7 @@ class Operation:
     fixed: bool = False  # the same groups in every round
     buckets: str = ""  # where one tensor ends and the next begins, if a contribution consists of several
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of a contribution."""
         return sum(count * storage(dtype).itemsize for dtype, count in self.layout)

@@ -6,16 +6,20 @@ These calls are not numbered: a rank that is late for one must not hold up the o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.rounds.directory import Rounds
-from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
+from asyncoll.errors import PeerLostError
 from asyncoll.runtime.member import Member
-from asyncoll.tensors.bundle import Bundle
+from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.signature import Site
+from asyncoll.tensors.bundle import Bundle, Single
 from asyncoll.tensors.reductions import ReduceOp
 
 
@@ -58,35 +62,66 @@ class Receipt:
 class Operations:
     """The wait-avoiding operations of one communicator at one rank."""
 
-    def __init__(self, member: Member, backend: Backend) -> None:
+    def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
         self._member = member
         self._backend = backend
+        self._pending = pending
 
-    async def contribute(self, spec: Operation, bundle: Bundle, site: str, receipt: Receipt) -> Reduction:
-        """One call: `bundle` is the contribution, and gets the result."""
-        self._member.check()
-        rounds = self._backend.operations.find(spec, self._member.group.rank, site)
-        if rounds is None:
-            rounds = await self._backend.open(spec, site)
-        delivery = await rounds.call(bundle)
-        receipt.sign(rounds, delivery)
+    def start(self, spec: Operation, bundle: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
+        """Start a call of the operation `spec`: `bundle` is the contribution, and gets the result."""
+        self._member.check_caller()
+        call, receipt = RoundCall(spec, site), Receipt()
+        pending = self._pending.enter(call)
         try:
-            return self._hand_over(spec, delivery, bundle)
-        finally:
-            rounds.release(delivery)
+            work = self.contribute(call, bundle, receipt, pending)
+            return self._backend.start_round(work, call.__str__, spec.nbytes, receipt.take_back)
+        except BaseException:
+            self._pending.leave(pending)
+            raise
 
-    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle) -> Reduction:
+    async def contribute(
+        self, call: RoundCall, bundle: Bundle | Single, receipt: Receipt, pending: PendingCall
+    ) -> Reduction:
+        """The whole call, wherever it is driven. The answer is signed for in `receipt` before it is handed over."""
+        spec = call.operation
+        try:
+            self._member.check()
+            rounds = self._backend.operations.known.get(spec.name)
+            if rounds is None or rounds.operation is not spec:
+                rounds = await self._find_or_open(spec, str(call.site))
+            delivery = await rounds.call(bundle)
+            receipt.sign(rounds, delivery)
+            try:
+                return self._hand_over(spec, delivery, bundle)
+            finally:
+                rounds.release(delivery)
+        except PeerLostError as error:
+            raise self._member.noticed(error) from None
+        except Exception as error:
+            self._member.failed(call, error)
+            raise
+        finally:
+            self._pending.leave(pending)
+
+    async def _find_or_open(self, spec: Operation, site: str) -> Rounds:
+        """Not at once: the name may stand for another operation here, or for none yet."""
+        rounds = self._backend.operations.find(spec, self._member.group.rank, site)
+        return rounds if rounds is not None else await self._backend.open(spec, site)
+
+    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle | Single) -> Reduction:
         result = delivery.result
         if result.active:
             bundle.write(result.parts, self._divisor(spec, result))
-        missed = tuple(bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed)
+        missed = (
+            [bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed] if delivery.missed else ()
+        )
         return Reduction(
             round=result.number,
             active=result.active,
             included=delivery.included,
             skipped=delivery.skipped,
             synchronous=result.synchronous,
-            missed=missed,
+            missed=tuple(missed),
             group=result.members,
         )
 
