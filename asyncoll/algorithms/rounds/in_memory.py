@@ -84,6 +84,7 @@ class OneSidedRounds:
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
+        self._views: dict[int, Parts] = {}  # of blocks, by address
         self._tally = Tally(group.size)
         self._unread: deque[Kept] = deque()  # results that nobody reads any more
         self._everybody = tuple(range(group.size))
@@ -278,9 +279,14 @@ class OneSidedRounds:
                 combine(part, staged)
 
     def _parts(self, address: int) -> Parts:
-        layout, view = self._layout, self._arena.view
-        places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
-        return [view(address + offset, length).view(dtype) for offset, length, dtype in places]
+        """The arrays of the block at `address`, for which nothing but this operation uses its memory."""
+        parts = self._views.get(address)
+        if parts is None:
+            layout, view = self._layout, self._arena.view
+            places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
+            parts = [view(address + offset, length).view(dtype) for offset, length, dtype in places]
+            self._views[address] = parts
+        return parts
 
     def _new_block(self) -> tuple[int, tuple[int, int, int]]:
         """A block to fill, and what is staged now."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,22 +27,53 @@ _ALIGNED = 64  # bytes
 
 LENT = -1  # instead of a block: the memory of a caller who waits
 
-# Cells: whether each rank is gone (`OperationRegistry` sets them), these, a row for each rank, and tables by round.
-_LATEST, _RUNNING, _CLAIMED, _DONE, _CHUNKS = range(5)
-_HEAD = 5
-# A row. Staged: its block, its address, the number of the newest contribution. Taken by the round that runs: likewise.
-# The block for the result of the rank's group. The round that its caller waits for, and the record that was granted to
-# it: round, and a record's cells. How long its callers have waited, and how late they came.
-_STAGED, _STAGED_AT, _TICKET, _SOURCE, _SOURCE_AT, _TAKEN, _DEST, _HERE = range(8)
-_GRANT, _WAITED_NS, _LATE_NS, _ROW = 8, 12, 13, 14
-_RECORD = 3  # for each rank: the block of its group's result, the contributors in it, its own newest one in it
+
+class Head(NamedTuple):
+    """The cells of the round as a whole."""
+
+    latest: int  # the newest round that is over
+    running: int  # the round that runs; 0 if none does
+    claimed: int  # chunks of it that a rank has begun to reduce
+    done: int  # chunks of it that are reduced
+    chunks: int  # all of them
+
+
+class Row(NamedTuple):
+    """The cells of one rank. Only that rank's process writes the first three and the last two."""
+
+    staged: int  # the block of what its callers have staged; NONE, or LENT
+    staged_at: int  # its address
+    ticket: int  # the number of the newest contribution
+    source: int  # as `staged`, of what the running round has taken
+    source_at: int
+    taken: int  # the newest contribution when the round took what was staged
+    dest: int  # the block for the result of the rank's group
+    here: int  # the round that its caller waits for; 0: none
+    granted: int  # the round whose result was granted to its caller, and that result:
+    granted_block: int
+    granted_active: int
+    granted_taken: int
+    waited_ns: int  # how long its callers have waited for rounds to begin
+    late_ns: int  # how long after the beginning of rounds they have come
+
+
+class Outcome(NamedTuple):
+    """The cells of a result that is kept, as one rank has it."""
+
+    block: int  # of its group's result
+    active: int  # contributors in it
+    taken: int  # the rank's own newest contribution in it
+
+
+COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
+OUTCOME = Outcome(*range(len(Outcome._fields)))
 
 
 Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
 
 class Kept(NamedTuple):
-    """The record of a result, as one rank has it. Its block is kept until it is dropped."""
+    """A result as one rank has it: its round, and an `Outcome`. Its block is kept until it is dropped."""
 
     number: int
     block: int
@@ -96,13 +127,17 @@ class RoundRecord:
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._everybody = tuple(range(size))
-        self._head = size
-        self._rows = self._head + _HEAD
-        self._mine = self._rows + _ROW * rank
-        self._records = self._rows + _ROW * size
+        # In order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each rank, the
+        # outcomes of the rounds that are kept, when the last rounds have begun, how many rounds had how many
+        # contributors, and the table of blocks.
+        self._head = Head(*range(size, size + len(Head._fields)))
+        self._rows = size + len(Head._fields)
+        ends = range(self._rows, self._rows + len(COLUMN) * (size + 1), len(COLUMN))
+        self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
+        self._mine = self._row[rank]
+        self._results_at = ends[-1]
         self._kept_rounds = operation.history + 1
-        self._stride = 1 + _RECORD * size
-        self._begun = self._records + self._kept_rounds * self._stride
+        self._begun = self._results_at + self._kept_rounds * size * len(OUTCOME)
         self._counts = self._begun + _BEGINNINGS
         blocks = self._counts + size + 1
         # A rank may fill one, have one staged, one in a round and one granted to it, and read as many as are kept. It
@@ -114,49 +149,50 @@ class RoundRecord:
         self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes)
         # The same cells as arrays: with many ranks, a loop over all cells of their rows would be most of a round.
         self._gone = np.frombuffer(self.cells[:size], np.int64)
-        self._table = np.frombuffer(self.cells[self._rows : self._records], np.int64).reshape(size, _ROW)
-        self._results = np.frombuffer(self.cells[self._records : self._begun], np.int64).reshape(-1, self._stride)
+        self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, len(COLUMN))
+        kept = np.frombuffer(self.cells[self._results_at : self._begun], np.int64)
+        self._outcomes = kept.reshape(self._kept_rounds, size, len(OUTCOME))  # of round n, at n modulo their number
         self._all = [(self._everybody, slice(None))]
         self._chunks_of_block = len(self._chunks(0, ()))
 
     @property
     def latest(self) -> int:
         """The newest round that is over."""
-        return self.cells[self._head + _LATEST]
+        return self.cells[self._head.latest]
 
     @property
     def running(self) -> int:
         """The round that runs; 0 if none does."""
-        return self.cells[self._head + _RUNNING]
+        return self.cells[self._head.running]
 
     # -- contributions ----------------------------------------------------------------------------
 
     def staged(self) -> tuple[int, int, int]:
         """The block and the address of what this rank has staged, NONE and 0 if nothing; its newest contribution."""
         cells, mine = self.cells, self._mine
-        return cells[mine + _STAGED], cells[mine + _STAGED_AT], cells[mine + _TICKET]
+        return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket]
 
     def put(self, block: int, address: int) -> int:
         """Stage this instead of what is staged; returns the contribution's number."""
         cells, mine = self.cells, self._mine
-        self._drop(cells[mine + _STAGED])
-        cells[mine + _STAGED], cells[mine + _STAGED_AT] = block, address
-        cells[mine + _TICKET] += 1
-        return cells[mine + _TICKET]
+        self._drop(cells[mine.staged])
+        cells[mine.staged], cells[mine.staged_at] = block, address
+        cells[mine.ticket] += 1
+        return cells[mine.ticket]
 
     def replace(self, block: int, address: int) -> None:
         """The same contribution lies here now."""
-        self.cells[self._mine + _STAGED], self.cells[self._mine + _STAGED_AT] = block, address
+        self.cells[self._mine.staged], self.cells[self._mine.staged_at] = block, address
 
     def is_being_read(self) -> bool:
         """Whether a round that runs reads this rank's caller's own memory."""
-        return self.running > 0 and self.cells[self._mine + _SOURCE] == LENT
+        return self.running > 0 and self.cells[self._mine.source] == LENT
 
     # -- opening a round --------------------------------------------------------------------------
 
     def come(self, number: int) -> None:
         """This rank's caller waits for round `number`; 0: for none."""
-        self.cells[self._mine + _HERE] = number
+        self.cells[self._mine.here] = number
 
     def may_open(self) -> bool:
         """Whether the next round may be opened."""
@@ -185,36 +221,36 @@ class RoundRecord:
 
     @property
     def waiting(self) -> int:
-        return int(np.count_nonzero(self._table[:, _HERE] == self.latest + 1))
+        return int(np.count_nonzero(self._table[:, COLUMN.here] == self.latest + 1))
 
     def count(self) -> int:
-        return int(np.count_nonzero((self._table[:, _HERE] == self.latest + 1) | (self._gone > 0)))
+        return int(np.count_nonzero((self._table[:, COLUMN.here] == self.latest + 1) | (self._gone > 0)))
 
     def has(self, rank: int) -> bool:
-        return self.cells[self._rows + _ROW * rank + _HERE] == self.latest + 1 or self.cells[rank] > 0
+        return self.cells[self._row[rank].here] == self.latest + 1 or self.cells[rank] > 0
 
     def open(self, now_ns: int) -> int:
         """Open the next round and take what is staged. Returns how many free blocks it needs, if there are too few."""
-        number = self.latest + 1
+        cells, head, table = self.cells, self._head, self._table
+        number = cells[head.latest] + 1
         parts = self._parts(number)
         if self.blocks.free_count() < len(parts):
             return len(parts)
-        cells, head, table = self.cells, self._head, self._table
-        cells[head + _RUNNING] = number
-        cells[head + _CLAIMED] = cells[head + _DONE] = 0
+        cells[head.running] = number
+        cells[head.claimed] = cells[head.done] = 0
         cells[self._begun + number % _BEGINNINGS] = now_ns
-        table[:, _SOURCE : _SOURCE_AT + 1] = table[:, _STAGED : _STAGED_AT + 1]
+        table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks = 0
-        for places, index in parts:
-            staged = table[index, _SOURCE].tolist()
-            taken = [self._rows + _ROW * place for place, block in zip(places, staged, strict=True) if block != NONE]
+        for ranks, index in parts:
+            staged = table[index, COLUMN.source].tolist()
+            taken = [self._row[rank] for rank, block in zip(ranks, staged, strict=True) if block != NONE]
             for row in taken:
                 self._take(row)
             dest = self._destination(taken)
-            table[index, _DEST] = dest
-            if taken and dest != cells[taken[0] + _SOURCE]:
+            table[index, COLUMN.dest] = dest
+            if taken and dest != cells[taken[0].source]:
                 chunks += self._chunks_of_block
-        cells[head + _CHUNKS] = chunks
+        cells[head.chunks] = chunks
         if not chunks:
             self._publish()
         elif chunks > _HELPED:
@@ -225,22 +261,22 @@ class RoundRecord:
         """The groups of a round, each with the index of its rows."""
         if not self._keeps or self._operation.is_synchronous(number):
             return self._all
-        return [(places, np.array(places)) for places in self._operation.groups(number, self.size)]
+        return [(ranks, np.array(ranks)) for ranks in self._operation.groups(number, self.size)]
 
-    def _take(self, row: int) -> None:
+    def _take(self, row: Row) -> None:
         """What is staged there is a source of the round that runs."""
         cells = self.cells
-        cells[row + _TAKEN] = cells[row + _TICKET]
+        cells[row.taken] = cells[row.ticket]
         if self._keeps:
-            self.blocks.keep(cells[row + _STAGED])
+            self.blocks.keep(cells[row.staged])
         else:
-            cells[row + _STAGED], cells[row + _STAGED_AT] = NONE, 0
+            cells[row.staged], cells[row.staged_at] = NONE, 0
 
-    def _destination(self, taken: list[int]) -> int:
+    def _destination(self, taken: list[Row]) -> int:
         """The block for the result: that of a contribution which is alone."""
         if not taken:
             return NONE
-        alone = self.cells[taken[0] + _SOURCE]
+        alone = self.cells[taken[0].source]
         if len(taken) > 1 or alone == LENT:
             return self.blocks.take()
         self.blocks.keep(alone)
@@ -251,10 +287,13 @@ class RoundRecord:
     def work(self) -> list[Chunk]:
         """What is to be done in the round that runs, the same at all ranks. It stands until that is over."""
         chunks: list[Chunk] = []
-        for places, index in self._parts(self.running):
-            blocks, addresses = self._table[index, _SOURCE].tolist(), self._table[index, _SOURCE_AT].tolist()
+        for ranks, index in self._parts(self.running):
+            blocks, addresses = (
+                self._table[index, COLUMN.source].tolist(),
+                self._table[index, COLUMN.source_at].tolist(),
+            )
             sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
-            dest = self.cells[self._rows + _ROW * places[0] + _DEST]
+            dest = self.cells[self._row[ranks[0]].dest]
             if sources and dest not in blocks:
                 chunks += self._chunks(self.blocks.address(dest), sources)
         return chunks
@@ -270,11 +309,11 @@ class RoundRecord:
     def is_help_wanted(self) -> bool:
         """Whether there is something to be claimed."""
         head = self._head
-        return self.running > 0 and self.cells[head + _CLAIMED] < self.cells[head + _CHUNKS]
+        return self.running > 0 and self.cells[head.claimed] < self.cells[head.chunks]
 
     def claim(self, number: int) -> int:
         """The place in `work` of a chunk for this rank to reduce; -1 if there is none, or round `number` is over."""
-        cells, claimed = self.cells, self._head + _CLAIMED
+        cells, claimed = self.cells, self._head.claimed
         if self.running != number or not self.is_help_wanted():
             return -1
         cells[claimed] += 1
@@ -283,31 +322,29 @@ class RoundRecord:
     def done(self) -> None:
         """A chunk is reduced. The last one publishes the round."""
         cells, head = self.cells, self._head
-        cells[head + _DONE] += 1
-        if cells[head + _DONE] == cells[head + _CHUNKS]:
+        cells[head.done] += 1
+        if cells[head.done] == cells[head.chunks]:
             self._publish()
 
     def _publish(self) -> None:
         cells, table, number = self.cells, self._table, self.running
-        sources = table[:, _SOURCE].tolist()
+        sources = table[:, COLUMN.source].tolist()
         for block in sources:
             self._drop(block)
-        record = self._results[number % self._kept_rounds]
-        for block in set(record[1::_RECORD].tolist()):  # the results of an older round are kept no longer
+        outcomes = self._outcomes[number % self._kept_rounds]
+        for block in set(outcomes[:, OUTCOME.block].tolist()):  # the results of an older round are kept no longer
             self._drop(block)
-        record[0] = number
-        columns = record[1:].reshape(self.size, _RECORD)
-        columns[:, 0], columns[:, 2] = table[:, _DEST], table[:, _TAKEN]
-        for places, index in self._parts(number):
-            active = sum([sources[place] != NONE for place in places])
-            columns[index, 1] = active
+        outcomes[:, OUTCOME.block], outcomes[:, OUTCOME.taken] = table[:, COLUMN.dest], table[:, COLUMN.taken]
+        for ranks, index in self._parts(number):
+            active = sum([sources[rank] != NONE for rank in ranks])
+            outcomes[index, OUTCOME.active] = active
             cells[self._counts + active] += 1
-        for place, waits_for in enumerate(table[:, _HERE].tolist()):
+        for rank, waits_for in enumerate(table[:, COLUMN.here].tolist()):
             if waits_for == number:
-                table[place, _GRANT] = number
-                table[place, _GRANT + 1 : _WAITED_NS] = columns[place]
-                self.blocks.keep(cells[self._rows + _ROW * place + _DEST])
-        cells[self._head + _LATEST], cells[self._head + _RUNNING] = number, 0
+                table[rank, COLUMN.granted] = number
+                table[rank, COLUMN.granted_block : COLUMN.granted_taken + 1] = outcomes[rank]
+                self.blocks.keep(cells[self._row[rank].dest])
+        cells[self._head.latest], cells[self._head.running] = number, 0
         self.control_block.wake()
 
     def _drop(self, block: int) -> None:
@@ -319,18 +356,16 @@ class RoundRecord:
     def granted(self, number: int) -> Kept | None:
         """What this rank's caller has waited for, and waits for no more; None if round `number` was over before."""
         cells, mine = self.cells, self._mine
-        cells[mine + _HERE] = 0
-        grant = cells[mine + _GRANT : mine + _GRANT + 4].tolist()
-        cells[mine + _GRANT] = 0
+        cells[mine.here] = 0
+        grant = cells[mine.granted : mine.granted_taken + 1].tolist()
+        cells[mine.granted] = 0
         return Kept(*grant) if number and grant[0] == number else None
 
     def keep(self, first: int, last: int, rank: int) -> list[Kept]:
         """The results of rounds `first` to `last` that are still there, oldest first."""
         found = []
         for number in range(max(first, self.latest - self._kept_rounds + 1, 1), last + 1):
-            record = self._records + number % self._kept_rounds * self._stride
-            column = record + 1 + _RECORD * rank
-            kept = Kept(number, *self.cells[column : column + _RECORD].tolist())
+            kept = Kept(number, *self._outcomes[number % self._kept_rounds, rank].tolist())
             self.blocks.keep(kept.block)
             found.append(kept)
         return found
@@ -345,16 +380,16 @@ class RoundRecord:
         newest = max(self.latest, self.running)
         if newest >= aim:
             begun = self.cells[self._begun + max(aim, newest - _BEGINNINGS + 1) % _BEGINNINGS]
-            self.cells[self._mine + _LATE_NS] += max(0, now_ns - begun)
+            self.cells[self._mine.late_ns] += max(0, now_ns - begun)
 
     def count_wait(self, number: int, since_ns: int, now_ns: int) -> None:
         """It has waited for the beginning of round `number`, or until now if that has not begun."""
         has_begun = max(self.latest, self.running) >= number
         until_ns = self.cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
-        self.cells[self._mine + _WAITED_NS] += max(0, until_ns - since_ns)
+        self.cells[self._mine.waited_ns] += max(0, until_ns - since_ns)
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         """Results by number of contributors; seconds that each rank has waited, and has come late."""
         counts = self.cells[self._counts : self._counts + self.size + 1].tolist()
-        waited, late = ((self._table[:, which] / 1e9).tolist() for which in (_WAITED_NS, _LATE_NS))
+        waited, late = ((self._table[:, which] / 1e9).tolist() for which in (COLUMN.waited_ns, COLUMN.late_ns))
         return {active: count for active, count in enumerate(counts) if count}, waited, late
