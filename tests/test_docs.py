@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import contextlib
 import importlib
 import inspect
@@ -23,6 +24,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,13 +40,21 @@ from asyncoll import rpc, testing
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "asyncoll"
+SOURCES = [path for folder in ("asyncoll", "tests", "trainers") for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+DESIGN = [ROOT / "DESIGN.md", *sorted((DOCS / "design").glob("*.md"))]  # they name files and definitions of the code
+PROSE = [*PAGES, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMARKS.md", "CONTRIBUTING.md"))]
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
 # Loaded once by the launcher, and not by each rank.
 PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.demo.PRELOAD}
 LANGUAGES = {"python", "sh", "text"}
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
+REFERENCE = re.compile(
+    r"`(?P<path>[\w./]+(?:\.py|/))(?:::(?P<name>[\w.]+))?`"
+)  # `file.py`, `folder/`, `file.py::Class.name`
+MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*)`")  # `Class`, `Class.name`
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
 LAUNCH = re.compile(
@@ -183,7 +193,7 @@ def test_the_reference_has_every_public_name(module):
         assert re.search(rf"^::: {re.escape(module.__name__)}\.{name}$", reference, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_of_the_repository(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
@@ -203,6 +213,41 @@ def test_files_that_papers_to_code_names_exist():
     assert len(paths) > 10
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_the_design_names_exists(page):
+    """Paths start at the root of the repository, or below asyncoll/."""
+    text = page.read_text()
+    for found in REFERENCE.finditer(text):
+        path = next((base / found["path"] for base in (ROOT, PACKAGE) if (base / found["path"]).exists()), None)
+        assert path is not None, found[0]
+        assert not found["name"] or found["name"] in definitions(path), found[0]
+    everywhere = set().union(*map(definitions, SOURCES)) | {name for name in vars(builtins) if name[0].isupper()}
+    for found in MEMBER.finditer(text):
+        assert found["name"] in everywhere, found[0]
+
+
+def test_the_design_names_every_package():
+    pages = "".join(page.read_text() for page in DESIGN)
+    packages = [path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
+    assert not [package for package in packages if f"`{package}/`" not in pages]
+
+
+@cache
+def definitions(path: Path) -> set[str]:
+    """The qualified names of what a file defines: constants, functions, classes and what these define and assign."""
+
+    def of(body: Iterable[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield f"{prefix}{node.name}"
+            if isinstance(node, ast.ClassDef):
+                yield from of(node.body, f"{prefix}{node.name}.")
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            yield from (f"{prefix}{name.id}" for name in targets if isinstance(name, ast.Name))
+
+    return set(of(ast.parse(path.read_text()).body, ""))
 
 
 def _compile(block: Block, where: str):
