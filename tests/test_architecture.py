@@ -190,6 +190,12 @@ def test_zmq_and_torch_stay_in_their_packages():
     assert not {module for module in used if "torch" in used[module] and package(module) not in TORCH}
 
 
+def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them():
+    hidden = {f"runtime.{name}" for name in ("endpoint", "executions", "failures", "membership", "router")}
+    algorithms = {module: path for module, path in modules.items() if package(module) == "algorithms"}
+    assert not {module for module, path in algorithms.items() if modules_used(parse(path)) & hidden}
+
+
 def test_torch_is_imported_when_it_is_needed():
     assert not {module for module, path in modules.items() if "torch" in imported_at_once(parse(path))}
 

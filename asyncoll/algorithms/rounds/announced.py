@@ -16,6 +16,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, check_operation
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport.wire import Announce
 
@@ -37,7 +38,8 @@ class AnnouncedOperations:
             endpoint.router.tell(group.ranks[(group.rank + (1 << edge)) % group.size], message)
         suits = by_coordinator.suits(operation, group.size)
         form = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
-        rounds = form(endpoint, group, operation, lambda: text)
+        port = Port(self._member, operation.name, operation.fingerprint())
+        rounds = form(port, operation, lambda: text)
         self._directory.add(rounds)
         return rounds
 

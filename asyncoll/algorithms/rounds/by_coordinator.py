@@ -21,8 +21,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
-from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.group import Group
+from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.wire import Buffer
 
@@ -53,11 +52,11 @@ def suits(operation: Operation, size: int) -> bool:
 class CoordinatedRounds(WaitAvoiding):
     """An operation whose rounds are carried out by one rank for all."""
 
-    def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
-        self._everybody = tuple(range(group.size))
+    def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
+        self._everybody = tuple(range(port.group.size))
         self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # (place, step, payload), by round
-        super().__init__(endpoint, group, operation, describe)
+        super().__init__(port, operation, describe)
 
     # -- contributing -----------------------------------------------------------------------------
 
@@ -88,11 +87,11 @@ class CoordinatedRounds(WaitAvoiding):
         self._submit(LATE, self._sent[-1].payload)
 
     def _submit(self, step: int, payload: bytes) -> None:
-        self._send(self._coordinator, self._number, step, payload)
+        self._port.send(self._coordinator, self._number, step, payload)
 
     def _stand_in(self) -> None:
         """Also the coordinator tells itself by message: what it has submitted before must be heard before that."""
-        if self._endpoint.departed:
+        if self._port.departed:
             self._submit(GONE, b"")
 
     # -- coordinating -----------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class CoordinatedRounds(WaitAvoiding):
                 self._gathering.arrived(place)
         if not self._begun and rules.may_open(self.operation, self._gathering):
             self._begun = True
-            self._endpoint.spawn(self._carry_out(), self._group.communicator)
+            self._port.spawn(self._carry_out())
 
     async def _carry_out(self) -> None:
         """In the loop's next turn, so that what has arrived here together takes part together."""
@@ -157,7 +156,7 @@ class CoordinatedRounds(WaitAvoiding):
         size, root = self._group.size, self._coordinator_of(number)
         told = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
         for place in sorted(told, key=lambda place: not self._gathering.is_waiting(place)):
-            self._send(place, number, RESULT, result)
+            self._port.send(place, number, RESULT, result)
 
     def _finish(self, payload: Buffer) -> None:
         """The round that is armed is over."""
@@ -167,7 +166,7 @@ class CoordinatedRounds(WaitAvoiding):
         counted = self._count_mine(participation[self._group.rank])
         taken = self._sent[counted - 1].ticket if counted else self._latest.taken
         del self._sent[:counted]
-        self._tally.began(self._endpoint.now_s())
+        self._tally.began(self._port.now_s())
         active, _ = self._tally.count_round(self._everybody, participation)
         synchronous = self.operation.is_synchronous(number)
         self._publish(Result(number, parts, active, self._everybody, taken, synchronous))

@@ -18,8 +18,8 @@ from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import AsyncollError, ProtocolError
-from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.group import Group
+from asyncoll.runtime.port import Port
 from asyncoll.runtime.schedule import Schedule
 from asyncoll.tensors.reductions import Array, fill_neutral
 from asyncoll.transport.wire import Buffer
@@ -37,16 +37,16 @@ class ActivatedRounds(WaitAvoiding):
     contribution that stays or a result for `history`, is copied.
     """
 
-    def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
+    def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._lent = False  # what is staged is the memory of the caller who waits
         self._lent_to = 0  # the newest round that has reduced in the memory of its caller
         self._early: dict[int, list[tuple[int, int]]] = {}  # signals for later rounds, by round: (place, step)
         self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
         # By place, of the ranks that this one signals: the newest round that they are known to have reached. Groups
         # that share no rank do not wait for each other, so one could run ahead of another without end.
-        self._reached = dict.fromkeys(_neighbours(group, 1), 0) if operation.group_size else {}
+        self._reached = dict.fromkeys(_neighbours(port.group, 1), 0) if operation.group_size else {}
         self._held: dict[Step, None] = {}  # steps of the armed round, which is too far ahead to take part in
-        super().__init__(endpoint, group, operation, describe)
+        super().__init__(port, operation, describe)
 
     # -- contributions ----------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class ActivatedRounds(WaitAvoiding):
         That takes no caller: a round takes what is lent once every rank that it waits for is there.
         """
         self._keep_staged()
-        while self._lent_to == self._number and not self._endpoint.failures.has_failed(self._group.communicator):
+        while self._lent_to == self._number and not self._port.has_failed:
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
                 await done
         if self._latest.lent:
@@ -110,7 +110,7 @@ class ActivatedRounds(WaitAvoiding):
             self._announced = number
             for place in self._gathering.drawn:
                 if place != self._group.rank:
-                    self._send(place, number, step)
+                    self._port.send(place, number, step)
 
     def _open(self) -> bool:
         """Open the round if this rank may. Returns whether that is done, here or elsewhere."""
@@ -129,7 +129,7 @@ class ActivatedRounds(WaitAvoiding):
         if not self.operation.is_synchronous(self._number):
             return rules.may_open(self.operation, self._gathering)
         is_waiting = self._gathering.is_waiting(self._group.rank)
-        return is_waiting or (self._endpoint.departed and not self._latest.deserted)
+        return is_waiting or (self._port.departed and not self._latest.deserted)
 
     def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
@@ -155,7 +155,7 @@ class ActivatedRounds(WaitAvoiding):
             raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
 
     def _stand_in(self) -> None:
-        if not self._endpoint.departed:
+        if not self._port.departed:
             return
         self._gathering.gone(self._group.rank)
         counted = self.operation.opening is Opening.QUORUM and not self.operation.is_synchronous(self._number)
@@ -168,10 +168,10 @@ class ActivatedRounds(WaitAvoiding):
             return
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
-                self._send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
+                self._port.send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
             elif fired == REDUCE:
-                self._tally.began(self._endpoint.now_s())
-                self._endpoint.spawn(self._reduce(self._number), self._group.communicator)
+                self._tally.began(self._port.now_s())
+                self._port.spawn(self._reduce(self._number))
 
     # -- staying in reach -------------------------------------------------------------------------
 
@@ -179,10 +179,9 @@ class ActivatedRounds(WaitAvoiding):
         """Whether a signal for the armed round may be more than a rank accepts that has not come so far."""
         return self._number > min(self._reached.values(), default=self._number) + wait_avoiding.EARLY_MAX
 
-    def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
-        place = self._places.get(source)
-        if step != REACHED or fingerprint != self._fingerprint or place not in self._reached:
-            super()._heard(source, number, step, fingerprint, payload)
+    def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
+        if step != REACHED or place not in self._reached:
+            super()._heard(place, number, step, payload)
             return
         self._reached[place] = max(self._reached[place], number)
         if not self._is_far_ahead():
@@ -194,7 +193,7 @@ class ActivatedRounds(WaitAvoiding):
         """Tell the ranks that signal this one how far it has come: often enough that they do not wait for that."""
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for place in _neighbours(self._group, -1):
-                self._send(place, self._number, REACHED)
+                self._port.send(place, self._number, REACHED)
 
     # -- executing it -----------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class ActivatedRounds(WaitAvoiding):
             self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
-        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._endpoint.departed)
+        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._port.departed)
         await self._allreduce(group, number, parts, participation)
         active, gone = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
@@ -229,9 +228,7 @@ class ActivatedRounds(WaitAvoiding):
     async def _allreduce(self, group: Group, number: int, parts: Parts, participation: Array) -> None:
         """Reduce the parts; the participation list, of which every rank fills in its own column, rides along."""
         describe = lambda: f"round {number} of {self.describe()}"  # noqa: E731
-        with Lane(
-            self._endpoint.executions, group, self._context, number, self._fingerprint, describe, participation
-        ) as lane:
+        with self._port.lane(group, number, describe, participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)
                 lane.next_phase()

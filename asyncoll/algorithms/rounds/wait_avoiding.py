@@ -24,10 +24,8 @@ from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.engine import Engine, Gathering
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
-from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
-from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.group import Group
+from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array, combiner, storage
 from asyncoll.transport.wire import Buffer
 
@@ -77,13 +75,11 @@ class Delivery:
 class WaitAvoiding(ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results."""
 
-    def __init__(self, endpoint: Endpoint, group: Group, operation: Operation, describe: Callable[[], str]) -> None:
+    def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self.operation = operation
         self.describe = describe
-        self._endpoint = endpoint
-        self._group = group
-        self._context = digest(group.communicator, "persistent", operation.name)
-        self._fingerprint = operation.fingerprint()
+        self._port = port
+        self._group = group = port.group
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._turn = asyncio.Lock()
         self._tally = Tally(group.size)
@@ -95,10 +91,8 @@ class WaitAvoiding(ABC):
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # to a caller who may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}
-        self._places = {rank: place for place, rank in enumerate(group.ranks)}
         self._arm()
-        endpoint.router.on_signal(self._context, self._heard)
-        endpoint.on_depart(self._stand_in)
+        port.open(self._heard, self._stand_in)
         self._stand_in()
 
     async def call(self, contribution: Contribution) -> Delivery:
@@ -119,9 +113,9 @@ class WaitAvoiding(ABC):
             self._turn.release()
 
     async def _call(self, contribution: Contribution) -> Delivery:
-        self._endpoint.failures.check(self._group.communicator)
+        self._port.check()
         self._handed = None
-        self._tally.came(self._endpoint.now_s())
+        self._tally.came(self._port.now_s())
         call = self._engine.begin(self._latest.number, self._late_call_opens)
         if call.number:
             ticket = self._stage(contribution, may_lend=True)
@@ -178,14 +172,14 @@ class WaitAvoiding(ABC):
                 self._arrive(number)
                 return await future
         except asyncio.CancelledError:
-            self._tally.left(self._endpoint.now_s())
+            self._tally.left(self._port.now_s())
             await self._reclaim(number)
             raise
 
     @contextlib.contextmanager
     def _wait_for(self, number: int) -> Iterator[asyncio.Future[Result]]:
         """A future that gets the result of round `number`."""
-        with self._endpoint.failures.watch(self._group.communicator, f"{self.describe()}: round {number}") as future:
+        with self._port.watch(f"{self.describe()}: round {number}") as future:
             self._waiting[number] = future
             try:
                 yield future
@@ -232,15 +226,7 @@ class WaitAvoiding(ABC):
         if oldest is not None and oldest is not self._handed and not self._engine.owes(oldest):
             self._spare = oldest.parts
 
-    def _send(self, place: int, number: int, step: int, payload: Buffer = b"") -> None:
-        self._endpoint.router.signal(self._group.ranks[place], self._context, number, step, self._fingerprint, payload)
-
-    def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
-        if fingerprint != self._fingerprint:
-            return  # the announcement that came before it has already failed the communicator
-        place = self._places.get(source)
-        if place is None:
-            raise ProtocolError(f"a signal for {self.operation} from a rank that has no part in it")
+    def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
         if number > self._number + EARLY_MAX:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         if number >= self._number:
