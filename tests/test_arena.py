@@ -92,7 +92,7 @@ def test_the_contract_notices_a_broken_promise(monkeypatch):
 def make_lock(ranks=(5, 6)):
     memory = memoryview(bytearray(MUTEX_BYTES))
     RobustMutex.initialize(memory)
-    return [RobustMutex(memory, place, ranks) for place in range(len(ranks))]
+    return [RobustMutex(memory, local_rank, ranks) for local_rank in range(len(ranks))]
 
 
 def in_a_thread(function, *args):
@@ -414,7 +414,7 @@ def folder(tmp_path):
 
 def join_all(folder, size):
     """What becomes of each rank, as threads of this process: an arena or an error."""
-    ranks = tuple(range(10, 10 + size))  # of the world: not places
+    ranks = tuple(range(10, 10 + size))  # of the world: not local ranks
 
     def join(rank):
         try:
@@ -438,7 +438,7 @@ def check_joined(outcomes):
         address = outcomes[-1].allocate(10)
         outcomes[-1].view(address, 10)[:] = 3
         assert {int(arena.view(address, 10).sum()) for arena in outcomes} == {30}
-        assert [arena.place for arena in outcomes] == list(range(len(outcomes)))
+        assert [arena.local_rank for arena in outcomes] == list(range(len(outcomes)))
         add_one(outcomes[-1].control_block(1, 1))
         assert {arena.control_block(1, 1).cells[0] for arena in outcomes} == {1}
     finally:
@@ -496,9 +496,9 @@ def test_one_rank_that_cannot_share(folder, pretend, rank, fields, reason):
 def damage(change):
     """A part that something has been done to before it is handed over."""
 
-    def make(place, capacity):
-        part = make_segment(place, capacity)
-        if place == 1:
+    def make(local_rank, capacity):
+        part = make_segment(local_rank, capacity)
+        if local_rank == 1:
             change(part)
         return part
 
@@ -533,16 +533,16 @@ def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reaso
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, place):
+@pytest.mark.parametrize("local_rank", [0, 2])
+def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, local_rank):
     class Cramped(HostArena):
         def __init__(self, mine, ranks, parts):
-            if mine == place:
+            if mine == local_rank:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
             super().__init__(mine, ranks, parts)
 
     monkeypatch.setattr(fd_passing, "HostArena", Cramped)
-    with pytest.raises(ArenaUnavailable, match=f"rank {10 + place} cannot map .* Cannot allocate memory"):
+    with pytest.raises(ArenaUnavailable, match=f"rank {10 + local_rank} cannot map .* Cannot allocate memory"):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
 

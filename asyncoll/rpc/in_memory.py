@@ -63,7 +63,7 @@ class InMemory:
         self._check_world = check
         self._broken = broken
         self._lost = lost
-        self._inbox = self._inbox_of(arena.ranks[arena.place])
+        self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
@@ -211,13 +211,13 @@ class _Outbox:
 
     async def send(self, head: bytes, arrays: Sequence[Array]) -> None:
         """Wait for room, and put the message into the inbox. Nothing can undo that."""
-        place = self._arena.place
+        local_rank = self._arena.local_rank
         if not arrays:
-            await self._put(_Parcel(encode(Message(place, head))))
+            await self._put(_Parcel(encode(Message(local_rank, head))))
             return
         packing = Packing(arrays)
         if packing.nbytes <= INLINE_BYTES:
-            await self._put(_Parcel(encode(Message(place, head, len(arrays), packing.joined()))))
+            await self._put(_Parcel(encode(Message(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
             await self._make_room(packing.nbytes)
@@ -225,7 +225,7 @@ class _Outbox:
             try:
                 for _ in packing.fill(self._arena.view(address, packing.nbytes)):
                     await asyncio.sleep(0)
-                raw = encode(Message(place, head, len(arrays), b"", address, packing.nbytes))
+                raw = encode(Message(local_rank, head, len(arrays), b"", address, packing.nbytes))
                 await self._put(_Parcel(raw, address, packing.nbytes))
             finally:
                 self._lender.keep_unless_lent(address)

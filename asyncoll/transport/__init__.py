@@ -84,12 +84,12 @@ class Arena(Protocol):
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; whoever waits on another loop is a caller
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """Mine among the ranks of this host."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the world, by place."""
+        """Ranks of the world, by local rank."""
 
     @property
     def cores(self) -> int:

@@ -51,7 +51,7 @@ class ControlBlock:
     def __init__(
         self,
         raw: memoryview,
-        places: int,
+        local_size: int,
         mutex: Mutex,
         doorbells: Doorbells,
         *,
@@ -60,7 +60,7 @@ class ControlBlock:
     ) -> None:
         """`raw` is the shared memory, `control_block_bytes` of it, zero at first."""
         cells = raw.cast("q")
-        self._count = places * DOORBELLS
+        self._count = local_size * DOORBELLS
         self._sleepers = cells[: _DOORBELLS + self._count]
         self.cells = cells[_DOORBELLS + self._count :]  # the user's, of 64 bits each
         self.created = created  # here, and not by another rank
@@ -112,9 +112,9 @@ class ControlBlock:
             self._sleepers[_SLEEPING] += 1
 
 
-def control_block_bytes(cells: int, places: int) -> int:
+def control_block_bytes(cells: int, local_size: int) -> int:
     """The shared memory of a control block with so many cells of its user's, on a host of so many ranks."""
-    return 8 * (_DOORBELLS + places * DOORBELLS + cells)
+    return 8 * (_DOORBELLS + local_size * DOORBELLS + cells)
 
 
 class Wait(NamedTuple):

@@ -8,7 +8,7 @@ import asyncoll
 async def main(comm: asyncoll.Communicator) -> None:
     arena = comm._core.member.endpoint.arena
     neighbours = await comm.split(arena.ranks[0])
-    others = await comm.split(arena.place)
+    others = await comm.split(arena.local_rank)
     assert (neighbours._calls.arena, comm._core.backend.memory, others._calls.arena) == (arena, None, None)
     for part in (neighbours, comm, others):
         for x in (comm.empty(300_000, "f4"), neighbours.empty(300_000, "f4"), np.empty(3)):

@@ -1,7 +1,7 @@
 """Memory between the processes of one host, the control blocks in it, and the doorbells that wake who sleeps at them.
 
-Every rank brings a segment and maps everybody's: an address is a place and an offset in its segment. What is allocated
-is really there, so that touching it never fails.
+Every rank brings a segment and maps everybody's: an address is a local rank and an offset in its segment. What is
+allocated is really there, so that touching it never fails.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def local_world(size: int) -> Iterator[list[HostArena]]:
     capacity = capacity_of(size)
     with contextlib.ExitStack() as parts_only:
         parts = []
-        for place in range(size):
-            parts.append(make_segment(place, capacity))
+        for local_rank in range(size):
+            parts.append(make_segment(local_rank, capacity))
             parts_only.callback(close_segment, parts[-1])
-        arenas = [HostArena(place, tuple(range(size)), parts) for place in range(size)]
+        arenas = [HostArena(local_rank, tuple(range(size)), parts) for local_rank in range(size)]
     try:
         yield arenas
     finally:
@@ -67,9 +67,9 @@ class HostArena:
     Set `runtime_loop` if there is one: whoever waits on any other loop is a caller. `patience` is without end at first.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Segment]) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before any control block."""
-        self.place = place
+    def __init__(self, local_rank: int, ranks: tuple[int, ...], parts: Sequence[Segment]) -> None:
+        """Copies the descriptors of `parts`, by local rank. That of local rank 0 must be made before any control block."""
+        self.local_rank = local_rank
         self.ranks = ranks
         self.patience = Patience()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
@@ -77,26 +77,27 @@ class HostArena:
         self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
         self._turns_s = _TURNS_S if self.cores == len(ranks) else _TURNS_S_WITHOUT_CORES
         self._sleeps_until_s = 0.0
-        self._capacity = os.fstat(parts[place].memory).st_size
+        self._capacity = os.fstat(parts[local_rank].memory).st_size
         self._control_blocks: dict[int, ControlBlock] = {}
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
         self._heap_lock = threading.Lock()
         self._parent: int | None = None  # whose arena it is, in a forked child
         with contextlib.ExitStack() as undo:
-            self._memory = _copy(undo, parts[place].memory)
+            self._memory = _copy(undo, parts[local_rank].memory)
             self._eventfds = [
                 _copy(undo, doorbell) for segment in parts for doorbell in segment[1:]
             ]  # by the number of the doorbell
             self._bytes = [
-                map_segment(segment.memory, self._capacity, own=segment is parts[place]) for segment in parts
+                map_segment(segment.memory, self._capacity, own=segment is parts[local_rank]) for segment in parts
             ]
-            if place == 0:
+            if local_rank == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
-        self._base = _pointer(self._bytes[place])
+        self._base = _pointer(self._bytes[local_rank])
         self._line = Line()
         self._doorbells = [
-            Doorbell(number, self._eventfds[number]) for number in range(place * DOORBELLS, (place + 1) * DOORBELLS)
+            Doorbell(number, self._eventfds[number])
+            for number in range(local_rank * DOORBELLS, (local_rank + 1) * DOORBELLS)
         ]
         forks.register(self)
 
@@ -113,7 +114,7 @@ class HostArena:
                 why = f"a rank's segment of it has {mib(self._capacity)}, or not so much in a row"
                 raise too_much(nbytes, why) from None
             extent = self._heap.extent(offset)
-        address = offset + self.place * self._capacity
+        address = offset + self.local_rank * self._capacity
         try:
             commit(self._memory, offset, extent)
         except UsageError:
@@ -124,18 +125,18 @@ class HostArena:
     def free(self, address: int) -> None:
         if self._parent is not None:
             return
-        offset = address - self.place * self._capacity
+        offset = address - self.local_rank * self._capacity
         give_back(self._memory, offset, self._heap.extent(offset))  # before anybody else is given the block
         with self._heap_lock:
             self._heap.free(offset)
 
     def view(self, address: int, nbytes: int) -> Array:
-        place, offset = divmod(address, self._capacity)
-        return self._bytes[place][offset : offset + nbytes]
+        local_rank, offset = divmod(address, self._capacity)
+        return self._bytes[local_rank][offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
         offset = _pointer(flat) - self._base
-        return offset + self.place * self._capacity if 0 <= offset < self._capacity else None
+        return offset + self.local_rank * self._capacity if 0 <= offset < self._capacity else None
 
     # -- control blocks -----------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class HostArena:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
         """The control blocks of all ranks, in the order of their making: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self.patience)
+        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.patience)
         with mutex:
             yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
 
@@ -165,11 +166,11 @@ class HostArena:
         if created:
             self._enter_control_block(entries, used, context, cells)
         _, address, nbytes = map(int, entries[used if created else known[0]])
-        place, offset = divmod(address, self._capacity)
-        if place >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
+        local_rank, offset = divmod(address, self._capacity)
+        if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self.patience)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.patience)
         return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _enter_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:

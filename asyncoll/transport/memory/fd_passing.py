@@ -4,7 +4,7 @@ The first rank listens on a unix socket, and the others connect to it. In four s
 arena, or why nobody has one:
 
   each to the first    who I am, and the descriptors of my segment; or why I have none
-  the first to each    the descriptors of all parts, by place
+  the first to each    the descriptors of all parts, by local rank
   each to the first    that I could use them; or why not
   the first to each    that everybody could
 
@@ -52,7 +52,7 @@ class ArenaUnavailable(AsyncollError):  # noqa: N818 (nothing is wrong: the rank
 
 
 def join(folder: Path, rank: int, ranks: tuple[int, ...], joining: Joining | None = None) -> HostArena:
-    """The arena of `rank`. All `ranks` of this host, by place, call this; it blocks until everybody has done so.
+    """The arena of `rank`. All `ranks` of this host, by local rank, call this; it blocks until everybody has done so.
 
     `folder` is private, and the same for all. Raises ArenaUnavailable, at all of them for the same reason,
     PeerLostError for a rank that goes away meanwhile, and DeadlineError if `joining` has taken too long.

@@ -20,7 +20,7 @@ def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[Inproc
     Wherever ranks of several processes may come between, others are given a turn here, of `pause_s()` seconds.
     """
     memory = _Memory(size)
-    return [InprocArena(place, memory, pause_s) for place in range(size)]
+    return [InprocArena(local_rank, memory, pause_s) for local_rank in range(size)]
 
 
 class _Memory:
@@ -52,8 +52,8 @@ class _Alone:
 class InprocArena:
     """An `Arena` whose peers live on the same loop."""
 
-    def __init__(self, place: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
-        self.place = place
+    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
+        self.local_rank = local_rank
         self.ranks = tuple(range(memory.size))
         self.cores = min(2, memory.size)
         self._memory = memory
@@ -115,7 +115,7 @@ class InprocArena:
             with wait.control_block as control_block:
                 if wait.ready():
                     return
-                control_block.sleep(self.place * DOORBELLS)
+                control_block.sleep(self.local_rank * DOORBELLS)
             await self._rung(what)
 
     async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
@@ -123,16 +123,16 @@ class InprocArena:
 
     async def _rung(self, what: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._memory.sleepers.setdefault(self.place * DOORBELLS, set()).add(future)
+        self._memory.sleepers.setdefault(self.local_rank * DOORBELLS, set()).add(future)
         self._waiting[future] = what
         try:
             await future
         finally:
             del self._waiting[future]
-            self._memory.sleepers.get(self.place * DOORBELLS, set()).discard(future)
+            self._memory.sleepers.get(self.local_rank * DOORBELLS, set()).discard(future)
 
     def alarm(self) -> None:
-        self._memory.ring([self.place * DOORBELLS])
+        self._memory.ring([self.local_rank * DOORBELLS])
         self._line.alarm()
 
     def bury(self) -> None:

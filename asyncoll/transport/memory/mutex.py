@@ -18,7 +18,7 @@ from asyncoll.forks import refusal
 from asyncoll.transport.processes import is_gone, is_stopped
 
 MUTEX_BYTES = 64
-# Where the place of its holder stands; ~place of one that died; _INTERRUPTED - place of one that an exception has
+# The local rank of the holder; ~local_rank of one that died; _INTERRUPTED - local_rank of one that an exception has
 # interrupted. A pthread_mutex_t has 40 bytes, or 48 on ARM.
 _HOLDER = 56
 _INTERRUPTED = -(1 << 32)
@@ -53,13 +53,15 @@ class RobustMutex:
 
     What a dead owner left is never repaired. The kernel tells the next one, which notes it beside the mutex for all who
     come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.) Who
-    died before it could write its own place there has left that of the owner before: see `Membership.culprit`.
+    died before it could write its own local rank there has left that of the owner before: see `Membership.culprit`.
     """
 
-    __slots__ = ("_futex", "_holder", "_mutex", "_patience", "_place", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_patience", "_ranks", "release")
 
-    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int], patience: Patience | None = None) -> None:
-        """As `place`, which is mine, sees it; `ranks` of the world, by place.
+    def __init__(
+        self, memory: memoryview, local_rank: int, ranks: Sequence[int], patience: Patience | None = None
+    ) -> None:
+        """As `local_rank`, which is mine, sees it; `ranks` of the world, by local rank.
 
         Whose owner is stopped, and has not given it back within the `patience`, is lost. Nobody means to hold it for
         more than microseconds, but a thread that has it may wait longer than that for the processor, or for the GIL.
@@ -67,7 +69,7 @@ class RobustMutex:
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
         self._futex = memory[:4].cast("I")
         self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
-        self._place = place
+        self._local_rank = local_rank
         self._ranks = ranks
         self._patience = patience or Patience()
         self.release = partial(_unlock, self._mutex)  # with no frame of Python around it
@@ -104,12 +106,12 @@ class RobustMutex:
             self._insist(failure)
         if self._holder[0] < 0:
             self._refuse()
-        self._holder[0] = self._place
+        self._holder[0] = self._local_rank
 
     def abandon(self) -> None:
         """Give the lock back, if this thread has it. What it guards is half done, so nobody gets it any more."""
         if self._futex[0] & _THREAD == threading.get_native_id():
-            self._holder[0] = _INTERRUPTED - self._place
+            self._holder[0] = _INTERRUPTED - self._local_rank
             self.release()
 
     def _insist(self, failure: int) -> None:

@@ -36,7 +36,7 @@ class ShutError(AsyncollError):
 class Message(NamedTuple):
     """A head and a body of so many `arrays`, which is either in `inline` or, `nbytes` long, at `address`."""
 
-    source: int  # the sender's place on the host
+    source: int  # the sender's local rank
     head: bytes
     arrays: int = 0
     inline: bytes | bytearray = b""
@@ -124,7 +124,7 @@ class Inbox:
     ) -> Message:
         """The message at `start`, as its header, which its writer cannot change any more, describes it."""
         if not 0 <= source < len(self._ranks):
-            raise ProtocolError(f"a message from place {source} of {len(self._ranks)}")
+            raise ProtocolError(f"a message from local rank {source} of {len(self._ranks)}")
         inline = 0 if address else nbytes
         if size % _ALIGNMENT or size > most or min(head, arrays, nbytes) < 0 or _HEADER.size + head + inline > size:
             text = f"a message of {size} bytes, with {head} and {inline} in it, where {most} are"

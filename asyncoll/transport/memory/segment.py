@@ -27,9 +27,11 @@ from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
 
 LAYOUT = 1  # the version of everything that ranks read in each other's memory before any control_block
-HEAD_BYTES = 1 << 17  # of each segment: its header, and in place 0's the lock of the directory and the directory
+HEAD_BYTES = (
+    1 << 17
+)  # of each segment: its header, and in that of local rank 0 the lock of the directory and the directory
 _MAGIC = b"asyncoll"
-_HEADER = struct.Struct("<8sIIQ")  # magic, layout, place, capacity
+_HEADER = struct.Struct("<8sIIQ")  # magic, layout, local rank, capacity
 _ADDRESSES = 1 << 45  # bytes of a process's address space for all parts together: of 47 bits, a quarter
 _PROT_NONE, _MAP_FIXED = 0, 16  # which Python has no names for
 _map = ctypes.CDLL(None, use_errno=True).mmap
@@ -49,13 +51,13 @@ class Segment(NamedTuple):
     runtime: int
 
 
-def capacity_of(places: int) -> int:
+def capacity_of(local_size: int) -> int:
     """The bytes of each segment, most of which are never there: nobody can need more than the host has."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    return min(host, _ADDRESSES // places) // mmap.PAGESIZE * mmap.PAGESIZE
+    return min(host, _ADDRESSES // local_size) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def make_segment(place: int, capacity: int) -> Segment:
+def make_segment(local_rank: int, capacity: int) -> Segment:
     """Raises OSError, or AttributeError on another platform, if this host cannot do it."""
     with contextlib.ExitStack() as undo:
         memory = _anonymous_file()
@@ -63,7 +65,7 @@ def make_segment(place: int, capacity: int) -> Segment:
         os.ftruncate(memory, capacity)
         _seal(memory)
         os.posix_fallocate(memory, 0, HEAD_BYTES)
-        os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, place, capacity), 0)
+        os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, local_rank, capacity), 0)
         doorbells = []
         for _ in range(DOORBELLS):
             doorbells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
@@ -72,7 +74,7 @@ def make_segment(place: int, capacity: int) -> Segment:
         return Segment(memory, *doorbells)
 
 
-def check_segment(segment: Segment, place: int, capacity: int, like: Segment) -> None:
+def check_segment(segment: Segment, local_rank: int, capacity: int, like: Segment) -> None:
     """Raises ProtocolError if `segment`, which another rank has made, is not what it should be. `like` is one's own."""
     if (size := os.fstat(segment.memory).st_size) != capacity:
         raise ProtocolError(f"it has {size} bytes, and not {capacity}")
@@ -81,7 +83,7 @@ def check_segment(segment: Segment, place: int, capacity: int, like: Segment) ->
             "its size is not sealed as mine is; is memfd_create allowed at one of us only? Allow it at all"
         )
     found = _HEADER.unpack(os.pread(segment.memory, _HEADER.size, 0))
-    expected = (_MAGIC, LAYOUT, place, capacity)
+    expected = (_MAGIC, LAYOUT, local_rank, capacity)
     if found != expected:
         raise ProtocolError(f"its header is {found}, and not {expected}")
 
