@@ -58,8 +58,8 @@ def test_between_processes(loop):
 
 @BOTH
 def test_without_cores_to_look_from(loop, monkeypatch):
-    monkeypatch.setattr(arena_module, "_LOOKS", 0)
-    monkeypatch.setattr(arena_module, "_LOOKS_WITHOUT_CORES", 0)
+    monkeypatch.setattr(arena_module, "_POLLS", 0)
+    monkeypatch.setattr(arena_module, "_POLLS_OVERSUBSCRIBED", 0)
     check_arena(local_world, loop)
 
 
@@ -294,7 +294,7 @@ def test_control_blocks_run_out(two, monkeypatch):
 
 
 def never():
-    raise AssertionError("there was no alarm")
+    raise AssertionError("there was no recheck")
 
 
 def until(arena, control_block, value):
@@ -374,7 +374,7 @@ def test_a_closed_loop_breaks_nothing(two, loop):
     assert two[0].waiting() == []
 
 
-def test_an_alarm_reaches_every_loop(two):
+def test_a_recheck_reaches_every_loop(two):
     """From a thread that has none."""
     mine, _ = (arena.control_block(1, 1) for arena in two)
     stopped = []
@@ -395,7 +395,7 @@ def test_an_alarm_reaches_every_loop(two):
     threads = [in_a_thread(run, loop) for loop in loops]
     asyncio.run(asleep(two[0], "", ""))
     stopped.append(True)
-    two[0].alarm()
+    two[0].recheck()
     for thread in threads:
         thread.join()
 

@@ -362,7 +362,7 @@ async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
     """a wait that is to be turning leaves the loop to others, and ends like any other"""
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     wait = Wait(control_blocks[0], lambda: control_blocks[0].cells[0] == 3)
-    task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", turning=True))
+    task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", yielding=True))
     for _ in range(3):
         await asyncio.sleep(0)
         assert not task.done()
@@ -414,8 +414,8 @@ async def _meets(arenas: Sequence[Arena]) -> None:
     await asyncio.gather(*map(rank, arenas))
 
 
-async def _alarms(arenas: Sequence[Arena]) -> None:
-    """`alarm` makes every waiter of this rank, and of no other, ask whether it should go on"""
+async def _rechecks(arenas: Sequence[Arena]) -> None:
+    """`recheck` makes every waiter of this rank, and of no other, ask whether it should go on"""
     stopped: list[object] = []
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     tasks = [
@@ -425,10 +425,10 @@ async def _alarms(arenas: Sequence[Arena]) -> None:
     ]
     for arena in arenas:
         await _until_asleep(arena, 2)
-    arenas[0].alarm()  # and they go on
+    arenas[0].recheck()  # and they go on
     await _until_asleep(arenas[0], 2)
     stopped.append("now")
-    arenas[0].alarm()
+    arenas[0].recheck()
     results = await asyncio.gather(*tasks[:2], return_exceptions=True)
     assert [type(result) for result in results] == [_StoppedError, _StoppedError]
     assert arenas[0].waiting() == []
@@ -439,8 +439,8 @@ async def _alarms(arenas: Sequence[Arena]) -> None:
 
 
 async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
-    """an alarm before the wait is not lost: nobody sleeps without having asked whether it should"""
-    arenas[0].alarm()
+    """a recheck before the wait is not lost: nobody sleeps without having asked whether it should"""
+    arenas[0].recheck()
     control_block = arenas[0].control_block(1, 1)
     try:
         await _wait(arenas[0], control_block, lambda: False, ["stopped"])
@@ -480,7 +480,7 @@ _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None,
     (2, _wakes_sleepers),
     (5, _wakes_many),
     *((size, _meets) for size in range(1, 6)),
-    (2, _alarms),
+    (2, _rechecks),
     (1, _asks_before_it_sleeps),
     (2, _survives_cancelling),
 ]

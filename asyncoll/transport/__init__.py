@@ -117,25 +117,25 @@ class Arena(Protocol):
         """A clock that all ranks of the host share."""
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, yielding: bool = False
     ) -> None:
         """Return once `wait.ready()` was true under the lock of its control block. Any number may wait, on any loop.
 
         If it will soon be true, whoever waits may find it out by looking. The other tasks of the loop stand still
-        meanwhile, for some microseconds, or not at all if it is to be `turning` between two looks.
+        meanwhile, for some microseconds, or not at all if it is to be `yielding` between two looks.
 
-        `check` raises if there is nothing to wait for any more; it is asked whenever `alarm` has been called. `what`
+        `check` raises if there is nothing to wait for any more; it is asked whenever `recheck` has been called. `what`
         says what is waited for, in case it is waited for for ever. Cancelling it has no effect but that.
         """
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
         """Return once `turn` has come; one at a time waits for it. `check` and `what` as above."""
 
-    def alarm(self) -> None:
+    def recheck(self) -> None:
         """All who wait here, at this rank, ask their `check`. From any thread."""
 
-    def bury(self) -> None:
-        """A rank of the host is gone: nobody here waits any more for a lock whose owner is stopped. And alarm."""
+    def peer_lost(self) -> None:
+        """A rank of the host is gone: nobody here waits any more for a lock whose owner is stopped. And recheck."""
 
     def waiting(self) -> list[str]:
         """What those who sleep here, at this rank, wait for."""

@@ -61,7 +61,7 @@ class ControlBlock:
         """`raw` is the shared memory, `control_block_bytes` of it, zero at first."""
         cells = raw.cast("q")
         self._count = local_size * DOORBELLS
-        self._sleepers = cells[: _DOORBELLS + self._count]
+        self._waiters = cells[: _DOORBELLS + self._count]
         self.cells = cells[_DOORBELLS + self._count :]  # the user's, of 64 bits each
         self.created = created  # here, and not by another rank
         self.interleaved = interleaved  # all ranks share a thread, and must be given turns
@@ -97,19 +97,19 @@ class ControlBlock:
 
         `at_most` so many, where more could not run at once anyway: the rest sleep on until somebody wakes all.
         """
-        sleepers = self._sleepers
-        for doorbell in range(self._count if sleepers[_SLEEPING] else 0):
-            if sleepers[_DOORBELLS + doorbell] and at_most > 0:
-                sleepers[_DOORBELLS + doorbell] = 0
-                sleepers[_SLEEPING] -= 1
+        waiters = self._waiters
+        for doorbell in range(self._count if waiters[_SLEEPING] else 0):
+            if waiters[_DOORBELLS + doorbell] and at_most > 0:
+                waiters[_DOORBELLS + doorbell] = 0
+                waiters[_SLEEPING] -= 1
                 at_most -= 1
                 self._ringing.append(doorbell)
 
-    def sleep(self, doorbell: int) -> None:
+    def ring_at_next_wake(self, doorbell: int) -> None:
         """Under the lock: whoever hears `doorbell` sleeps, until the next `wake`."""
-        if not self._sleepers[_DOORBELLS + doorbell]:
-            self._sleepers[_DOORBELLS + doorbell] = 1
-            self._sleepers[_SLEEPING] += 1
+        if not self._waiters[_DOORBELLS + doorbell]:
+            self._waiters[_DOORBELLS + doorbell] = 1
+            self._waiters[_SLEEPING] += 1
 
 
 def control_block_bytes(cells: int, local_size: int) -> int:
@@ -127,20 +127,20 @@ class Wait(NamedTuple):
 class Turn:
     """What one coroutine of this rank waits for and another ends: other ranks need not be told, nor any lock taken."""
 
-    __slots__ = ("_rouse", "has_come")
+    __slots__ = ("_rouse", "is_set")
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.is_set = False
         self._rouse: Callable[[], None] | None = None
 
-    def come(self) -> None:
+    def set(self) -> None:
         """It is the waiter's turn. From any thread."""
-        self.has_come = True  # before looking for a waiter, who looks at this after it has said that it waits
+        self.is_set = True  # before looking for a waiter, who looks at this after it has said that it waits
         if self._rouse is not None:
             self._rouse()
 
-    def on_come(self, rouse: Callable[[], None]) -> None:
-        """`rouse` is called, in any thread, when it comes; look at `has_come` afterwards."""
+    def on_set(self, rouse: Callable[[], None]) -> None:
+        """`rouse` is called, in any thread, when it comes; look at `is_set` afterwards."""
         self._rouse = rouse
 
 
@@ -181,5 +181,5 @@ def until(control_block: ControlBlock, ready: Callable[[], bool]) -> Generator[W
 @types.coroutine
 def turn_of(turn: Turn) -> Generator[Turn, None, None]:
     """Wait until `turn` has come."""
-    if not turn.has_come:
+    if not turn.is_set:
         yield turn

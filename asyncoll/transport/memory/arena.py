@@ -20,7 +20,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
-from asyncoll.transport.memory.doorbell import Doorbell, Line
+from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, Patience, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
@@ -33,15 +33,15 @@ _CONTROL_BLOCKS_MAX = 4096
 # How often a waiter looks before it sleeps, giving way each time to whoever wants the processor. With a core for each
 # rank it looks for 50 us: among 2 ranks, a message there and back takes 10 us, and 125 where both sleep. Without, a few
 # looks still pay: of 4 ranks on 2 cores a barrier took 140 us instead of 240, for half of the processor time.
-_LOOKS = 80
-_LOOKS_WITHOUT_CORES = 10
-_TURNS_S = 200e-6  # for so long those look who turn the loop meanwhile
-_TURNS_S_WITHOUT_CORES = 25e-6
-# But whoever computes keeps a processor that it is given for a whole slice, of milliseconds, where a sleeper would get
+_POLLS = 80
+_POLLS_OVERSUBSCRIBED = 10
+_YIELDING_POLL_S = 200e-6  # for so long those look who turn the loop meanwhile
+_YIELDING_POLL_S_OVERSUBSCRIBED = 25e-6
+# But whoever computes keeps a processor that it is given for a whole slice, of milliseconds, where a waiter would get
 # it as soon as it is woken. After such a slice nobody looks for a while. With 3 computing processes beside the 4 ranks
 # the barrier took 3.9 ms without this rule, and 0.25 with it, as if all slept.
 _SLICE_S = 0.001
-_TRUCE_S = 0.1
+_NO_POLLING_S = 0.1
 
 
 @contextlib.contextmanager
@@ -74,9 +74,9 @@ class HostArena:
         self.patience = Patience()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
-        self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
-        self._turns_s = _TURNS_S if self.cores == len(ranks) else _TURNS_S_WITHOUT_CORES
-        self._sleeps_until_s = 0.0
+        self._polls = _POLLS if self.cores == len(ranks) else _POLLS_OVERSUBSCRIBED
+        self._yielding_poll_s = _YIELDING_POLL_S if self.cores == len(ranks) else _YIELDING_POLL_S_OVERSUBSCRIBED
+        self._no_polling_until_s = 0.0
         self._capacity = os.fstat(parts[local_rank].memory).st_size
         self._control_blocks: dict[int, ControlBlock] = {}
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
@@ -94,7 +94,7 @@ class HostArena:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
         self._base = _pointer(self._bytes[local_rank])
-        self._line = Line()
+        self._turns = TurnQueue()
         self._doorbells = [
             Doorbell(number, self._eventfds[number])
             for number in range(local_rank * DOORBELLS, (local_rank + 1) * DOORBELLS)
@@ -164,7 +164,7 @@ class HostArena:
         known = np.flatnonzero(entries[:used, 0] == context)
         created = not len(known)
         if created:
-            self._enter_control_block(entries, used, context, cells)
+            self._add_control_block(entries, used, context, cells)
         _, address, nbytes = map(int, entries[used if created else known[0]])
         local_rank, offset = divmod(address, self._capacity)
         if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
@@ -173,7 +173,7 @@ class HostArena:
         mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.patience)
         return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
-    def _enter_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
+    def _add_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
         if used == _CONTROL_BLOCKS_MAX:
             raise UsageError(
                 f"the ranks of this host have {_CONTROL_BLOCKS_MAX} control blocks in shared memory, and there is "
@@ -196,79 +196,79 @@ class HostArena:
             os.eventfd_write(self._eventfds[doorbell], 1)
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, yielding: bool = False
     ) -> None:
-        if await self._sees_between_turns(wait.ready) if turning else self._sees(wait.ready):
+        if await self._poll_yielding(wait.ready) if yielding else self._poll(wait.ready):
             with wait.control_block:
                 if wait.ready():
                     return
         doorbell = self._doorbells[asyncio.get_running_loop() is self.runtime_loop]
-        sleeper = doorbell.enter(what)
+        waiter = doorbell.add_waiter(what)
         try:
             while True:
-                rung = sleeper.lie_down()
+                rung = waiter.arm()
                 with (
                     wait.control_block as control_block
-                ):  # whoever makes it ready has had the lock before, or will and finds a sleeper
+                ):  # whoever makes it ready has had the lock before, or will and finds a waiter
                     if wait.ready():
                         return
-                    control_block.sleep(doorbell.number)
+                    control_block.ring_at_next_wake(doorbell.number)
                 check()
                 await rung
                 check()  # before the lock, which a stopped process may have
         finally:
-            doorbell.leave(sleeper)
+            doorbell.remove_waiter(waiter)
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        await self._line.wait(turn, check, what)
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        await self._turns.wait(turn, check, what)
 
-    def _sees(self, ready: Callable[[], bool]) -> bool:
+    def _poll(self, ready: Callable[[], bool]) -> bool:
         """Whether it became ready soon. Meanwhile the other tasks of this loop stand still."""
         now_s = self.now_s()
-        if now_s < self._sleeps_until_s:
+        if now_s < self._no_polling_until_s:
             return False
-        for _ in range(self._looks):
+        for _ in range(self._polls):
             if ready():
                 return True
             os.sched_yield()
             before_s, now_s = now_s, self.now_s()
-            if self._was_away(before_s, now_s):
+            if self._was_descheduled(before_s, now_s):
                 return False
         return False
 
-    async def _sees_between_turns(self, ready: Callable[[], bool]) -> bool:
+    async def _poll_yielding(self, ready: Callable[[], bool]) -> bool:
         """Whether it became ready soon. A loop that has much to do hardly notices."""
         now_s = self.now_s()
-        until_s = now_s if now_s < self._sleeps_until_s else now_s + self._turns_s
+        until_s = now_s if now_s < self._no_polling_until_s else now_s + self._yielding_poll_s
         while not ready():
             if now_s >= until_s:
                 return False
             os.sched_yield()
-            if self._was_away(now_s, self.now_s()):
+            if self._was_descheduled(now_s, self.now_s()):
                 return False
             await asyncio.sleep(0)
             now_s = self.now_s()
         return True
 
-    def _was_away(self, before_s: float, now_s: float) -> bool:
+    def _was_descheduled(self, before_s: float, now_s: float) -> bool:
         """Whether somebody else had the processor for a whole slice in between."""
         if now_s - before_s <= _SLICE_S:
             return False
-        self._sleeps_until_s = now_s + _TRUCE_S
+        self._no_polling_until_s = now_s + _NO_POLLING_S
         return True
 
-    def alarm(self) -> None:
+    def recheck(self) -> None:
         self.ring(doorbell.number for doorbell in self._doorbells)
-        self._line.alarm()
+        self._turns.recheck()
 
-    def bury(self) -> None:
+    def peer_lost(self) -> None:
         self.patience.seconds = 0.0
-        self.alarm()
+        self.recheck()
 
     def waiting(self) -> list[str]:
         return [
-            sleeper.what() for doorbell in self._doorbells for sleeper in tuple(doorbell.sleepers)
-        ] + self._line.waiting()
+            waiter.what() for doorbell in self._doorbells for waiter in tuple(doorbell.waiters)
+        ] + self._turns.waiting()
 
     def close(self) -> None:
         """What others still hold, views and control blocks, stays mapped until they let it go, and is safe to touch."""

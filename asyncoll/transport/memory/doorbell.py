@@ -14,7 +14,7 @@ from collections.abc import Callable
 from asyncoll.transport.control_block import Turn
 
 
-class Sleeper:
+class Waiter:
     """Somebody at this rank who waits until a doorbell rings."""
 
     def __init__(self, what: Callable[[], str]) -> None:
@@ -22,23 +22,23 @@ class Sleeper:
         self.loop = asyncio.get_running_loop()
         self._rung: asyncio.Future[None] = self.loop.create_future()
 
-    def lie_down(self) -> asyncio.Future[None]:
+    def arm(self) -> asyncio.Future[None]:
         if self._rung.done():
             self._rung = self.loop.create_future()
         return self._rung
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """On its own loop."""
         if not self._rung.done():
             self._rung.set_result(None)
 
-    def call(self) -> None:
+    def wake_from_any_thread(self) -> None:
         """Rouse it, from any thread."""
         if _running_loop() is self.loop:
-            self.rouse()
+            self.wake()
             return
         with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left to be roused
-            self.loop.call_soon_threadsafe(self.rouse)
+            self.loop.call_soon_threadsafe(self.wake)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -48,42 +48,42 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-class Line:
+class TurnQueue:
     """Those of this rank, on any loops, who wait for a turn. Whoever ends before one of them rouses that one alone."""
 
     def __init__(self) -> None:
-        self._sleepers: dict[Sleeper, None] = {}  # changed and copied as those of a doorbell
+        self._waiters: dict[Waiter, None] = {}  # changed and copied as those of a doorbell
 
     async def wait(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        sleeper = Sleeper(what)
-        self._sleepers[sleeper] = None
+        waiter = Waiter(what)
+        self._waiters[waiter] = None
         try:
             while True:
-                rung = sleeper.lie_down()
-                turn.on_come(sleeper.call)
-                if turn.has_come:
+                rung = waiter.arm()
+                turn.on_set(waiter.wake_from_any_thread)
+                if turn.is_set:
                     return
                 check()
                 await rung
         finally:
-            del self._sleepers[sleeper]
+            del self._waiters[waiter]
 
-    def alarm(self) -> None:
+    def recheck(self) -> None:
         """All of them ask their `check`. From any thread."""
-        for sleeper in tuple(self._sleepers):
-            sleeper.call()
+        for waiter in tuple(self._waiters):
+            waiter.wake_from_any_thread()
 
     def waiting(self) -> list[str]:
-        return [sleeper.what() for sleeper in tuple(self._sleepers)]
+        return [waiter.what() for waiter in tuple(self._waiters)]
 
 
 class Doorbell:
-    """One of this rank's doorbells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
+    """One of this rank's doorbells, and its waiters, on any loops. A loop listens as long as somebody sleeps on it."""
 
     def __init__(self, number: int, descriptor: int) -> None:
         """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
         self.number = number
-        self.sleepers: list[Sleeper] = []  # changed and copied by several threads, each time in one step of the GIL
+        self.waiters: list[Waiter] = []  # changed and copied by several threads, each time in one step of the GIL
         self.descriptor = os.dup(descriptor)
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._is_closed = False
@@ -91,33 +91,33 @@ class Doorbell:
     def close(self) -> None:
         """Once nobody sleeps here any more."""
         self._is_closed = True
-        if not self.sleepers:
+        if not self.waiters:
             self._closing()
 
-    def enter(self, what: Callable[[], str]) -> Sleeper:
-        sleeper = Sleeper(what)
-        if not self._has_sleepers(sleeper.loop):
-            sleeper.loop.add_reader(self.descriptor, self._heard)
-        self.sleepers.append(sleeper)
-        return sleeper
+    def add_waiter(self, what: Callable[[], str]) -> Waiter:
+        waiter = Waiter(what)
+        if not self._has_waiters(waiter.loop):
+            waiter.loop.add_reader(self.descriptor, self._read)
+        self.waiters.append(waiter)
+        return waiter
 
-    def leave(self, sleeper: Sleeper) -> None:
-        self.sleepers.remove(sleeper)
-        if not self._has_sleepers(sleeper.loop) and not sleeper.loop.is_closed():
-            sleeper.loop.remove_reader(self.descriptor)
-        if self._is_closed and not self.sleepers:
+    def remove_waiter(self, waiter: Waiter) -> None:
+        self.waiters.remove(waiter)
+        if not self._has_waiters(waiter.loop) and not waiter.loop.is_closed():
+            waiter.loop.remove_reader(self.descriptor)
+        if self._is_closed and not self.waiters:
             self._closing()
 
-    def _has_sleepers(self, loop: asyncio.AbstractEventLoop) -> bool:
-        return any(sleeper.loop is loop for sleeper in tuple(self.sleepers))
+    def _has_waiters(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return any(waiter.loop is loop for waiter in tuple(self.waiters))
 
-    def _heard(self) -> None:
-        """Whichever loop hears it first silences the doorbell, so it must rouse the sleepers of all."""
+    def _read(self) -> None:
+        """Whichever loop hears it first silences the doorbell, so it must rouse the waiters of all."""
         try:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.descriptor)
-            for sleeper in tuple(self.sleepers):
-                sleeper.call()
+            for waiter in tuple(self.waiters):
+                waiter.wake_from_any_thread()
         except BaseException:  # a signal handler's: it is heard again
             os.eventfd_write(self.descriptor, 1)
             raise

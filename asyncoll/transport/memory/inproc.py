@@ -11,7 +11,7 @@ import numpy as np
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
-from asyncoll.transport.memory.doorbell import Line
+from asyncoll.transport.memory.doorbell import TurnQueue
 
 
 def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[InprocArena]:
@@ -32,11 +32,11 @@ class _Memory:
         self.addresses: list[int] = []  # of the blocks, in order
         self.next = 64
         self.control_blocks: dict[int, Array] = {}  # by context
-        self.sleepers: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
+        self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
     def ring(self, doorbells: Iterable[int]) -> None:
         for doorbell in doorbells:
-            for future in self.sleepers.pop(doorbell, ()):
+            for future in self.waiters.pop(doorbell, ()):
                 if not future.done():
                     future.set_result(None)
 
@@ -61,7 +61,7 @@ class InprocArena:
         self._pause_s = pause_s
         self._control_blocks: dict[int, ControlBlock] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], str]] = {}
-        self._line = Line()
+        self._turns = TurnQueue()
 
     def allocate(self, nbytes: int) -> int:
         memory = self._memory
@@ -107,7 +107,7 @@ class InprocArena:
         return asyncio.get_running_loop().time()
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, yielding: bool = False
     ) -> None:
         await asyncio.sleep(self._pause_s())
         while True:
@@ -115,31 +115,31 @@ class InprocArena:
             with wait.control_block as control_block:
                 if wait.ready():
                     return
-                control_block.sleep(self.local_rank * DOORBELLS)
+                control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
             await self._rung(what)
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        await self._line.wait(turn, check, what)
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
+        await self._turns.wait(turn, check, what)
 
     async def _rung(self, what: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._memory.sleepers.setdefault(self.local_rank * DOORBELLS, set()).add(future)
+        self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set()).add(future)
         self._waiting[future] = what
         try:
             await future
         finally:
             del self._waiting[future]
-            self._memory.sleepers.get(self.local_rank * DOORBELLS, set()).discard(future)
+            self._memory.waiters.get(self.local_rank * DOORBELLS, set()).discard(future)
 
-    def alarm(self) -> None:
+    def recheck(self) -> None:
         self._memory.ring([self.local_rank * DOORBELLS])
-        self._line.alarm()
+        self._turns.recheck()
 
-    def bury(self) -> None:
-        self.alarm()
+    def peer_lost(self) -> None:
+        self.recheck()
 
     def waiting(self) -> list[str]:
-        return [what() for what in self._waiting.values()] + self._line.waiting()
+        return [what() for what in self._waiting.values()] + self._turns.waiting()
 
     def close(self) -> None:
         self._control_blocks.clear()

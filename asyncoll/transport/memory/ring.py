@@ -29,7 +29,7 @@ _RING = 4
 PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # then it fits into an empty ring, wherever that begins
 
 
-class ShutError(AsyncollError):
+class InboxClosedError(AsyncollError):
     """The owner of the inbox has closed it."""
 
 
@@ -58,7 +58,7 @@ class Inbox:
     # -- for writers ------------------------------------------------------------------------------
 
     def put(self, raw: bytes) -> int | None:
-        """Put an encoded message; returns where it ends, or None if there is no room for it. Raises ShutError.
+        """Put an encoded message; returns where it ends, or None if there is no room for it. Raises InboxClosedError.
 
         The caller holds the lock of the control block.
         """
@@ -79,18 +79,18 @@ class Inbox:
         return tail + size
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes fits. Raises ShutError."""
+        """Whether a message of so many bytes fits. Raises InboxClosedError."""
         cells, size = self._cells, _aligned(nbytes)
         if cells[_CLOSED]:
-            raise ShutError
+            raise InboxClosedError
         tail = cells[_TAIL]
         left = RING_BYTES - tail % RING_BYTES
         return tail - cells[_HEAD] + size + (left if left < size else 0) <= RING_BYTES
 
     def is_read(self, end: int) -> bool:
-        """Whether the owner has taken the message that ends there. Raises ShutError."""
+        """Whether the owner has taken the message that ends there. Raises InboxClosedError."""
         if self._cells[_CLOSED]:
-            raise ShutError
+            raise InboxClosedError
         return self._cells[_HEAD] >= end
 
     # -- for the owner ----------------------------------------------------------------------------
