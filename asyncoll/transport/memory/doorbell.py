@@ -1,6 +1,6 @@
-"""A rank's doorbell: a descriptor that any process of the host can ring, and who sleeps here until somebody does.
+"""How tasks of a rank sleep and wake: doorbells between processes, and a queue for tasks that wait for their own rank.
 
-And the line of those at this rank who wait for others of it, which costs no ringing.
+A doorbell is an eventfd. Any process of the host can ring it, and the event loops of its rank watch it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from asyncoll.transport.control_block import Turn
 
 
 class Waiter:
-    """Somebody at this rank who waits until a doorbell rings."""
+    """A task of this rank that sleeps until a doorbell rings or a turn is set."""
 
-    def __init__(self, what: Callable[[], str]) -> None:
-        self.what = what
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self.describe = describe
         self.loop = asyncio.get_running_loop()
-        self._rung: asyncio.Future[None] = self.loop.create_future()
+        self._woken: asyncio.Future[None] = self.loop.create_future()
 
     def arm(self) -> asyncio.Future[None]:
-        if self._rung.done():
-            self._rung = self.loop.create_future()
-        return self._rung
+        """Return the future of the next wake-up. Call this before the last look at the condition."""
+        if self._woken.done():
+            self._woken = self.loop.create_future()
+        return self._woken
 
     def wake(self) -> None:
-        """On its own loop."""
-        if not self._rung.done():
-            self._rung.set_result(None)
+        """Wake the task. Called on its loop."""
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     def wake_from_any_thread(self) -> None:
-        """Rouse it, from any thread."""
         if _running_loop() is self.loop:
             self.wake()
             return
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left to be roused
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the task will never run again
             self.loop.call_soon_threadsafe(self.wake)
 
 
@@ -49,53 +49,62 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class TurnQueue:
-    """Those of this rank, on any loops, who wait for a turn. Whoever ends before one of them rouses that one alone."""
+    """The tasks of this rank, on any loops, that wait for a turn. Setting a turn wakes its waiter alone.
+
+    Waiters at a control block would all wake and evaluate their conditions at every change of it.
+    """
 
     def __init__(self) -> None:
-        self._waiters: dict[Waiter, None] = {}  # changed and copied as those of a doorbell
+        # Several threads change and copy the dict. Each does so in one step under the GIL, as with `Doorbell.waiters`.
+        self._waiters: dict[Waiter, None] = {}
 
-    async def wait(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        waiter = Waiter(what)
+    async def wait(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        """Implements `Arena.wait_for_turn`."""
+        waiter = Waiter(describe)
         self._waiters[waiter] = None
         try:
             while True:
-                rung = waiter.arm()
+                woken = waiter.arm()
                 turn.on_set(waiter.wake_from_any_thread)
                 if turn.is_set:
                     return
                 check()
-                await rung
+                await woken
         finally:
             del self._waiters[waiter]
 
     def recheck(self) -> None:
-        """All of them ask their `check`. From any thread."""
+        """Make every waiter call its `check`. May be called in any thread."""
         for waiter in tuple(self._waiters):
             waiter.wake_from_any_thread()
 
     def waiting(self) -> list[str]:
-        return [waiter.what() for waiter in tuple(self._waiters)]
+        return [waiter.describe() for waiter in tuple(self._waiters)]
 
 
 class Doorbell:
-    """One of this rank's doorbells, and its waiters, on any loops. A loop listens as long as somebody sleeps on it."""
+    """One doorbell of this rank, and the tasks that sleep until it rings, on any loops.
+
+    A loop watches the doorbell while one of its tasks sleeps here.
+    """
 
     def __init__(self, number: int, descriptor: int) -> None:
-        """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
+        """`descriptor` is an eventfd, of which this makes a copy: a loop must never watch a closed descriptor."""
         self.number = number
-        self.waiters: list[Waiter] = []  # changed and copied by several threads, each time in one step of the GIL
+        self.waiters: list[Waiter] = []  # several threads change and copy it, each in one step under the GIL
         self.descriptor = os.dup(descriptor)
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._is_closed = False
 
     def close(self) -> None:
-        """Once nobody sleeps here any more."""
+        """Close the descriptor, once no task sleeps here any more."""
         self._is_closed = True
         if not self.waiters:
             self._closing()
 
-    def add_waiter(self, what: Callable[[], str]) -> Waiter:
-        waiter = Waiter(what)
+    def add_waiter(self, describe: Callable[[], str]) -> Waiter:
+        """Register the current task, which must call `remove_waiter` in the end."""
+        waiter = Waiter(describe)
         if not self._has_waiters(waiter.loop):
             waiter.loop.add_reader(self.descriptor, self._read)
         self.waiters.append(waiter)
@@ -112,12 +121,15 @@ class Doorbell:
         return any(waiter.loop is loop for waiter in tuple(self.waiters))
 
     def _read(self) -> None:
-        """Whichever loop hears it first silences the doorbell, so it must rouse the waiters of all."""
+        """Reset the eventfd and wake all waiters, on whichever loop this runs.
+
+        The reset hides the ring from the other loops that watch the doorbell, so this must wake their waiters too.
+        """
         try:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError):  # another loop has reset it first
                 os.eventfd_read(self.descriptor)
             for waiter in tuple(self.waiters):
                 waiter.wake_from_any_thread()
-        except BaseException:  # a signal handler's: it is heard again
+        except BaseException:  # a signal handler has raised before all waiters were woken: ring again
             os.eventfd_write(self.descriptor, 1)
             raise

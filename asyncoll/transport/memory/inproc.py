@@ -1,4 +1,4 @@
-"""The arena of P ranks on one loop: the same contract without processes, so that algorithms run in virtual time too."""
+"""The arena of ranks that share one event loop: the same contract without processes, in real or virtual time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from asyncoll.transport.memory.doorbell import TurnQueue
 def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[InprocArena]:
     """One arena for each rank of a world inside this process.
 
-    Wherever ranks of several processes may come between, others are given a turn here, of `pause_s()` seconds.
+    Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
     """
     memory = _Memory(size)
     return [InprocArena(local_rank, memory, pause_s) for local_rank in range(size)]
 
 
 class _Memory:
-    """What the ranks share."""
+    """The memory that the ranks share, by address, and the tasks that wait for doorbells."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.blocks: dict[int, Array] = {}  # by address
-        self.addresses: list[int] = []  # of the blocks, in order
-        self.next = 64
+        self.addresses: list[int] = []  # of the blocks, in ascending order
+        self.next = 64  # an address is never used again, so that a stale one is noticed
         self.control_blocks: dict[int, Array] = {}  # by context
         self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
@@ -41,8 +41,8 @@ class _Memory:
                     future.set_result(None)
 
 
-class _Alone:
-    """The lock where only one thread is: it is never held when somebody else runs."""
+class _NoLock:
+    """The mutex of ranks on one loop: no other rank runs while it is held, because no await is under a lock."""
 
     def acquire(self) -> None: ...
     def release(self) -> None: ...
@@ -50,17 +50,17 @@ class _Alone:
 
 
 class InprocArena:
-    """An `Arena` whose peers live on the same loop."""
+    """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
     def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
         self.local_rank = local_rank
         self.ranks = tuple(range(memory.size))
-        self.cores = min(2, memory.size)
+        self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
         self._control_blocks: dict[int, ControlBlock] = {}
-        self._waiting: dict[asyncio.Future[None], Callable[[], str]] = {}
+        self._asleep: dict[asyncio.Future[None], Callable[[], str]] = {}
         self._turns = TurnQueue()
 
     def allocate(self, nbytes: int) -> int:
@@ -99,7 +99,7 @@ class InprocArena:
             if raw.nbytes != size:
                 raise UsageError(f"control block {context:x} has {raw.nbytes} bytes at another rank, and {size} here")
             self._control_blocks[context] = ControlBlock(
-                raw.data, self._memory.size, _Alone(), self._memory, created=created, interleaved=True
+                raw.data, self._memory.size, _NoLock(), self._memory, created=created, interleaved=True
             )
         return self._control_blocks[context]
 
@@ -107,7 +107,7 @@ class InprocArena:
         return asyncio.get_running_loop().time()
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, yielding: bool = False
+        self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
         await asyncio.sleep(self._pause_s())
         while True:
@@ -116,19 +116,19 @@ class InprocArena:
                 if wait.ready():
                     return
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
-            await self._rung(what)
+            await self._own_ring(describe)
 
-    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        await self._turns.wait(turn, check, what)
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        await self._turns.wait(turn, check, describe)
 
-    async def _rung(self, what: Callable[[], str]) -> None:
+    async def _own_ring(self, describe: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
         self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set()).add(future)
-        self._waiting[future] = what
+        self._asleep[future] = describe
         try:
             await future
         finally:
-            del self._waiting[future]
+            del self._asleep[future]
             self._memory.waiters.get(self.local_rank * DOORBELLS, set()).discard(future)
 
     def recheck(self) -> None:
@@ -139,7 +139,7 @@ class InprocArena:
         self.recheck()
 
     def waiting(self) -> list[str]:
-        return [what() for what in self._waiting.values()] + self._turns.waiting()
+        return [describe() for describe in self._asleep.values()] + self._turns.waiting()
 
     def close(self) -> None:
         self._control_blocks.clear()
