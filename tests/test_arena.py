@@ -624,7 +624,7 @@ def test_unauthenticated_are_turned_away(folder, caplog, message):
                 connection.send(message)
         second = pool.submit(fd_passing.join, folder, 11, ranks)
         check_joined([first.result(), second.result()])
-    assert "turned a stranger away" in caplog.text
+    assert "rejected an unauthenticated connection" in caplog.text
 
 
 def test_other_users_are_turned_away(folder, caplog, monkeypatch):
@@ -646,14 +646,14 @@ def test_other_users_are_turned_away(folder, caplog, monkeypatch):
 
 def test_a_rank_that_goes_away_meanwhile(folder, monkeypatch):
     """All others are told who it was."""
-    send = fd_passing._Line.send
+    send = fd_passing._Link.send
 
     def send_and_leave(line, message, descriptors=()):
         send(line, message, descriptors)
         if isinstance(message, list) and message[3:4] == [11]:
             raise OSError("killed")
 
-    monkeypatch.setattr(fd_passing._Line, "send", send_and_leave)
+    monkeypatch.setattr(fd_passing._Link, "send", send_and_leave)
     first, gone, third = join_all(folder, 3)
     assert isinstance(gone, PeerLostError)
     with pytest.raises(PeerLostError, match="rank 11 is gone: it closed its connection"):
@@ -673,13 +673,13 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
 
 def test_too_few_files(folder, monkeypatch):
     """The kernel leaves out the descriptors that a process may not have."""
-    receive = fd_passing._Line.receive
+    receive = fd_passing._Link.receive
 
     def receive_less(line, check, descriptors_max=0):
         message, descriptors = receive(line, check, descriptors_max)
         return message, descriptors[:3]
 
-    monkeypatch.setattr(fd_passing._Line, "receive", receive_less)
+    monkeypatch.setattr(fd_passing._Link, "receive", receive_less)
     with pytest.raises(ArenaUnavailable, match="may not have 6 more files open: raise the limit"):
         raise all_alike(join_all(folder, 2), ArenaUnavailable)
 
