@@ -172,7 +172,7 @@ PROGRAMS = {
 def be_rank(case, rank, folder):
     os.environ["RANK"] = str(rank)
     os.environ.update(case.get("env", {}))
-    joining._SPEAK_S = 0.2
+    joining._FIRST_WARNING_S = 0.2
     if "files" in case:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes

@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll import forks
 from asyncoll.errors import UsageError
-from asyncoll.transport.addresses import forget, prepare, user_behind
+from asyncoll.transport.addresses import prepare, remove_socket, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.authentication import Authenticator, UnauthenticatedPeers
 from asyncoll.transport.messages.curve import authenticator, protect_client, protect_server
@@ -244,7 +244,7 @@ class ServerSocket(_Socket):
             self._loop.remove_reader(self._authenticator.fileno())
             self._authenticator.close()
         if self.url and not self._is_closed:
-            forget(self.url)
+            remove_socket(self.url)
         super().close()
 
     def abandon(self, parent: int) -> None:

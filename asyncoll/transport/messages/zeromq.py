@@ -31,7 +31,7 @@ import zmq
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
-from asyncoll.transport.addresses import check_path, refuses
+from asyncoll.transport.addresses import check_path, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
@@ -308,7 +308,7 @@ class ZeroMQTransport:
     def _refused(self, rank: int, address: str) -> None:
         """A connection could not be made. ZeroMQ does not say why, and tries again."""
         peer = self._peers[rank]
-        if self.are_bound and not peer.stands and not peer.connected.done() and refuses(address):
+        if self.are_bound and not peer.stands and not peer.connected.done() and refuses_connections(address):
             peer.connected.set_exception(PeerLostError(rank, f"its process has ended: {address} refuses connections"))
             peer.connected.exception()  # mark it as seen: whoever waits may have given up
 
