@@ -303,9 +303,9 @@ def test_random_and_damaged_bytes_are_read_or_refused():
 def test_unauthenticated_peers_cannot_fill_the_log(caplog):
     unauthenticated = UnauthenticatedPeers("rank 3")
     for _ in range(10_000):
-        unauthenticated.tell("did something")
+        unauthenticated.log("did something")
     assert len(caplog.records) == 14
-    assert caplog.messages[-1] == "rank 3 did something; that was stranger number 8192"
+    assert caplog.messages[-1] == "rank 3 did something (unauthenticated peer number 8192)"
 
 
 @contextlib.contextmanager
@@ -368,7 +368,7 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-NO_KEY, STRANGE = "it has not this job's key", "it does not speak as a rank"
+NO_KEY, STRANGE = "it does not have this job's key", "it does not speak the protocol"
 
 
 def own_address(transport):
@@ -386,7 +386,7 @@ def introduced(dealer, transport, key, encrypted):
 @pytest.mark.parametrize("world", WORLDS)
 def test_who_has_not_the_key_is_turned_away(attacked, caplog, world, theirs):
     asked = (world, theirs) in (("plain", "plain"), ("encrypted", "a key pair of their own"))
-    reason = NO_KEY if asked else "turned a stranger away"  # others are told of before anybody is asked, or go away
+    reason = NO_KEY if asked else "rejected a connection"  # others are told of before anybody is asked, or go away
 
     async def attack(transport):
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -486,7 +486,7 @@ def test_random_bytes_end_their_connection(attacked, caplog, world):
             for length in (0, 1, 10, 100, 10_000):
                 start = (greeting + mechanism.ljust(20, b"\0") + bytes(32)) if mechanism else b""
                 await say(own_address(transport), start + draw.bytes(length), then_end=True)
-        await until(lambda: "that was stranger number 8" in caplog.text)  # not each of them is told of
+        await until(lambda: "unauthenticated peer number 8" in caplog.text)  # not each of them is told of
 
     attacked(world, attack)
 
@@ -516,7 +516,7 @@ def test_a_message_that_is_cut_off_is_none(attacked, caplog):
                 stranger.sendall(message)
         with connection(transport, b"another") as stranger:  # what it says is told after all that
             stranger.sendall(b"\x00\x03abc")
-            await until(lambda: "dropped a message from a stranger (1 frames)" in caplog.text)
+            await until(lambda: "dropped a message from an unauthenticated peer (1 frames)" in caplog.text)
 
     attacked("zmq", attack)
     assert caplog.text.count("dropped") == 1
@@ -565,7 +565,7 @@ async def crowd(transport, count):
 def test_a_crowd_of_unauthenticated_peers_stops_nobody(attacked, caplog, world, few_files, monkeypatch):
     # A rank that takes longer is told of too, and comes again; the reason waited for is the crowd's alone.
     monkeypatch.setattr(connection_policy, "_HANDSHAKE_MS", 100 if few_files else 1000)
-    reason = "no more files may be open" if few_files else "that was stranger number 64"
+    reason = "may not open more files" if few_files else "unauthenticated peer number 64"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def attack(transport):
@@ -604,7 +604,7 @@ def test_processes_of_another_user_are_turned_away(attacked, caplog):
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = await process.communicate()
         assert out == b"b''\n" or b"ConnectionResetError" in err, err
-        await until(lambda: "it is of another user" in caplog.text)
+        await until(lambda: "it belongs to another user" in caplog.text)
 
     attacked("folder", attack)
 

@@ -84,7 +84,7 @@ def test_payloads_beside_messages(loop, threshold, monkeypatch):
 
 @pytest.mark.slow
 def test_who_has_lost_its_connection_for_payloads_is_lost(monkeypatch):
-    monkeypatch.setattr(split, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(split, "_LEAVING_S", 0.0)
 
     async def main():
         with in_two_streams(2) as transports:
