@@ -390,7 +390,7 @@ class ClientSocket(_Socket):
             self._heartbeat = Heartbeat(dealer, self._url, FREEZE_S, alive, self._silent)
 
     def _silent(self) -> None:
-        """Handle the end of the heartbeat, a moment later: a process that has died is reported by its connection first."""
+        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
         self._loop.call_later(_IN_FLIGHT_S, self._lose, silence_cause(FREEZE_S))
 
     def _handle_event(self, event: int, value: int) -> None:

@@ -347,7 +347,7 @@ class ZeroMQTransport:
         self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
     def _silent(self, peer: _Peer) -> None:
-        """Handle the end of the heartbeat, a moment later: a process that has died is reported by its connection first."""
+        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
         self._loop.call_later(2 * _IN_FLIGHT_S, self._lose, peer, silence_cause(self._freeze_s), self._freeze_s)
 
     def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
