@@ -764,7 +764,7 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     async def main(world):
         with world.carriers[1]._inbox.control_block as control_block:
             control_block.cells[word] = tail
-        with pytest.raises(ProtocolError, match="an inbox from"):
+        with pytest.raises(ProtocolError, match="the inbox is corrupt"):
             await world.carriers[0].send(1, b"")
         if word == TAIL:
             world.open(1)

@@ -340,7 +340,7 @@ WORLDS = {"plain": partial(over_tcp, encrypted=False), "encrypted": partial(over
 
 @pytest.fixture
 def attacked(monkeypatch, caplog):
-    """Run a world of three ranks in which rank 0 awaits `attack(transport of rank 1)`, and check that it still works."""
+    """Run a world of three ranks in which rank 0 awaits `attack(transport of rank 1)`; then check that it works."""
     caplog.set_level(logging.WARNING, "asyncoll")
     more = {**WORLDS, "two streams": in_two_streams, "folder": in_an_open_folder}
     for name, world in more.items():

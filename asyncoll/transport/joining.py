@@ -60,12 +60,12 @@ class Joining:
         """Make the next `check` raise ClosedError. May be called in any thread."""
         self._cancelled = True
 
-    def check(self, missing: Callable[[], Sequence[int]], what: str, *, is_told: bool = False) -> None:
+    def check(self, missing: Callable[[], Sequence[int]], reason: str, *, is_told: bool = False) -> None:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
-        Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks, and `what` says what
-        they have not done yet. With `is_told`, another rank will send the outcome, so this rank waits a little longer
-        than the limit: then the error of that rank, which knows more, comes first.
+        Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks. `reason` is the step
+        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this rank waits
+        a little longer than the limit: then the error of that rank, which knows more, comes first.
 
         Raises PeerLostError if a rank has died, ClosedError after `cancel`, and DeadlineError if the time is over. The
         DeadlineError names no rank if `missing` is empty by then: all ranks have come, and one of them has stopped.
@@ -76,13 +76,13 @@ class Joining:
             if is_gone(pid):
                 raise PeerLostError(rank, f"its process (pid {pid}) ended before all ranks had joined")
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
-            raise self._overdue(missing(), what)
+            raise self._overdue(missing(), reason)
         if _now_s() >= self._warns_at_s:
             self._warns_at_s = _now_s() + (_now_s() - self._began_s)
             if ranks := missing():  # they may have come since the caller looked
-                logger.warning("rank %d: %s", self._rank, self._describe(ranks, what))
+                logger.warning("rank %d: %s", self._rank, self._describe(ranks, reason))
 
-    def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], what: str) -> T:
+    def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], reason: str) -> T:
         """Call `operation`, which blocks, in a thread of its own, and return its result.
 
         Raises the exceptions of `operation` and of `check`. If `check` raises, the thread goes on as a daemon: nothing
@@ -102,33 +102,33 @@ class Joining:
         while thread.is_alive():
             thread.join(self.pause_s)
             if thread.is_alive():
-                self.check(missing, what)
+                self.check(missing, reason)
         if errors:
             raise errors[0]
         return results[0]
 
-    async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], what: str) -> T:
+    async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], reason: str) -> T:
         """Await `work` and return its result. If `check` raises or this is cancelled, `work` is cancelled first."""
         task = asyncio.get_running_loop().create_task(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=self.pause_s)
                 if not task.done():
-                    self.check(missing, what)
+                    self.check(missing, reason)
             return task.result()
         finally:
             task.cancel()
             with contextlib.suppress(BaseException):
                 await asyncio.wait([task])
 
-    def _overdue(self, missing: Sequence[int], what: str) -> DeadlineError:
+    def _overdue(self, missing: Sequence[int], reason: str) -> DeadlineError:
         arrived = tuple(rank for rank in range(self._size) if rank not in missing)
-        return DeadlineError(self._describe(missing, what), arrived, tuple(missing))
+        return DeadlineError(self._describe(missing, reason), arrived, tuple(missing))
 
-    def _describe(self, missing: Sequence[int], what: str) -> str:
+    def _describe(self, missing: Sequence[int], reason: str) -> str:
         ranks = f"missing: rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
         status = ranks if missing else "all ranks have come, but one of them does not go on"
-        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {status} ({what})"
+        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {status} ({reason})"
 
     def _waited_s(self) -> float:
         return _now_s() - self._began_s

@@ -118,7 +118,7 @@ class HostArena:
             try:
                 offset = self._heap.allocate(nbytes)
             except MemoryError:
-                why = f"a rank's segment of it has {mib(self._capacity)}, or not so much in a row"
+                why = f"a rank's segment of it has {mib(self._capacity)}, or no free block of that size"
                 raise too_much(nbytes, why) from None
             extent = self._heap.extent(offset)
         address = offset + self.local_rank * self._capacity

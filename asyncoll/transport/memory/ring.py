@@ -65,7 +65,7 @@ class Inbox:
         cells = self._cells
         tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
-            raise ProtocolError(f"an inbox from {head} to {tail}")
+            raise ProtocolError(f"the inbox is corrupt: its head is {head} and its tail {tail}")
         if not self.has_room(len(raw)):
             return None
         start, size = tail % RING_BYTES, _aligned(len(raw))
@@ -103,7 +103,7 @@ class Inbox:
         with self.control_block as control_block:
             tail = control_block.cells[_TAIL]
         if not self._read <= tail <= self._read + RING_BYTES or tail % _ALIGNMENT:
-            raise ProtocolError(f"an inbox from {self._read} to {tail}")
+            raise ProtocolError(f"the inbox is corrupt: its head is {self._read} and its tail {tail}")
         messages: list[Message] = []
         while self._read < tail and len(messages) < at_most:
             start = self._read % RING_BYTES
@@ -127,10 +127,10 @@ class Inbox:
         The copy matters: a malicious writer may still change the header in the ring after these checks.
         """
         if not 0 <= source < len(self._ranks):
-            raise ProtocolError(f"a message from local rank {source} of {len(self._ranks)}")
+            raise ProtocolError(f"a message names sender {source}, and this host has {len(self._ranks)} ranks")
         inline = 0 if address else nbytes
         if size % _ALIGNMENT or size > most or min(head, arrays, nbytes) < 0 or _HEADER.size + head + inline > size:
-            text = f"a message of {size} bytes, with {head} and {inline} in it, where {most} are"
+            text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {most} bytes remain"
             raise ProtocolError(text, self._ranks[source])
         start += _HEADER.size
         middle = start + head
