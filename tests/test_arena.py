@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of a host: the contract, the lock, what it costs the host, and how ranks join."""
+"""Shared memory between the ranks of a host: the contract, the lock, the memory of the host, and joining."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 SCRIPT = Path(__file__).parent / "scripts" / "shares.py"
 MIB = 1 << 20
-BOTH = pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
+BOTH_LOOPS = pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
 
 
 @pytest.fixture
@@ -51,30 +51,30 @@ def two():
 # -- the contract ---------------------------------------------------------------------------------
 
 
-@BOTH
-def test_between_processes(loop):
+@BOTH_LOOPS
+def test_the_contract_between_processes(loop):
     check_arena(local_world, loop)
 
 
-@BOTH
-def test_without_cores_to_look_from(loop, monkeypatch):
-    monkeypatch.setattr(arena_module, "_LOOKS", 0)
-    monkeypatch.setattr(arena_module, "_LOOKS_WITHOUT_CORES", 0)
+@BOTH_LOOPS
+def test_the_contract_without_polling(loop, monkeypatch):
+    monkeypatch.setattr(arena_module, "_POLLS", 0)
+    monkeypatch.setattr(arena_module, "_POLLS_OVERSUBSCRIBED", 0)
     check_arena(local_world, loop)
 
 
-def test_without_memfd(monkeypatch):
+def test_the_contract_without_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     check_arena(local_world)
 
 
 @pytest.mark.parametrize("loop", [*LOOPS, VirtualTimeLoop], ids=["asyncio", "uvloop", "virtual"])
-def test_in_one_process(loop):
+def test_the_contract_in_one_process(loop):
     check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)), loop)
 
 
 class Copying(inproc.InprocArena):
-    """Nobody sees what it writes: the contract must notice."""
+    """Its views are copies, so no rank sees its writes."""
 
     def view(self, address, nbytes):
         return super().view(address, nbytes).copy()
@@ -92,7 +92,7 @@ def test_the_contract_notices_a_broken_promise(monkeypatch):
 def make_lock(ranks=(5, 6)):
     memory = memoryview(bytearray(MUTEX_BYTES))
     RobustMutex.initialize(memory)
-    return [RobustMutex(memory, place, ranks) for place in range(len(ranks))]
+    return [RobustMutex(memory, local_rank, ranks) for local_rank in range(len(ranks))]
 
 
 def in_a_thread(function, *args):
@@ -119,16 +119,16 @@ def test_the_lock_excludes_and_waits():
         assert seen.pop() == "other"
 
 
-def test_a_thread_that_takes_the_lock_twice_is_told():
+def test_a_thread_that_locks_twice_gets_an_error():
     lock, _ = make_lock()
     lock.acquire()
     with pytest.raises(PeerLostError, match="an exception interrupted it"):
         lock.acquire()
 
 
-def test_nobody_ever_gets_the_lock_of_an_owner_that_has_died():
+def test_the_lock_of_a_dead_owner_always_raises():
     mine, other = make_lock()
-    in_a_thread(other.acquire).join()  # to the kernel, a thread that ends is an owner that dies
+    in_a_thread(other.acquire).join()  # for a robust mutex, a thread that ends is an owner that dies
     for lock in (mine, other, mine, mine):
         with pytest.raises(
             PeerLostError, match="rank 6 is gone: it died while it was changing shared memory"
@@ -148,7 +148,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_stopped_owner_is_told_of_it():
+def test_waiting_for_a_stopped_owner_raises():
     descriptor = os.memfd_create("lock")
     os.truncate(descriptor, mmap.PAGESIZE)
     view = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE))[:MUTEX_BYTES]
@@ -172,29 +172,29 @@ def held(arena):
     return os.fstat(arena._memory).st_blocks * 512
 
 
-def test_memory_goes_back_to_the_host(two):
+def test_freed_memory_returns_to_the_host(two):
     arena, _ = two
     before = held(arena)
     address = arena.allocate(64 * MIB + 1)
-    assert held(arena) > before + 64 * MIB, "it is all there before anybody touches it"
+    assert held(arena) > before + 64 * MIB, "the pages exist before the first access"
     arena.free(address)
-    assert held(arena) < before + 8 * MIB, "but for what huge pages leave at the edges"
+    assert held(arena) < before + 8 * MIB, "huge pages at the edges may remain"
 
 
-def test_a_block_that_is_freed_is_used_again(two):
+def test_a_freed_block_is_used_again(two):
     arena, _ = two
     address = arena.allocate(1000)
     arena.free(address)
     assert arena.allocate(900) == address
 
 
-def test_nobody_can_cut_the_memory_of_others(two):
+def test_a_segment_cannot_be_resized(two):
     for size in (0, 1 << 50):
         with pytest.raises(PermissionError):
             os.ftruncate(two[0]._memory, size)
 
 
-def test_only_ones_own_part_is_located(two):
+def test_only_the_own_segment_is_located(two):
     mine, other = two
     address = other.allocate(100)
     assert mine.locate(mine.view(address, 100)) is None
@@ -238,8 +238,8 @@ def test_more_than_the_kernel_gives_is_refused(two, monkeypatch):
     assert two[0].allocate(64) == before + 64
 
 
-def test_more_than_a_part_holds_is_refused(two, monkeypatch):
-    monkeypatch.setattr(pages, "_left", lambda: (1 << 60, "a dream"))
+def test_more_than_a_segment_holds_is_refused(two, monkeypatch):
+    monkeypatch.setattr(pages, "_left", lambda: (1 << 60, "a host without limits"))
     with pytest.raises(UsageError, match="a rank's segment"):
         two[0].allocate(1 << 50)
 
@@ -256,7 +256,7 @@ def test_more_than_a_part_holds_is_refused(two, monkeypatch):
     ],
     ids=["v2", "v1"],
 )
-def test_what_control_groups_leave(tmp_path, line, folder, names):
+def test_the_memory_left_in_control_groups(tmp_path, line, folder, names):
     """The innermost has 1000 and uses 600, of which 150 are cached files; the one around it has no limit."""
     limit, usage, inactive, active = names
     for group, most in ((tmp_path / folder, "1000"), ((tmp_path / folder).parent, "max")):
@@ -270,17 +270,17 @@ def test_what_control_groups_leave(tmp_path, line, folder, names):
     assert left == [(550, f"the control group {tmp_path / folder}")]
 
 
-# -- control blocks ---------------------------------------------------------------------------------------
+# -- control blocks ---------------------------------------------------------------------------
 
 
-def test_a_control_block_of_another_size(two):
+def test_a_control_block_of_another_size_is_refused(two):
     two[0].control_block(1, 4)
     for arena in two:
         with pytest.raises(ProtocolError, match="control block 1 has 4 cells, and not 5"):
             arena.control_block(1, 5)
 
 
-def test_control_blocks_run_out(two, monkeypatch):
+def test_the_number_of_control_blocks_is_limited(two, monkeypatch):
     monkeypatch.setattr(arena_module, "_CONTROL_BLOCKS_MAX", 2)
     two[0].control_block(1, 1)
     two[1].control_block(2, 1)
@@ -294,7 +294,7 @@ def test_control_blocks_run_out(two, monkeypatch):
 
 
 def never():
-    raise AssertionError("there was no alarm")
+    raise AssertionError("there was no recheck")
 
 
 def until(arena, control_block, value):
@@ -312,8 +312,8 @@ async def asleep(arena, *names):
         await asyncio.sleep(0)
 
 
-def test_callers_come_and_go_with_their_loops(two):
-    """Each `asyncio.run` is another loop, and one that is gone rings for nobody."""
+def test_waits_work_on_one_loop_after_another(two):
+    """Each `run` makes a loop and closes it."""
     mine, other = (arena.control_block(1, 1) for arena in two)
 
     async def caller(value):
@@ -328,9 +328,9 @@ def test_callers_come_and_go_with_their_loops(two):
     assert not two[0].waiting()
 
 
-@BOTH
+@BOTH_LOOPS
 def test_several_loops_wait_at_once(two, loop):
-    """The runtime's and two callers', in a thread each; two doorbells wake all of them."""
+    """The runtime's loop and those of two callers, each in its own thread, share two doorbells."""
     mine, other = (arena.control_block(1, 1) for arena in two)
     runtime = loop()
     two[0].runtime_loop = runtime
@@ -352,8 +352,8 @@ def test_several_loops_wait_at_once(two, loop):
     assert two[0].waiting() == []
 
 
-@BOTH
-def test_a_closed_loop_breaks_nothing(two, loop):
+@BOTH_LOOPS
+def test_a_closed_loop_does_not_affect_other_waiters(two, loop):
     mine, other = (arena.control_block(1, 1) for arena in two)
     abandoned = loop()
     waiter = until(two[0], mine, 1)
@@ -374,8 +374,8 @@ def test_a_closed_loop_breaks_nothing(two, loop):
     assert two[0].waiting() == []
 
 
-def test_an_alarm_reaches_every_loop(two):
-    """From a thread that has none."""
+def test_a_recheck_reaches_every_loop(two):
+    """Even from a thread without a loop."""
     mine, _ = (arena.control_block(1, 1) for arena in two)
     stopped = []
 
@@ -395,7 +395,7 @@ def test_an_alarm_reaches_every_loop(two):
     threads = [in_a_thread(run, loop) for loop in loops]
     asyncio.run(asleep(two[0], "", ""))
     stopped.append(True)
-    two[0].alarm()
+    two[0].recheck()
     for thread in threads:
         thread.join()
 
@@ -405,7 +405,7 @@ def test_an_alarm_reaches_every_loop(two):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of the ranks of a host; nothing is left in it."""
+    """The private folder of a host. It must be empty after the test."""
     private = tmp_path / "f"
     private.mkdir(0o700)
     yield private
@@ -413,8 +413,8 @@ def folder(tmp_path):
 
 
 def join_all(folder, size):
-    """What becomes of each rank, as threads of this process: an arena or an error."""
-    ranks = tuple(range(10, 10 + size))  # of the world: not places
+    """Join `size` ranks in threads of this process. Returns the arena or the error of each."""
+    ranks = tuple(range(10, 10 + size))  # of the world: not local ranks
 
     def join(rank):
         try:
@@ -438,7 +438,7 @@ def check_joined(outcomes):
         address = outcomes[-1].allocate(10)
         outcomes[-1].view(address, 10)[:] = 3
         assert {int(arena.view(address, 10).sum()) for arena in outcomes} == {30}
-        assert [arena.place for arena in outcomes] == list(range(len(outcomes)))
+        assert [arena.local_rank for arena in outcomes] == list(range(len(outcomes)))
         add_one(outcomes[-1].control_block(1, 1))
         assert {arena.control_block(1, 1).cells[0] for arena in outcomes} == {1}
     finally:
@@ -449,7 +449,7 @@ def check_joined(outcomes):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes a rank introduce itself as something else."""
+    """Replace fields of the hello of one rank."""
 
     def pretend(rank, **fields):
         introduce = fd_passing._introduce
@@ -465,7 +465,7 @@ def pretend(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_ranks_join(folder, size, monkeypatch):
-    monkeypatch.setattr(fd_passing, "_BATCH", 4)  # several messages, and the last one is not full
+    monkeypatch.setattr(fd_passing, "_BATCH", 4)  # several messages of descriptors, the last one not full
     check_joined(join_all(folder, size))
 
 
@@ -487,62 +487,62 @@ def test_ranks_join_without_memfd(folder, monkeypatch):
     ],
     ids=["version", "layout", "kernel", "size", "failure", "nothing"],
 )
-def test_one_rank_that_cannot_share(folder, pretend, rank, fields, reason):
+def test_no_rank_shares_memory_if_one_cannot(folder, pretend, rank, fields, reason):
     pretend(rank, **fields)
     with pytest.raises(ArenaUnavailable, match=reason):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
 
 def damage(change):
-    """A part that something has been done to before it is handed over."""
+    """Return a `make_segment` that applies `change` to the segment of local rank 1."""
 
-    def make(place, capacity):
-        part = make_segment(place, capacity)
-        if place == 1:
-            change(part)
-        return part
+    def make(local_rank, capacity):
+        segment = make_segment(local_rank, capacity)
+        if local_rank == 1:
+            change(segment)
+        return segment
 
     return make
 
 
-def unsealed(part):
+def unsealed(segment):
     descriptor = os.memfd_create("asyncoll", os.MFD_CLOEXEC)
-    os.truncate(descriptor, os.fstat(part.memory).st_size)
-    os.dup2(descriptor, part.memory, inheritable=False)
+    os.truncate(descriptor, os.fstat(segment.memory).st_size)
+    os.dup2(descriptor, segment.memory, inheritable=False)
     os.close(descriptor)
 
 
-def small(part):
-    unsealed(part)
-    os.truncate(part.memory, 4096)
+def small(segment):
+    unsealed(segment)
+    os.truncate(segment.memory, 4096)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda part: os.pwrite(part.memory, b"?", 3), "rank 10 cannot use the memory of rank 11: its header is"),
-        (lambda part: os.pwrite(part.memory, b"\2", 8), "its header is"),
+        (lambda segment: os.pwrite(segment.memory, b"?", 3), "rank 10 cannot use the memory of rank 11: its header is"),
+        (lambda segment: os.pwrite(segment.memory, b"\2", 8), "its header is"),
         (unsealed, "its size is not sealed"),
         (small, "it has 4096 bytes, and not"),
     ],
     ids=["magic", "layout", "unsealed", "small"],
 )
-def test_memory_that_is_not_what_it_should_be(folder, monkeypatch, change, reason):
+def test_a_malformed_segment_is_rejected(folder, monkeypatch, change, reason):
     monkeypatch.setattr(fd_passing, "make_segment", damage(change))
     with pytest.raises(ArenaUnavailable, match=reason):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, place):
+@pytest.mark.parametrize("local_rank", [0, 2])
+def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, local_rank):
     class Cramped(HostArena):
         def __init__(self, mine, ranks, parts):
-            if mine == place:
+            if mine == local_rank:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
             super().__init__(mine, ranks, parts)
 
     monkeypatch.setattr(fd_passing, "HostArena", Cramped)
-    with pytest.raises(ArenaUnavailable, match=f"rank {10 + place} cannot map .* Cannot allocate memory"):
+    with pytest.raises(ArenaUnavailable, match=f"rank {10 + local_rank} cannot map .* Cannot allocate memory"):
         raise all_alike(join_all(folder, 3), ArenaUnavailable)
 
 
@@ -555,8 +555,8 @@ def test_a_host_that_cannot_share(folder, monkeypatch):
         raise all_alike(join_all(folder, 2), ArenaUnavailable)
 
 
-def test_a_rank_that_does_not_come(folder, monkeypatch):
-    """The clock stands still until the third rank is there, and then all time is over."""
+def test_missing_ranks_are_named_at_the_time_limit(folder, monkeypatch):
+    """A fake clock stands still until the third rank has come, and then jumps beyond the limit."""
     clock = [0]
     greet = fd_passing._greet
 
@@ -575,7 +575,7 @@ def test_a_rank_that_does_not_come(folder, monkeypatch):
     assert raised.value.missing == (1, 3)
 
 
-def test_a_first_rank_that_does_not_come(folder):
+def test_a_missing_first_rank_is_named(folder):
     with pytest.raises(DeadlineError, match="missing: rank 0 "):
         fd_passing.join(folder, 1, (0, 1), Joining(1, 2, 0.0))
 
@@ -590,8 +590,8 @@ def test_a_first_rank_that_died_while_it_listened(folder):
 
 
 @contextlib.contextmanager
-def visitor(folder):
-    """Connects as soon as the first rank listens, before anybody else does."""
+def early_connection(folder):
+    """A connection to the first rank as soon as it listens, before the other ranks connect."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:
             with contextlib.suppress(OSError):
@@ -615,52 +615,52 @@ UNAUTHENTICATED = {
 
 
 @pytest.mark.parametrize("message", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED)
-def test_unauthenticated_are_turned_away(folder, caplog, message):
+def test_unauthenticated_connections_are_rejected(folder, caplog, message):
     ranks = (10, 11)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
         first = pool.submit(fd_passing.join, folder, 10, ranks)
-        with visitor(folder) as connection:
+        with early_connection(folder) as connection:
             if message:
                 connection.send(message)
         second = pool.submit(fd_passing.join, folder, 11, ranks)
         check_joined([first.result(), second.result()])
-    assert "turned a stranger away" in caplog.text
+    assert "rejected an unauthenticated connection" in caplog.text
 
 
-def test_other_users_are_turned_away(folder, caplog, monkeypatch):
+def test_connections_of_other_users_are_rejected(folder, caplog, monkeypatch):
     asked = []
 
-    def uid(line):
-        asked.append(line)
+    def uid(link):
+        asked.append(link)
         return os.getuid() + (len(asked) == 1)
 
     monkeypatch.setattr(fd_passing, "user_of", uid)
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "asyncoll"):
         first = pool.submit(fd_passing.join, folder, 10, (10, 11))
-        with visitor(folder) as connection:
-            assert connection.recv(1) == b"", "it is told nothing"
+        with early_connection(folder) as connection:
+            assert connection.recv(1) == b"", "it gets no data"
         second = pool.submit(fd_passing.join, folder, 11, (10, 11))
         check_joined([first.result(), second.result()])
     assert f"a process of user {os.getuid() + 1}" in caplog.text
 
 
-def test_a_rank_that_goes_away_meanwhile(folder, monkeypatch):
-    """All others are told who it was."""
-    send = fd_passing._Line.send
+def test_a_rank_that_ends_while_it_joins_is_reported_to_all(folder, monkeypatch):
+    """The error of all other ranks names it."""
+    send = fd_passing._Link.send
 
-    def send_and_leave(line, message, descriptors=()):
-        send(line, message, descriptors)
+    def send_and_leave(link, message, descriptors=()):
+        send(link, message, descriptors)
         if isinstance(message, list) and message[3:4] == [11]:
             raise OSError("killed")
 
-    monkeypatch.setattr(fd_passing._Line, "send", send_and_leave)
+    monkeypatch.setattr(fd_passing._Link, "send", send_and_leave)
     first, gone, third = join_all(folder, 3)
     assert isinstance(gone, PeerLostError)
     with pytest.raises(PeerLostError, match="rank 11 is gone: it closed its connection"):
         raise all_alike([first, third], PeerLostError)
 
 
-def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
+def test_a_first_rank_that_ends_while_it_joins_is_reported(folder, monkeypatch):
     def leave(*_):
         raise MemoryError
 
@@ -671,20 +671,20 @@ def test_a_first_rank_that_goes_away_meanwhile(folder, monkeypatch):
         raise second
 
 
-def test_too_few_files(folder, monkeypatch):
-    """The kernel leaves out the descriptors that a process may not have."""
-    receive = fd_passing._Line.receive
+def test_the_limit_of_open_files_is_reported(folder, monkeypatch):
+    """The kernel drops received descriptors above the limit of the process."""
+    receive = fd_passing._Link.receive
 
-    def receive_less(line, check, descriptors_max=0):
-        message, descriptors = receive(line, check, descriptors_max)
+    def receive_less(link, check, descriptors_max=0):
+        message, descriptors = receive(link, check, descriptors_max)
         return message, descriptors[:3]
 
-    monkeypatch.setattr(fd_passing._Line, "receive", receive_less)
+    monkeypatch.setattr(fd_passing._Link, "receive", receive_less)
     with pytest.raises(ArenaUnavailable, match="may not have 6 more files open: raise the limit"):
         raise all_alike(join_all(folder, 2), ArenaUnavailable)
 
 
-def test_a_path_that_is_too_long(tmp_path):
+def test_a_path_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
         fd_passing.join(tmp_path / ("x" * 100), 0, (0, 1))
 
@@ -693,7 +693,7 @@ def test_a_path_that_is_too_long(tmp_path):
 
 
 def run_ranks(folder, size, what):
-    """What each of the ranks, as processes, has printed, and how it ended."""
+    """Run the ranks as processes. Returns the exit status, output and errors of each."""
     command = [sys.executable, "-X", "dev", "-W", "error", str(SCRIPT), str(folder)]
     with contextlib.ExitStack() as stack:
         processes = []

@@ -1,4 +1,4 @@
-"""The allocator of shared memory: no two blocks overlap, and everything comes back."""
+"""The allocator of a segment: blocks never overlap, and freed blocks can be allocated again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PAGE = 4096
 START, END = PAGE, 40 * PAGE
 
 
-class BlockTable(RuleBasedStateMachine):
-    """A heap, beside a plain list of what is in use."""
+class HeapMachine(RuleBasedStateMachine):
+    """Compares a heap with a plain list of the blocks in use."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class BlockTable(RuleBasedStateMachine):
         try:
             offset = self.heap.allocate(nbytes)
         except MemoryError:
-            assert self.largest_gap() < nbytes + 2 * PAGE, "there was room, however it had to be aligned"
+            assert self.largest_gap() < nbytes + 2 * PAGE, "a free extent was large enough, with alignment"
             return
         assert self.heap.extent(offset) >= nbytes
         self.blocks.append((offset, self.heap.extent(offset)))
@@ -50,17 +50,17 @@ class BlockTable(RuleBasedStateMachine):
     def teardown(self):
         for offset, _ in self.blocks:
             self.heap.free(offset)
-        assert self.heap.allocate(END - START) == START, "all of it is one block again"
+        assert self.heap.allocate(END - START) == START, "all free extents are merged"
 
     def largest_gap(self):
         edges = [START, *(edge for offset, nbytes in sorted(self.blocks) for edge in (offset, offset + nbytes)), END]
         return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-test_heap = BlockTable.TestCase
+test_heap = HeapMachine.TestCase
 
 
-def test_what_is_not_in_use_cannot_be_freed():
+def test_a_block_cannot_be_freed_twice():
     heap = Heap(START, END, PAGE)
     offset = heap.allocate(10)
     heap.free(offset)

@@ -381,8 +381,8 @@ def test_whoever_receives_without_end_lets_others_have_turns():
 
 def test_a_reader_that_looks_lets_its_loop_turn(monkeypatch):
     """It looks for ever here, and the others, without whom it would see nothing, go on."""
-    monkeypatch.setattr(arena_module, "_TURNS_S", 1e9)
-    monkeypatch.setattr(arena_module, "_TURNS_S_WITHOUT_CORES", 1e9)
+    monkeypatch.setattr(arena_module, "_YIELDING_POLL_S", 1e9)
+    monkeypatch.setattr(arena_module, "_YIELDING_POLL_S_OVERSUBSCRIBED", 1e9)
     monkeypatch.setattr(arena_module, "_SLICE_S", 1e9)
 
     async def main(world):
@@ -625,7 +625,7 @@ def test_waiting_senders_and_readers_hear_of_the_worlds_failure(run, small):
         sending = [asyncio.create_task(send(nbytes)) for nbytes in (10, 2000)]
         await until(lambda: len(world.arenas[0].waiting()) == 2)
         failure.append(PeerLostError(1, "it was killed"))
-        world.arenas[0].alarm()
+        world.arenas[0].recheck()
         results = await asyncio.gather(*sending, return_exceptions=True)
         assert [getattr(result, "rank", None) for result in results] == [1, 1]
         await until(world.carriers[0]._reader.done)
@@ -764,7 +764,7 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     async def main(world):
         with world.carriers[1]._inbox.control_block as control_block:
             control_block.cells[word] = tail
-        with pytest.raises(ProtocolError, match="an inbox from"):
+        with pytest.raises(ProtocolError, match="the inbox is corrupt"):
             await world.carriers[0].send(1, b"")
         if word == TAIL:
             world.open(1)

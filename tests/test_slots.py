@@ -1,4 +1,4 @@
-"""Payloads in shared memory: the contract of a transport, whose a slot is when, and what peers cannot do."""
+"""Payloads in slots of shared memory: the contract of a transport, the owners of slots, and malicious peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slotted_world(size):
 
 
 class Frames(Keeper):
-    """A `Receiver` that holds the frames themselves."""
+    """A `Receiver` that keeps the frames themselves, and not copies."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Frames(Keeper):
 
 
 def in_world(size, main):
-    """Run `main(transports, keepers)`."""
+    """Run `main(transports, keepers)` with started transports."""
 
     async def everything():
         with slotted_world(size) as transports:
@@ -73,7 +73,7 @@ def long(number, nbytes=THRESHOLD_BYTES):
 
 
 def owners(transport):
-    """Of the slots of this rank, those that are not free."""
+    """The owner cells of all slots of this rank that are not free."""
     return [owner for owner in transport._outgoing._control_block.cells[:SLOTS] if owner]
 
 
@@ -102,10 +102,10 @@ def test_the_contract_with_few_slots(count, monkeypatch):
     check_transport(slotted_world)
 
 
-# -- what goes through a slot ---------------------------------------------------------------------
+# -- messages that use a slot ---------------------------------------------------------------------
 
 
-def test_long_payloads_to_others_and_nothing_else():
+def test_only_long_payloads_to_other_ranks_use_slots():
     long_, short = bytes(long(1)), bytes(THRESHOLD_BYTES - 1)
 
     async def main(transports, keepers):
@@ -119,7 +119,7 @@ def test_long_payloads_to_others_and_nothing_else():
     in_world(2, main)
 
 
-def test_ranks_of_other_hosts_get_it_whole():
+def test_messages_to_other_hosts_use_no_slots():
     async def main(transports, keepers):
         transports[0]._neighbours = frozenset({1})
         for dest in (1, 2):
@@ -133,7 +133,7 @@ def test_ranks_of_other_hosts_get_it_whole():
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, np.asarray])
 @pytest.mark.parametrize("piggyback", [[], [b""], [b"piggyback"], [bytes(wire.PIGGYBACK_BYTES)]], ids=len)
-def test_whatever_it_is_made_of_it_arrives(kind, piggyback):
+def test_payloads_of_every_buffer_type_arrive(kind, piggyback):
     async def main(transports, keepers):
         for number, nbytes in enumerate((THRESHOLD_BYTES, THRESHOLD_BYTES + 1, MAX_FRAME_BYTES)):
             transports[0].send(1, [b"header", kind(long(number, nbytes)), *piggyback])
@@ -154,10 +154,10 @@ def test_a_payload_is_read_only():
     in_world(2, main)
 
 
-# -- whose slot it is -----------------------------------------------------------------------------
+# -- the owners of slots --------------------------------------------------------------------------
 
 
-def test_a_slot_is_used_again_once_its_payload_was_read():
+def test_a_slot_is_used_again_after_its_payload_was_dropped():
     async def main(transports, keepers):
         for number in range(3 * SLOTS):
             transports[0].send(1, [b"", long(number)])
@@ -172,7 +172,7 @@ def test_a_slot_is_used_again_once_its_payload_was_read():
     in_world(2, main)
 
 
-def test_payloads_that_are_held_stay_and_when_slots_run_out_others_go_whole():
+def test_without_free_slots_messages_carry_their_payloads():
     async def main(transports, keepers):
         for number in range(SLOTS + 5):
             transports[0].send(1, [b"", long(number)])
@@ -184,7 +184,7 @@ def test_payloads_that_are_held_stay_and_when_slots_run_out_others_go_whole():
         del held[3]
         for number in (100, 101):
             transports[0].send(1, [b"", long(number)])
-        transports[1].send(0, [b"whatever"])  # tells of the slot that is free
+        transports[1].send(0, [b"other"])  # `send` returns the slot of the dropped payload
         transports[0].send(1, [b"", long(102)])
         later = [payload for _, payload in await keepers[1].take(3)]
         assert [in_slot(payload) for payload in later] == [False, False, True]
@@ -210,7 +210,7 @@ def test_payloads_that_are_held_stay_and_when_slots_run_out_others_go_whole():
     ],
     ids=["slice", "cast", "frombuffer", "asarray"],
 )
-def test_whoever_holds_a_part_holds_the_slot(part_of):
+def test_a_view_of_a_payload_keeps_the_slot(part_of):
     async def main(transports, keepers):
         transports[0].send(1, [b"", long(1)])
         ((_, payload),) = await keepers[1].take()
@@ -232,7 +232,7 @@ def test_a_payload_may_be_dropped_while_its_lock_is_held():
         with transports[1]._incoming.control_blocks[0]:
             del payload
         assert owners(transports[0]) == [-2]
-        transports[1].send(0, [b"whatever"])
+        transports[1].send(0, [b"other"])
         assert owners(transports[0]) == []
 
     in_world(2, main)
@@ -263,7 +263,7 @@ def test_payloads_may_be_dropped_in_other_threads():
     in_world(2, main)
 
 
-def test_without_memory_to_spare_messages_go_whole(monkeypatch):
+def test_without_memory_left_messages_carry_their_payloads(monkeypatch):
     def refuse(*_):
         tried.append(1)
         raise UsageError("the host has not so much left")
@@ -277,12 +277,12 @@ def test_without_memory_to_spare_messages_go_whole(monkeypatch):
         for _, payload in await keepers[1].take(3):
             assert not in_slot(payload)
             assert bytes(payload) == bytes(long(1))
-        assert tried == [1], "and nobody asks again"
+        assert tried == [1], "the failed allocation is not repeated"
 
     in_world(2, main)
 
 
-def test_what_is_in_a_slot_outlives_its_sender():
+def test_a_payload_in_a_slot_outlives_its_sender():
     async def main(transports, keepers):
         transports[0].send(1, [b"", long(1)])
         await transports[0].close(flush=True)
@@ -295,10 +295,10 @@ def test_what_is_in_a_slot_outlives_its_sender():
     in_world(2, main)
 
 
-# -- what cannot be trusted -----------------------------------------------------------------------
+# -- untrusted input ------------------------------------------------------------------------------
 
 HEADER = wire.encode(wire.DATA, 1, 1, 1, 1)
-TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, as rank 1 finds them
+TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, in the state that rank 1 finds
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, as rank 1 finds them
     ],
 )
 def test_markers_are_not_trusted(frames):
-    """The receiver gets what no message can be."""
+    """The receiver gets frames that `wire.decode` rejects."""
 
     async def main(transports, keepers):
         control_block = transports[0]._outgoing._control_block
@@ -355,7 +355,7 @@ def test_control_blocks_are_not_trusted(address, nbytes):
     in_world(2, main)
 
 
-def test_a_message_cannot_be_had_twice():
+def test_a_payload_cannot_be_received_twice():
     async def main(transports, keepers):
         transports[0].send(1, [HEADER, long(1)])
         transports[0]._inner.send(1, [HEADER, bytes([0, 2]), b"", b""])
@@ -378,14 +378,14 @@ def test_a_bad_marker_ends_the_world_and_names_its_source():
     assert caught.value.source == 0
 
 
-def test_a_rank_that_died_over_a_control_block_is_lost():
-    """Its message can never be read. Those it has not harmed go on, and are told once."""
+def test_a_rank_that_died_with_the_lock_of_a_control_block_is_lost():
+    """Messages that need the lock cannot be read. Other messages still pass, and the loss is reported once."""
 
     async def main(transports, keepers):
         transports[0].send(1, [b"one", long(1)])
         await keepers[1].take()
         thread = threading.Thread(target=transports[2]._incoming.control_blocks[0].__enter__)
-        thread.start()  # to the kernel, a thread that ends is an owner that dies
+        thread.start()  # for a robust mutex, a thread that ends is an owner that dies
         thread.join()
         transports[0].send(1, [b"two", long(2)])
         (frames,) = await keepers[1].take()
@@ -404,11 +404,11 @@ def test_a_rank_that_died_over_a_control_block_is_lost():
 # -- whole worlds ---------------------------------------------------------------------------------
 
 
-def test_messages_that_wait_long_are_right():
-    """More than there are slots wait at the receiver before the first is asked for."""
+def test_messages_that_wait_for_their_receives_arrive_intact():
+    """More messages than slots wait at the receiver before the first receive is posted."""
 
     async def main(comm):
-        count = SLOTS + SLOTS // 2  # below the window of the endpoint
+        count = SLOTS + SLOTS // 2  # fits into the window of the endpoint
         if comm.rank == 0:
             for number in range(count):
                 await comm.send(long(number, MAX_FRAME_BYTES), 1, tag=number)

@@ -1,4 +1,4 @@
-"""One contract, every transport."""
+"""The contract of a transport, for each implementation."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def messages(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("listening", [messages, partial(fd_passing._listen, backlog=1)], ids=["messages", "memory"])
-def test_the_sockets_of_a_rank_are_its_users_alone(tmp_path, listening):
-    """Whatever the folder allows."""
+def test_only_the_user_of_a_rank_can_open_its_sockets(tmp_path, listening):
+    """Independently of the rights of the folder."""
     path: Path = tmp_path / "s"
     with listening(path):
         assert stat.S_ISSOCK(path.stat().st_mode)
@@ -77,14 +77,14 @@ def test_zeromq_over_tcp(loop, encrypted):
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [1, 10_000, split.THRESHOLD_BYTES])
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
-def test_payloads_beside_messages(loop, threshold, monkeypatch):
+def test_payloads_in_a_second_stream(loop, threshold, monkeypatch):
     monkeypatch.setattr(split, "THRESHOLD_BYTES", threshold)
     check_transport(in_two_streams, loop)
 
 
 @pytest.mark.slow
-def test_who_has_lost_its_connection_for_payloads_is_lost(monkeypatch):
-    monkeypatch.setattr(split, "_PATIENCE_S", 0.0)
+def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
+    monkeypatch.setattr(split, "_LEAVING_S", 0.0)
 
     async def main():
         with in_two_streams(2) as transports:
@@ -101,8 +101,8 @@ def test_who_has_lost_its_connection_for_payloads_is_lost(monkeypatch):
     asyncio.run(main())
 
 
-class Forgetful(inproc.InprocTransport):
-    """Drops a frame now and then: the contract must notice."""
+class Lossy(inproc.InprocTransport):
+    """Drops a frame of some messages, which violates the contract."""
 
     def send(self, dest, frames):
         super().send(dest, frames if len(frames[-1]) != 3 else frames[:1])
@@ -111,7 +111,7 @@ class Forgetful(inproc.InprocTransport):
 def test_the_contract_notices_a_broken_promise():
     def world(size):
         peers = []
-        peers.extend(Forgetful(rank, peers) for rank in range(size))
+        peers.extend(Lossy(rank, peers) for rank in range(size))
         return contextlib.nullcontext(peers)
 
     with pytest.raises(AssertionError, match="in order, whole and unchanged"):

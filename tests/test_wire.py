@@ -1,4 +1,4 @@
-"""Frames: what is encoded comes back, and bytes that nobody encoded are a ProtocolError and nothing else."""
+"""The wire format: encoded messages decode to the same values, and all other bytes raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from asyncoll.transport import wire
 KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL]
 LIMITS = [(wire.DATA, wire.SEGMENT_BYTES), (wire.SIGNAL, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)]
 WITH_PAYLOAD = {kind for kind, _ in LIMITS}
-words = st.integers(0, 2**64 - 1)
-steps = st.integers(0, 2**32 - 1)
+uint64s = st.integers(0, 2**64 - 1)
+uint32s = st.integers(0, 2**32 - 1)
 
 
 def message(kind: int, payload: bytes = b"", **fields: int) -> list[bytes]:
     return [wire.encode(kind, **fields), payload][: 2 if kind in WITH_PAYLOAD else 1]
 
 
-def reads_or_refuses(frames: list[bytes]) -> None:
+def decodes_or_raises(frames: list[bytes]) -> None:
     """Anything but ProtocolError escapes and fails the test."""
     try:
         header = wire.decode(frames)
@@ -37,28 +37,28 @@ def reads_or_refuses(frames: list[bytes]) -> None:
     assert wire.encode(header.kind, header.context, header.number, header.step, header.fingerprint) == frames[0]
 
 
-@given(st.sampled_from(KINDS), words, words, steps, words, st.binary(max_size=50))
-def test_header_comes_back(kind, context, number, step, fingerprint, payload):
+@given(st.sampled_from(KINDS), uint64s, uint64s, uint32s, uint64s, st.binary(max_size=50))
+def test_a_header_decodes_to_its_values(kind, context, number, step, fingerprint, payload):
     fields = {"context": context, "number": number, "step": step, "fingerprint": fingerprint}
     header = wire.decode(message(kind, payload, **fields))
     assert header._asdict() == {"kind": kind, **fields}
 
 
 @given(st.lists(st.binary(max_size=80), max_size=4))
-def test_random_frames_are_read_or_refused(frames):
-    reads_or_refuses(frames)
+def test_random_frames_decode_or_raise(frames):
+    decodes_or_raises(frames)
 
 
 @given(st.sampled_from(KINDS), st.integers(0, wire.HEADER_BYTES - 1), st.integers(0, 255), st.binary(max_size=50))
-def test_mutated_headers_are_read_or_refused(kind, place, value, payload):
+def test_mutated_headers_decode_or_raise(kind, index, value, payload):
     frames = message(kind, payload)
-    frames[0] = frames[0][:place] + bytes([value]) + frames[0][place + 1 :]
-    reads_or_refuses(frames)
+    frames[0] = frames[0][:index] + bytes([value]) + frames[0][index + 1 :]
+    decodes_or_raises(frames)
 
 
 @given(st.binary(max_size=200))
-def test_random_control_payloads_are_read_or_refused(payload):
-    reads_or_refuses(message(wire.CONTROL, payload))
+def test_random_control_payloads_decode_or_raise(payload):
+    decodes_or_raises(message(wire.CONTROL, payload))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +71,7 @@ def test_a_header_of_another_length_is_refused(kind, length):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frame_too_many_or_too_few_is_refused(kind):
+def test_a_wrong_number_of_frames_is_refused(kind):
     frames = message(kind)
     with pytest.raises(ProtocolError, match="frames"):
         wire.decode([*frames, *[b""] * (2 if kind == wire.DATA else 1)])
@@ -80,17 +80,17 @@ def test_a_frame_too_many_or_too_few_is_refused(kind):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "complaint"),
+    ("index", "value", "complaint"),
     [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x06", "kind")],
 )
-def test_a_strange_header_is_explained(place, value, complaint):
+def test_the_error_names_the_wrong_field_of_a_header(index, value, complaint):
     header = bytearray(wire.encode(wire.GRANT))
-    header[place : place + 1] = value
+    header[index : index + 1] = value
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode([bytes(header)])
 
 
-def test_a_piggyback_goes_along_with_data_and_has_a_limit():
+def test_a_piggyback_of_data_has_a_limit():
     frames = message(wire.DATA, b"data")
     assert wire.decode([*frames, bytes(wire.PIGGYBACK_BYTES)]).kind == wire.DATA
     with pytest.raises(ProtocolError, match="piggyback"):
@@ -98,7 +98,7 @@ def test_a_piggyback_goes_along_with_data_and_has_a_limit():
 
 
 @pytest.mark.parametrize(("kind", "limit"), LIMITS)
-def test_the_largest_payload_passes_and_one_byte_more_does_not(kind, limit):
+def test_the_limit_of_payloads_is_exact(kind, limit):
     assert wire.decode(message(kind, bytes(limit))).kind == kind
     with pytest.raises(ProtocolError, match=f"more than {limit}"):
         wire.decode(message(kind, bytes(limit + 1)))
@@ -115,7 +115,7 @@ ABORT = ["Abort", 1, 2, "tired"]
 
 
 @given(controls)
-def test_control_message_comes_back(control):
+def test_a_control_message_decodes_to_its_values(control):
     frames = wire.encode_control(control)
     assert wire.decode(frames).kind == wire.CONTROL
     assert wire.decode_control(frames[1]) == control
@@ -132,8 +132,8 @@ def test_long_texts_are_cut_to_fit(cls, letter):
     assert type(wire.decode_control(frames[1])) is cls
 
 
-def test_a_text_that_is_not_unicode_is_sent_all_the_same():
-    """The names of files, and so call sites, may hold any bytes, which Python shows as lone surrogates."""
+def test_a_text_with_lone_surrogates_can_be_sent():
+    """File names, and so call sites, may contain bytes that are not UTF-8: Python decodes them to lone surrogates."""
     frames = wire.encode_control(wire.Abort(1, 2, "at caf\udce9.py:3"))
     assert "at caf" in wire.decode_control(frames[1]).reason
 
@@ -164,7 +164,7 @@ def test_a_text_that_is_not_unicode_is_sent_all_the_same():
     ],
     ids=repr,
 )
-def test_what_is_not_a_control_message_is_refused(values):
+def test_other_values_than_control_messages_are_refused(values):
     with pytest.raises(ProtocolError):
         wire.decode_control(msgpack.packb(values))
 
@@ -174,7 +174,7 @@ def test_what_is_not_a_control_message_is_refused(values):
     [
         b"",
         b"\xc1",
-        b"\x91" * 60_000,  # nested as deep as it goes
+        b"\x91" * 60_000,  # deeply nested arrays
         b"\xdd\xff\xff\xff\xff",  # an array of 2^32 - 1 elements
         b"\xdb\xff\xff\xff\xff",  # a text of as many bytes
         b"\xc7\x08\xff" + bytes(8),  # a time stamp
@@ -202,5 +202,5 @@ def test_digest_is_the_same_in_every_process():
 
 
 @given(st.lists(st.one_of(texts, numbers), max_size=4), st.lists(st.one_of(texts, numbers), max_size=4))
-def test_digests_tell_values_apart(parts, others):
+def test_different_values_have_different_digests(parts, others):
     assert (digest(*parts) == digest(*others)) == (parts == others)

@@ -31,7 +31,7 @@ from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, Wait
 from asyncoll.transport.memory.lending import Borrower, Lender
-from asyncoll.transport.memory.ring import RETURNED, Inbox, Message, ShutError, encode
+from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, Message, encode
 
 INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
 WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
@@ -63,7 +63,7 @@ class InMemory:
         self._check_world = check
         self._broken = broken
         self._lost = lost
-        self._inbox = self._inbox_of(arena.ranks[arena.place])
+        self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
@@ -98,7 +98,7 @@ class InMemory:
         outbox = self._outboxes.get(dest) or self._meet(dest)
         try:
             await outbox.send(head, arrays)
-        except ShutError:
+        except InboxClosedError:
             return
         except PeerLostError as error:
             raise self._lost(error) from None
@@ -116,7 +116,7 @@ class InMemory:
         with contextlib.suppress(AsyncollError):
             self._borrower.give_back()
             self._lender.close()
-        self._arena.alarm()  # those who wait to send hear of it
+        self._arena.recheck()  # those who wait to send hear of it
         tasks = [outbox.pump for outbox in self._outboxes.values() if outbox.pump is not None]
         if self._reader is not None:
             self._reader.cancel()
@@ -148,7 +148,7 @@ class InMemory:
         try:
             while True:
                 if not self._has_work():
-                    await self._arena.wait(wait, self._check, lambda: "messages of other ranks", turning=True)
+                    await self._arena.wait(wait, self._check, lambda: "messages of other ranks", yielding=True)
                 self._borrower.give_back()
                 if self._inbox.has_messages():
                     self._receive()
@@ -211,13 +211,13 @@ class _Outbox:
 
     async def send(self, head: bytes, arrays: Sequence[Array]) -> None:
         """Wait for room, and put the message into the inbox. Nothing can undo that."""
-        place = self._arena.place
+        local_rank = self._arena.local_rank
         if not arrays:
-            await self._put(_Parcel(encode(Message(place, head))))
+            await self._put(_Parcel(encode(Message(local_rank, head))))
             return
         packing = Packing(arrays)
         if packing.nbytes <= INLINE_BYTES:
-            await self._put(_Parcel(encode(Message(place, head, len(arrays), packing.joined()))))
+            await self._put(_Parcel(encode(Message(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
             await self._make_room(packing.nbytes)
@@ -225,7 +225,7 @@ class _Outbox:
             try:
                 for _ in packing.fill(self._arena.view(address, packing.nbytes)):
                     await asyncio.sleep(0)
-                raw = encode(Message(place, head, len(arrays), b"", address, packing.nbytes))
+                raw = encode(Message(local_rank, head, len(arrays), b"", address, packing.nbytes))
                 await self._put(_Parcel(raw, address, packing.nbytes))
             finally:
                 self._lender.keep_unless_lent(address)
@@ -287,7 +287,7 @@ class _Outbox:
             self._unread_bytes -= oldest
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, turning=True)
+        await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, yielding=True)
 
     def _what(self) -> str:
         return f"rank {self._rank} to read what it was sent"

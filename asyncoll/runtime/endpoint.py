@@ -50,7 +50,7 @@ class Endpoint:
         self._parent: int | None = None  # whose endpoint it is, in a forked child
         self.membership.on_trace(self.executions.trace)
         if arena is not None:
-            self.failures.on_any(lambda *_: arena.alarm())
+            self.failures.on_any(lambda *_: arena.recheck())
         forks.register(self)
 
     async def start(self) -> None:
@@ -197,4 +197,4 @@ class Endpoint:
         """Nobody waits any more for `rank` to leave their memory."""
         self.membership.lost.add(rank)
         if self.arena is not None:
-            self.arena.bury()
+            self.arena.peer_lost()

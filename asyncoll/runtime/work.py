@@ -49,7 +49,7 @@ class Work(Generic[T]):
         while self._wait is not None:
             try:
                 if isinstance(self._wait, Turn):
-                    await self._arena.queue(self._wait, self._check, self._what)
+                    await self._arena.wait_for_turn(self._wait, self._check, self._what)
                 else:
                     await self._arena.wait(self._wait, self._check, self._what)
             except BaseException as error:

@@ -256,7 +256,7 @@ async def _wait(
         if stopped:
             raise _StoppedError
 
-    await arena.wait(Wait(control_block, ready), check, lambda: f"rank {arena.place}")
+    await arena.wait(Wait(control_block, ready), check, lambda: f"rank {arena.local_rank}")
 
 
 async def _until_asleep(arena: Arena, count: int = 1) -> None:
@@ -274,9 +274,9 @@ def _change(control_block: ControlBlock, cell: int, by: int = 1) -> None:
         control_block.wake()
 
 
-async def _places_its_ranks(arenas: Sequence[Arena]) -> None:
-    """every rank has a place of its own, and all agree on who has which"""
-    assert [arena.place for arena in arenas] == list(range(3))
+async def _numbers_its_ranks(arenas: Sequence[Arena]) -> None:
+    """every rank has a local rank of its own, and all ranks agree on them"""
+    assert [arena.local_rank for arena in arenas] == list(range(3))
     assert len({arena.ranks for arena in arenas}) == 1
     assert len(set(arenas[0].ranks)) == 3
 
@@ -292,9 +292,9 @@ async def _shares_memory(arenas: Sequence[Arena]) -> None:
     for owner in arenas:
         address = owner.allocate(100)
         for writer in arenas:
-            writer.view(address + 10, 5)[:] = writer.place + 1
+            writer.view(address + 10, 5)[:] = writer.local_rank + 1
             for reader in arenas:
-                assert reader.view(address, 100)[10:15].tolist() == [writer.place + 1] * 5
+                assert reader.view(address, 100)[10:15].tolist() == [writer.local_rank + 1] * 5
 
 
 async def _keeps_blocks_apart(arenas: Sequence[Arena]) -> None:
@@ -303,7 +303,7 @@ async def _keeps_blocks_apart(arenas: Sequence[Arena]) -> None:
     for number, nbytes in enumerate([1, 64, 65, 0, 4096, 100_000, 3 << 20, 17] * 3):
         arena = arenas[number % len(arenas)]
         if number % 5 == 4:
-            address = min(address for address in blocks if blocks[address][0] % len(arenas) == arena.place)
+            address = min(address for address in blocks if blocks[address][0] % len(arenas) == arena.local_rank)
             arena.free(address)
             del blocks[address]
         address = arena.allocate(nbytes)
@@ -333,8 +333,8 @@ async def _shares_control_blocks(arenas: Sequence[Arena]) -> None:
     for control_blocks in (first, second):
         assert [control_block.created for control_block in control_blocks] == [True, False, False]
         assert [list(control_block.cells) for control_block in control_blocks] == [[0] * 4] * 3
-    for place, control_block in enumerate(first):
-        _change(control_block, place, by=-(2**63) + place)
+    for local_rank, control_block in enumerate(first):
+        _change(control_block, local_rank, by=-(2**63) + local_rank)
     assert [list(control_block.cells) for control_block in first] == [[-(2**63), 1 - 2**63, 2 - 2**63, 0]] * 3
     assert [list(control_block.cells) for control_block in second] == [[0] * 4] * 3
     assert [list(arena.control_block(7, 4).cells) for arena in arenas] == [list(first[0].cells)] * 3
@@ -362,7 +362,7 @@ async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
     """a wait that is to be turning leaves the loop to others, and ends like any other"""
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     wait = Wait(control_blocks[0], lambda: control_blocks[0].cells[0] == 3)
-    task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", turning=True))
+    task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", yielding=True))
     for _ in range(3):
         await asyncio.sleep(0)
         assert not task.done()
@@ -414,8 +414,8 @@ async def _meets(arenas: Sequence[Arena]) -> None:
     await asyncio.gather(*map(rank, arenas))
 
 
-async def _alarms(arenas: Sequence[Arena]) -> None:
-    """`alarm` makes every waiter of this rank, and of no other, ask whether it should go on"""
+async def _rechecks(arenas: Sequence[Arena]) -> None:
+    """`recheck` makes every waiter of this rank, and of no other, ask whether it should go on"""
     stopped: list[object] = []
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     tasks = [
@@ -425,10 +425,10 @@ async def _alarms(arenas: Sequence[Arena]) -> None:
     ]
     for arena in arenas:
         await _until_asleep(arena, 2)
-    arenas[0].alarm()  # and they go on
+    arenas[0].recheck()  # and they go on
     await _until_asleep(arenas[0], 2)
     stopped.append("now")
-    arenas[0].alarm()
+    arenas[0].recheck()
     results = await asyncio.gather(*tasks[:2], return_exceptions=True)
     assert [type(result) for result in results] == [_StoppedError, _StoppedError]
     assert arenas[0].waiting() == []
@@ -439,8 +439,8 @@ async def _alarms(arenas: Sequence[Arena]) -> None:
 
 
 async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
-    """an alarm before the wait is not lost: nobody sleeps without having asked whether it should"""
-    arenas[0].alarm()
+    """a recheck before the wait is not lost: nobody sleeps without having asked whether it should"""
+    arenas[0].recheck()
     control_block = arenas[0].control_block(1, 1)
     try:
         await _wait(arenas[0], control_block, lambda: False, ["stopped"])
@@ -468,7 +468,7 @@ async def _survives_cancelling(arenas: Sequence[Arena]) -> None:
 
 
 _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None, None]]]] = [
-    (3, _places_its_ranks),
+    (3, _numbers_its_ranks),
     (3, _shares_a_clock),
     (3, _shares_memory),
     (3, _keeps_blocks_apart),
@@ -480,7 +480,7 @@ _ARENA_CHECKS: list[tuple[int, Callable[[Sequence[Arena]], Coroutine[None, None,
     (2, _wakes_sleepers),
     (5, _wakes_many),
     *((size, _meets) for size in range(1, 6)),
-    (2, _alarms),
+    (2, _rechecks),
     (1, _asks_before_it_sleeps),
     (2, _survives_cancelling),
 ]

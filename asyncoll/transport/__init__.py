@@ -1,6 +1,8 @@
-"""The two seams: messages between any two ranks, and memory that the ranks of one host see together.
+"""The two interfaces below everything else: messages between any two ranks, and memory that the ranks of a host share.
 
-`asyncoll.testing.check_transport` and `check_arena` are their contracts as tests.
+`Transport` moves messages and `Arena` provides shared memory. Each has implementations between processes, inside one
+process, and in simulated time. `asyncoll.testing.check_transport` and `check_arena` test the contracts below against
+any implementation.
 """
 
 from __future__ import annotations
@@ -27,125 +29,168 @@ __all__ = [
     "check_frames",
     "peers_view",
 ]
-START_TIMEOUT_S = 300.0  # ranks may import and load for minutes before they join
+START_TIMEOUT_S = 300.0  # ranks may import modules and load data for minutes before they join
 
 
 class Receiver(Protocol):
-    """Who is told what came in; both are called on the transport's loop and must not block."""
+    """The callbacks of a transport. The transport calls both on its loop; neither may block."""
 
     def received(self, source: int, frames: list[Buffer]) -> None:
-        """One message. The frames are the receiver's to keep and read-only."""
+        """Handle one message from rank `source`.
+
+        The frames are read-only. The receiver owns them and may keep them for as long as it likes.
+        """
 
     def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        """`source` is gone, and was known to live `last_seen_s` seconds ago. Called at most once per source.
+        """Handle the loss of rank `source`, whose last sign of life came `last_seen_s` seconds ago.
 
-        Every message of it that will ever come has come.
+        The transport calls this at most once for each source, and delivers no message of that source afterwards.
         """
 
 
 class Transport(Protocol):
-    """Moves messages between any two ranks of a world, itself included.
+    """Moves messages between any two ranks of a world, and from a rank to itself.
 
-    Reliable, and first in, first out from one rank to another. Everything is called on one loop.
+    A message is a sequence of one to three frames. Delivery is reliable and in order between each pair of ranks; there
+    is no order among messages from different sources. All methods are called on one loop, the loop of `start`.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank in the world."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks in the world."""
 
     async def start(self, receiver: Receiver) -> None:
-        """Begin to receive. Returns once every peer can be reached.
+        """Begin to receive, and return once every peer can be reached. Every rank calls this once.
 
-        Raises PeerLostError for one that does not come in time.
+        `receiver` may get messages before this returns.
+
+        Raises PeerLostError if a peer is known to have ended, and DeadlineError if a peer does not come in time.
         """
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
-        """Send one message of one to three frames. Never waits; the frames may be reused when it returns.
+        """Send one message to rank `dest`.
 
-        Raises UsageError for a frame above MAX_FRAME_BYTES. What is sent to a lost or closed rank is dropped.
+        This never waits: the transport queues messages without bound, and `drain` is the back-pressure. It copies the
+        frames, so the caller may change them when it returns. A message to a lost or closed rank is dropped.
+
+        Raises UsageError for a rank outside the world and for a frame above MAX_FRAME_BYTES.
         """
 
     async def drain(self, dest: int) -> None:
-        """Wait until little of what was sent to `dest` is still queued here. Returns at once if `dest` is lost."""
+        """Wait until few messages to `dest` are still queued at this rank. Returns at once if `dest` is lost.
+
+        Cancelling this has no effect on the messages.
+        """
 
     async def close(self, *, flush: bool = False) -> None:
-        """Stop, and let the peers know. Idempotent. `flush` gives what was sent a moment to leave."""
+        """Stop sending and receiving, and tell the peers. Idempotent.
+
+        Queued messages are dropped. With `flush`, they first get a short time to leave. The receiver is not called
+        after this has begun.
+        """
 
 
 class Arena(Protocol):
-    """Memory that the ranks of one host see together, as one of them sees it.
+    """The memory that the ranks of one host share, as one of these ranks sees it.
 
-    An address is a number that means the same byte at each of them. What is allocated belongs to the rank that did it,
-    and lasts until it frees it, even if that rank dies before. May be used from any thread of the rank.
+    An address is an integer that means the same byte at every rank of the host. A block belongs to the rank that has
+    allocated it. It exists until that rank frees it, even if the rank dies earlier. All methods except `wait` and
+    `wait_for_turn`, which need a running loop, may be called in any thread of the rank.
     """
 
-    runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; whoever waits on another loop is a caller
+    runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
     @property
-    def place(self) -> int:
-        """Mine among the ranks of this host."""
+    def local_rank(self) -> int:
+        """The number of this rank among the ranks of its host, from 0."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the world, by place."""
+        """The world ranks of this host, by local rank. Equal at all of them."""
 
     @property
     def cores(self) -> int:
-        """How many ranks of this host can run at once."""
+        """The number of ranks of this host that can run at the same time."""
 
     def allocate(self, nbytes: int) -> int:
-        """The address of so much memory of this rank's own, aligned to 64 bytes, whose content is arbitrary.
+        """Allocate a block of `nbytes` bytes that belongs to this rank, and return its address.
 
-        Raises UsageError, which says what to do, if the host has not so much left.
+        The address is a multiple of 64. The content is arbitrary. Access to the block never fails later: the host
+        provides its pages now.
+
+        Raises UsageError, with the remedy, if the host has too little memory left.
         """
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` returned: nobody uses it any more."""
+        """Free a block of this rank, from `allocate`. No rank may use it any more."""
 
     def view(self, address: int, nbytes: int) -> Array:
-        """The bytes at `address`, of whichever rank, as a flat uint8 array. Cheap. They keep nothing alive."""
+        """Return the `nbytes` bytes at `address`, in the memory of any rank, as a flat uint8 array.
 
-    def locate(self, flat: Array) -> int | None:
-        """The address of a flat array that lies in this rank's part of the arena; None for any other."""
-
-    def control_block(self, context: int, cells: int) -> ControlBlock:
-        """The control block that all ranks of the host know as `context`, of so many cells, zero when it is made."""
-
-    def now_s(self) -> float:
-        """A clock that all ranks of the host share."""
-
-    async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
-    ) -> None:
-        """Return once `wait.ready()` was true under the lock of its control block. Any number may wait, on any loop.
-
-        If it will soon be true, whoever waits may find it out by looking. The other tasks of the loop stand still
-        meanwhile, for some microseconds, or not at all if it is to be `turning` between two looks.
-
-        `check` raises if there is nothing to wait for any more; it is asked whenever `alarm` has been called. `what`
-        says what is waited for, in case it is waited for for ever. Cancelling it has no effect but that.
+        This is cheap. The array does not keep the block allocated. An address that no rank has raises IndexError or
+        gives an array of fewer bytes: use `peers_view` for an address that a peer has supplied.
         """
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        """Return once `turn` has come; one at a time waits for it. `check` and `what` as above."""
+    def locate(self, flat: Array) -> int | None:
+        """Return the address of a flat array in this rank's own memory, or None for any other array."""
 
-    def alarm(self) -> None:
-        """All who wait here, at this rank, ask their `check`. From any thread."""
+    def control_block(self, context: int, cells: int) -> ControlBlock:
+        """Return the control block `context`, which all ranks of the host share, with `cells` cells of 64 bits.
 
-    def bury(self) -> None:
-        """A rank of the host is gone: nobody here waits any more for a lock whose owner is stopped. And alarm."""
+        The first call at any rank makes the control block, with all cells zero. Control blocks live as long as the
+        arena.
+
+        Raises ProtocolError or UsageError if the control block exists with another number of cells, and UsageError if
+        there is no room for another one.
+        """
+
+    def now_s(self) -> float:
+        """Return the time in seconds of a clock that all ranks of the host share. It never goes back."""
+
+    async def wait(
+        self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
+    ) -> None:
+        """Return once `wait.ready()` has been true under the lock of its control block.
+
+        Any number of tasks may wait, on any loops. The wait may begin with polling, for some microseconds, because
+        sleeping and waking cost more than a short wait. By default the other tasks of the loop do not run while it
+        polls; with `yielding` they run between two polls.
+
+        `check` raises if the wait has become pointless, for instance because a peer is lost; its exception ends the
+        wait. It is called before the task sleeps and after each `recheck`. `describe` says what the task waits for;
+        `waiting` shows it.
+
+        Cancelling this changes no cell and affects no other waiter.
+        """
+
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        """Return once `turn` is set. At most one task may wait for a turn. `check` and `describe` are as in `wait`.
+
+        Cancelling this does not change the turn.
+        """
+
+    def recheck(self) -> None:
+        """Make every task that waits at this rank call its `check`. May be called in any thread."""
+
+    def peer_lost(self) -> None:
+        """Handle the loss of a rank of this host: stop waiting for locks with a stopped owner, and `recheck`.
+
+        A rank in a stopped process may never release its lock. Before a loss, waiters allow it some time to continue.
+        """
 
     def waiting(self) -> list[str]:
-        """What those who sleep here, at this rank, wait for."""
+        """Return the descriptions of all waits that sleep at this rank."""
 
     def close(self) -> None:
-        """Let go of everything. Nobody waits here any more."""
+        """Release everything. No task of this rank may wait any more. Views remain valid until they are dropped."""
 
 
 def peers_view(arena: Arena, address: int, nbytes: int) -> Array | None:
-    """What a peer says is there; None if it cannot be."""
+    """Return the `nbytes` bytes at `address`, both of which a peer has supplied; None if no such memory exists."""
     if address < 0 or nbytes < 0:
         return None
     try:
@@ -156,7 +201,10 @@ def peers_view(arena: Arena, address: int, nbytes: int) -> Array | None:
 
 
 def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:
-    """What every transport refuses to send. A frame is flat and of bytes, so its length is its size."""
+    """Raise UsageError for a message that no transport sends: to a rank outside the world, or with too long a frame.
+
+    The length of a frame must be its size in bytes: frames are flat and of bytes.
+    """
     if not 0 <= dest < size:
         raise UsageError(f"there is no rank {dest} in a world of {size}")
     if (longest := max(map(len, frames))) > MAX_FRAME_BYTES:

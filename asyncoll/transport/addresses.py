@@ -1,4 +1,7 @@
-"""Where a service may listen: unix sockets that are this user's alone, loopback, and elsewhere only with a key."""
+"""The addresses at which a service may listen and clients may connect, and who is at the other end of a socket.
+
+A service may listen on unix sockets that only its user can open, on loopback, and on other interfaces with a key only.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,25 @@ from pathlib import Path
 from asyncoll.errors import UsageError
 
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_PEER_PIDFD = 77  # SO_PEERPIDFD, which Python has no name for; Linux since 6.5
-_MAX_PATH = 107  # of a unix socket, in bytes
-_PROBE_S = 0.2  # for another host to refuse a connection; who gives no answer has not refused it
+_SO_PEERPIDFD = 77  # of Linux 6.5; Python does not export it
+_MAX_PATH = 107  # bytes of the path of a unix socket
+_PROBE_S = 0.2  # for another host to refuse a connection; a host that does not answer has not refused it
 
 
 @contextlib.contextmanager
 def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | None]:
-    """Around a bind or a connect to `url`; yields the user who must be at the other end, if that can be known.
+    """Check `url`, and make it safe, for a bind (`listens`) or a connect inside this context.
 
-    Raises UsageError for an address that cannot be used, or that is not safe.
+    Yields the id of the user who must be at the other end: this user for a unix socket, and None over tcp, where the
+    kernel does not know. The supported forms are ipc:///path and tcp://ip:port.
+
+    Raises UsageError for an address that cannot be used or is not safe.
     """
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
     if scheme == "ipc" and rest and not rest.startswith("@"):
         if not listens:
             _check_owner(url, Path(rest))
-        with _private(Path(rest)) if listens else contextlib.nullcontext():
+        with _private_socket(Path(rest)) if listens else contextlib.nullcontext():
             yield os.geteuid()
     elif scheme == "tcp" and ":" in rest:
         _check_host(url, rest.rpartition(":")[0].strip("[]"), has_key=has_key)
@@ -42,13 +48,16 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
 
 
 def check_path(path: Path) -> None:
-    """Raises UsageError if no unix socket can have it."""
+    """Raise UsageError if `path` is too long for a unix socket."""
     if len(bytes(path)) > _MAX_PATH:
         raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
 
 
-def refuses(address: str) -> bool:
-    """Whether nobody listens at `ipc://path` or `tcp://ip:port`, although it can be reached."""
+def refuses_connections(address: str) -> bool:
+    """Whether `address` (`ipc://path` or `tcp://ip:port`) refuses connections: no process listens there.
+
+    False if a process listens, and also if nothing is known: no answer, or no route to the host.
+    """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     try:
@@ -63,59 +72,64 @@ def refuses(address: str) -> bool:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Whose process is at the other end of a unix socket, as the kernel knows it."""
+    """The id of the user at the other end of a unix socket, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def user_behind(descriptor: int) -> int | None:
-    """The same of a socket of ZeroMQ's; None if the connection is gone."""
+    """The same for the descriptor of a socket that ZeroMQ owns; None if the connection is gone."""
     try:
-        end = socket.socket(fileno=descriptor)
+        connection = socket.socket(fileno=descriptor)
     except OSError:
         return None
     try:
-        return user_of(end)
+        return user_of(connection)
     except OSError:
         return None
     finally:
-        end.detach()
+        connection.detach()  # the descriptor remains ZeroMQ's
 
 
 def process_behind(descriptor: int, url: str) -> int | None:
-    """A pidfd of the process that listens at `url`, from a socket of ZeroMQ's that has just been connected to it.
+    """Return a pidfd of the process that listens at `url`. The caller closes it.
 
-    None if it is this very process, or if nothing can be known: the connection is gone, it is not a unix socket, the
-    kernel has no pidfds, or the process is in another pid namespace.
+    `descriptor` is that of a socket that ZeroMQ has just connected to `url`. Returns None if the process is this one,
+    and if it is unknown: the connection is gone, it is not a unix socket, the kernel has no pidfds, or the process is
+    in another pid namespace.
     """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
-                return None  # the number has been used again since
+                return None  # ZeroMQ has closed it, and the number has been used again
             pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
             if pid in (0, os.getpid()):
                 return None
             with contextlib.suppress(OSError):
-                return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
-            # On an older kernel another process could have been given the number, but not in the instant since it has
-            # answered the handshake.
+                return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            # An older kernel gives only the pid. Another process may get that pid after this one has ended, but not in
+            # the instant since it has answered the handshake.
             return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
 
 
-def forget(url: str) -> None:
-    """Nobody listens at `url` any more."""
+def remove_socket(url: str) -> None:
+    """Remove the file of a unix socket, whose service has stopped; nothing to do for tcp."""
     if url.startswith("ipc://"):
         Path(url.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _check_owner(url: str, path: Path) -> None:
-    """Who may write to the folder may put another one there later: the connection itself is checked, too."""
+    """Raise UsageError if the socket at `path` belongs to another user.
+
+    This gives the better error. It is no protection: a user with write access to the folder may replace the socket
+    later. So `user_behind` checks the connection itself.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return  # connecting tells
+        return  # the connect reports it
     except OSError as error:
         raise UsageError(f"cannot connect to {url}: {error}") from error
     if not stat.S_ISSOCK(status.st_mode):
@@ -125,9 +139,9 @@ def _check_owner(url: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _private(path: Path) -> Iterator[None]:
-    """A socket that is made inside has mode 0600. One that nobody listens on any more makes room."""
-    with _alone_in(path.parent):
+def _private_socket(path: Path) -> Iterator[None]:
+    """A socket that is created inside has mode 0600. A stale socket at `path`, without a listener, is removed first."""
+    with _folder_lock(path.parent):
         if path.is_socket() and not _is_served(path):
             path.unlink()
         elif path.exists():
@@ -140,8 +154,8 @@ def _private(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Of two that begin to listen at one path at once, one must find the other."""
+def _folder_lock(folder: Path) -> Iterator[None]:
+    """Lock `folder`, so that of two processes that begin to listen at one path, the second finds the first."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -155,7 +169,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # it may be stopped, with as many who wait as there may be
+        probe.setblocking(False)  # a connect to a stopped process with a full backlog would block
         try:
             probe.connect(bytes(path))
         except ConnectionRefusedError:

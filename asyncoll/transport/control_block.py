@@ -1,12 +1,13 @@
-"""A control block: cells in shared memory under one lock, and those who sleep until somebody changes them.
+"""A control block: 64-bit cells in shared memory under one lock, and the doorbells to ring when cells change.
 
-Whatever ranks of a host tell each other in shared memory stands on a control block, or lies in memory that an address
-on a control block leads to. It is written before its writer leaves the lock, and read after its reader has entered it,
-so the lock alone orders all of it, on every processor. Nothing is ever concluded from a cell that was read without the
-lock: such a look is a hint that the lock is worth taking.
+All coordination between the ranks of a host uses control blocks. The writer of shared data writes before it releases
+the lock, and the reader reads after it has acquired the lock. POSIX makes this pair of calls order memory accesses, so
+the protocol is correct on every processor and does not depend on the store order of x86. This holds for the cells, and
+for memory at addresses that cells contain. A read of a cell without the lock is only a hint that acquiring the lock may
+be worthwhile; no conclusion is drawn from it alone.
 
-Algorithms in memory are coroutines that await nothing but `until`, and `turn_of` where they wait for another of the
-same rank. They know no loop: who drives one decides how it waits.
+Algorithms in memory are coroutines that await only `until`, `failure`, `checkpoint` and `turn_of`. These yield a `Wait`
+or a `Turn` to the driver of the coroutine, which decides how to wait for it. So such a coroutine needs no event loop.
 """
 
 from __future__ import annotations
@@ -23,48 +24,66 @@ class Mutex(Protocol):
     """A lock that survives the death of its owner."""
 
     def acquire(self) -> None:
-        """Raises PeerLostError, now and ever after, once an owner has died: what it was changing is half done."""
+        """Acquire the lock. Blocks the thread.
 
-    def release(self) -> None: ...
+        Raises PeerLostError, at this and every later call, once an owner has died or an exception has interrupted it:
+        the data under the lock may be half changed.
+        """
+
+    def release(self) -> None:
+        """Release the lock, which this thread holds."""
 
     def abandon(self) -> None:
-        """Give the lock back, if this thread has it, and let nobody have it again: an exception has come between."""
+        """Release the lock if this thread holds it, and make every later `acquire` raise PeerLostError.
+
+        For an exception inside a critical section.
+        """
 
 
 class Doorbells(Protocol):
-    """Wakes the ranks of a host."""
+    """The doorbells of all ranks of a host, by number."""
 
     def ring(self, doorbells: Iterable[int]) -> None: ...
 
 
-_SLEEPING = 0  # how many of the cells that follow are not zero
-_DOORBELLS = 1  # for each doorbell, whether somebody who hears it sleeps here
+# The first cells of a control block are its own: a count, then one flag for each doorbell of the host. The count makes
+# `wake` cheap in the frequent case that no rank sleeps.
+_FLAGGED = 0  # the number of flags that are set
+_FLAGS = 1  # 1 if the doorbell must ring at the next `wake`
 
-DOORBELLS = 2  # of each rank: the caller's loop hears one, the runtime's the other
+DOORBELLS = 2  # for each rank: one for the loops of callers, one for the runtime's loop
 
 
 class ControlBlock:
-    """Use it as a context manager: it is the lock, held for some microseconds and never across an await."""
+    """Cells of 64 bits (signed), and the lock that guards them.
 
-    __slots__ = ("_count", "_doorbells", "_mutex", "_ringing", "_sleepers", "cells", "created", "interleaved")
+    The control block is a context manager that holds the lock. Hold it for microseconds only, and never across an
+    await.
+    """
+
+    __slots__ = ("_count", "_doorbells", "_flags", "_mutex", "_ringing", "cells", "created", "interleaved")
 
     def __init__(
         self,
         raw: memoryview,
-        places: int,
+        local_size: int,
         mutex: Mutex,
         doorbells: Doorbells,
         *,
         created: bool,
         interleaved: bool = False,
     ) -> None:
-        """`raw` is the shared memory, `control_block_bytes` of it, zero at first."""
+        """`raw` is the shared memory, of `control_block_bytes` bytes, initially zero.
+
+        `created` says that this rank has made the control block. `interleaved` says that all ranks share a thread, so
+        that work in memory must yield explicitly: see `checkpoint`.
+        """
         cells = raw.cast("q")
-        self._count = places * DOORBELLS
-        self._sleepers = cells[: _DOORBELLS + self._count]
-        self.cells = cells[_DOORBELLS + self._count :]  # the user's, of 64 bits each
-        self.created = created  # here, and not by another rank
-        self.interleaved = interleaved  # all ranks share a thread, and must be given turns
+        self._count = local_size * DOORBELLS
+        self._flags = cells[: _FLAGS + self._count]
+        self.cells = cells[_FLAGS + self._count :]
+        self.created = created
+        self.interleaved = interleaved
         self._mutex = mutex
         self._doorbells = doorbells
         self._ringing: list[int] = []
@@ -72,83 +91,96 @@ class ControlBlock:
     def __enter__(self) -> ControlBlock:
         try:
             self._mutex.acquire()
-        except BaseException:  # a signal handler may raise just after the lock is taken
+        except BaseException:  # a signal handler may raise just after the lock has been acquired
             self._mutex.abandon()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, AsyncollError):  # cells may be half changed
+        # The package raises its own errors only while the cells are consistent. Any other exception, for instance one
+        # from a signal handler, may leave them half changed.
+        if kind is not None and not issubclass(kind, AsyncollError):
             self._mutex.abandon()
             return
         if not self._ringing:
             self._mutex.release()
             return
         ringing, self._ringing = self._ringing, []
+        # Release first: a rank that wakes acquires the lock at once, and would have to sleep again.
         self._mutex.release()
         self._doorbells.ring(ringing)
 
     def abandon(self, mutex: Mutex) -> None:
-        """In a forked child: `mutex` refuses everybody."""
+        """Replace the lock by `mutex`, which raises on `acquire`. For a forked child."""
         self._mutex = mutex
 
     def wake(self, at_most: int = sys.maxsize) -> None:
-        """Those who sleep here look again, once the lock, which the caller holds, is free.
+        """Make the sleeping waiters evaluate their conditions again. The caller holds the lock.
 
-        `at_most` so many, where more could not run at once anyway: the rest sleep on until somebody wakes all.
+        The doorbells ring when the lock is released. `at_most` limits their number, for changes that only so many
+        ranks can use at the same time; the others sleep on until a later `wake`.
         """
-        sleepers = self._sleepers
-        for doorbell in range(self._count if sleepers[_SLEEPING] else 0):
-            if sleepers[_DOORBELLS + doorbell] and at_most > 0:
-                sleepers[_DOORBELLS + doorbell] = 0
-                sleepers[_SLEEPING] -= 1
+        flags = self._flags
+        for doorbell in range(self._count if flags[_FLAGGED] else 0):
+            if flags[_FLAGS + doorbell] and at_most > 0:
+                flags[_FLAGS + doorbell] = 0
+                flags[_FLAGGED] -= 1
                 at_most -= 1
                 self._ringing.append(doorbell)
 
-    def sleep(self, doorbell: int) -> None:
-        """Under the lock: whoever hears `doorbell` sleeps, until the next `wake`."""
-        if not self._sleepers[_DOORBELLS + doorbell]:
-            self._sleepers[_DOORBELLS + doorbell] = 1
-            self._sleepers[_SLEEPING] += 1
+    def ring_at_next_wake(self, doorbell: int) -> None:
+        """Ring `doorbell` at the next `wake`. The caller holds the lock, so that no change comes in between."""
+        if not self._flags[_FLAGS + doorbell]:
+            self._flags[_FLAGS + doorbell] = 1
+            self._flags[_FLAGGED] += 1
 
 
-def control_block_bytes(cells: int, places: int) -> int:
-    """The shared memory of a control block with so many cells of its user's, on a host of so many ranks."""
-    return 8 * (_DOORBELLS + places * DOORBELLS + cells)
+def control_block_bytes(cells: int, local_size: int) -> int:
+    """The size in bytes of a control block with `cells` cells for its user, on a host of `local_size` ranks."""
+    return 8 * (_FLAGS + local_size * DOORBELLS + cells)
 
 
 class Wait(NamedTuple):
-    """What a coroutine in memory waits for. `ready` only reads; it is called under the lock, or without as a hint."""
+    """The condition that a coroutine in memory waits for.
+
+    `ready` only reads the cells of `control_block`. It is called under the lock, and also without the lock as a hint.
+    """
 
     control_block: ControlBlock
     ready: Callable[[], bool]
 
 
 class Turn:
-    """What one coroutine of this rank waits for and another ends: other ranks need not be told, nor any lock taken."""
+    """An event between two coroutines of the same rank: one sets it once, and one waits for it.
 
-    __slots__ = ("_rouse", "has_come")
+    A `Turn` lives outside shared memory. It wakes exactly its waiter, and needs no lock and no doorbell.
+    """
+
+    __slots__ = ("_wake", "is_set")
 
     def __init__(self) -> None:
-        self.has_come = False
-        self._rouse: Callable[[], None] | None = None
+        self.is_set = False
+        self._wake: Callable[[], None] | None = None
 
-    def come(self) -> None:
-        """It is the waiter's turn. From any thread."""
-        self.has_come = True  # before looking for a waiter, who looks at this after it has said that it waits
-        if self._rouse is not None:
-            self._rouse()
+    def set(self) -> None:
+        """Set the event and wake the waiter. May be called in any thread."""
+        # The order here and in the waiter avoids a lost wake-up without a lock. This thread writes `is_set` and then
+        # reads `_wake`; the waiter writes `_wake` in `on_set` and then reads `is_set`. At least one sees the other.
+        self.is_set = True
+        if self._wake is not None:
+            self._wake()
 
-    def on_come(self, rouse: Callable[[], None]) -> None:
-        """`rouse` is called, in any thread, when it comes; look at `has_come` afterwards."""
-        self._rouse = rouse
+    def on_set(self, wake: Callable[[], None]) -> None:
+        """Make `set` call `wake`, in any thread. Read `is_set` afterwards: it may have been set before this call."""
+        self._wake = wake
 
 
 @types.coroutine
 def checkpoint(control_block: ControlBlock) -> Generator[Wait, None, None]:
-    """Where other ranks may do anything: said once for each piece of long work.
+    """Yield to other ranks, once for each piece of long work; a no-op between processes.
 
-    Between processes they may at any time. Where they share a thread, nothing would ever be seen half done without it.
+    Processes interleave by themselves. Ranks that share a thread interleave only here, so that tests see the states in
+    the middle of long work.
     """
     if control_block.interleaved:
         yield Wait(control_block, _always)
@@ -160,7 +192,7 @@ def _always() -> bool:
 
 @types.coroutine
 def failure(control_block: ControlBlock) -> Generator[Wait, None, None]:
-    """Wait for what has gone wrong elsewhere to be heard of here, which ends every wait."""
+    """Wait until the world or the communicator fails. The driver then throws the failure into this coroutine."""
     yield Wait(control_block, _never)
 
 
@@ -170,8 +202,8 @@ def _never() -> bool:
 
 @types.coroutine
 def until(control_block: ControlBlock, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
-    """Wait until `ready()`, which only reads the cells of `control_block`."""
-    if ready():  # a hint
+    """Wait until `ready()` is true under the lock. `ready` only reads the cells of `control_block`."""
+    if ready():  # without the lock: a hint
         with control_block:
             if ready():
                 return
@@ -180,6 +212,6 @@ def until(control_block: ControlBlock, ready: Callable[[], bool]) -> Generator[W
 
 @types.coroutine
 def turn_of(turn: Turn) -> Generator[Turn, None, None]:
-    """Wait until `turn` has come."""
-    if not turn.has_come:
+    """Wait until `turn` is set."""
+    if not turn.is_set:
         yield turn

@@ -1,7 +1,7 @@
-"""Waiting until all ranks of a world have joined: how long, what is said meanwhile, and which ranks have died.
+"""Waiting until all ranks of a world have joined: the time limit, the warnings, and the check for ranks that have died.
 
-A rank that has not joined has no connection whose end could be noticed. Ranks of one kernel therefore tell each other
-their process ids as soon as they can, and whoever waits looks at those processes.
+A rank that has not joined has no connection yet whose end would show its death. So ranks on one kernel exchange their
+process ids first, and a rank that waits polls the state of these processes.
 """
 
 from __future__ import annotations
@@ -21,64 +21,73 @@ from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.processes import is_gone
 
 T = TypeVar("T")
-_SPEAK_S = 5.0  # of silence, and then twice as long each time
+_FIRST_WARNING_S = 5.0  # the time to each further warning doubles
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.005, 0.1
-_PATIENCE_S = 1.0  # longer than its own limit waits a rank that another one will tell which ranks are missing
+_EXTRA_TIME_S = 1.0  # for a rank that expects another rank to tell it which ranks are missing
 logger = logging.getLogger("asyncoll")
 
 
 class Joining:
-    """One rank's wait for the others, through all phases of joining. May be used from several threads in turn."""
+    """The wait of one rank for the others, with one time limit for all phases of joining.
+
+    Several threads may use it, one after another.
+    """
 
     def __init__(self, rank: int, size: int, limit_s: float = START_TIMEOUT_S) -> None:
         self._rank = rank
         self._size = size
         self._limit_s = limit_s
         self._began_s = _now_s()
-        self._speaks_at_s = self._began_s + _SPEAK_S
+        self._warns_at_s = self._began_s + _FIRST_WARNING_S
         self._processes: dict[int, int] = {}
         self._cancelled = False
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before looking again: the longer it has taken already, the longer."""
+        """The seconds to pause before the next look: a tenth of the time so far, within bounds."""
         return min(max(self._waited_s() / 10, _PAUSE_MIN_S), _PAUSE_MAX_S)
 
     @property
     def remaining_s(self) -> float:
-        """At least a little, for an operation that needs a limit of its own."""
+        """The time left in seconds, never 0: a limit for an operation that needs one of its own."""
         return max(self._limit_s - self._waited_s(), _PAUSE_MAX_S)
 
     def watch(self, rank: int, pid: int) -> None:
-        """From now on, `rank` is lost as soon as the process `pid` has ended."""
+        """Treat `rank` as lost once the process `pid` has ended."""
         self._processes[rank] = pid
 
     def cancel(self) -> None:
-        """The next `check` raises ClosedError. From any thread."""
+        """Make the next `check` raise ClosedError. May be called in any thread."""
         self._cancelled = True
 
-    def check(self, missing: Callable[[], Sequence[int]], what: str, *, is_told: bool = False) -> None:
-        """Call this at least every `pause_s` while ranks are missing. `what` says what they have not done yet.
+    def check(self, missing: Callable[[], Sequence[int]], reason: str, *, is_told: bool = False) -> None:
+        """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
-        Raises PeerLostError if a rank has died, and DeadlineError if the time is up: it names no rank if one has
-        stopped just after all others have heard of it. Says from time to time which
-        ranks are missing. With `is_told`, another rank will send
-        the outcome, so this one waits a little longer than its limit.
+        Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks. `reason` is the step
+        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this rank
+        waits a little longer than the limit: then the error of that rank, which knows more, comes first.
+
+        Raises PeerLostError if a rank has died, ClosedError after `cancel`, and DeadlineError if the time is over. The
+        DeadlineError names no rank if `missing` is empty by then: all ranks have come, and one of them has stopped.
         """
         if self._cancelled:
             raise ClosedError("joining the world was cancelled")
         for rank, pid in self._processes.items():
             if is_gone(pid):
                 raise PeerLostError(rank, f"its process (pid {pid}) ended before all ranks had joined")
-        if self._waited_s() >= self._limit_s + _PATIENCE_S * is_told:
-            raise self._overdue(missing(), what)
-        if _now_s() >= self._speaks_at_s:
-            self._speaks_at_s = _now_s() + (_now_s() - self._began_s)
-            if ranks := missing():  # they may have come in this moment
-                logger.warning("rank %d: %s", self._rank, self._describe(ranks, what))
+        if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
+            raise self._overdue(missing(), reason)
+        if _now_s() >= self._warns_at_s:
+            self._warns_at_s = _now_s() + (_now_s() - self._began_s)
+            if ranks := missing():  # they may have come since the caller looked
+                logger.warning("rank %d: %s", self._rank, self._describe(ranks, reason))
 
-    def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], what: str) -> T:
-        """The result of `operation`, which blocks; where it blocks for too long, its thread is left behind."""
+    def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], reason: str) -> T:
+        """Call `operation`, which blocks, in a thread of its own, and return its result.
+
+        Raises the exceptions of `operation` and of `check`. If `check` raises, the thread goes on as a daemon: nothing
+        can stop a blocking call.
+        """
         results: list[T] = []
         errors: list[Exception] = []
 
@@ -93,43 +102,46 @@ class Joining:
         while thread.is_alive():
             thread.join(self.pause_s)
             if thread.is_alive():
-                self.check(missing, what)
+                self.check(missing, reason)
         if errors:
             raise errors[0]
         return results[0]
 
-    async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], what: str) -> T:
-        """The result of `work`. It is cancelled if this, or a `check`, raises."""
+    async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], reason: str) -> T:
+        """Await `work` and return its result. If `check` raises or this is cancelled, `work` is cancelled first."""
         task = asyncio.get_running_loop().create_task(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=self.pause_s)
                 if not task.done():
-                    self.check(missing, what)
+                    self.check(missing, reason)
             return task.result()
         finally:
             task.cancel()
             with contextlib.suppress(BaseException):
                 await asyncio.wait([task])
 
-    def _overdue(self, missing: Sequence[int], what: str) -> DeadlineError:
+    def _overdue(self, missing: Sequence[int], reason: str) -> DeadlineError:
         arrived = tuple(rank for rank in range(self._size) if rank not in missing)
-        return DeadlineError(self._describe(missing, what), arrived, tuple(missing))
+        return DeadlineError(self._describe(missing, reason), arrived, tuple(missing))
 
-    def _describe(self, missing: Sequence[int], what: str) -> str:
+    def _describe(self, missing: Sequence[int], reason: str) -> str:
         ranks = f"missing: rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        who = ranks if missing else "all ranks have come, but one of them does not go on"
-        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {who} ({what})"
+        status = ranks if missing else "all ranks have come, but one of them does not go on"
+        return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {status} ({reason})"
 
     def _waited_s(self) -> float:
         return _now_s() - self._began_s
 
 
 def process_space() -> str:
-    """Equal for two ranks that can look at each other's processes: one kernel, pid namespace and user."""
+    """Identify the kernel, pid namespace and user of this process; empty if it cannot see processes.
+
+    Two ranks with the same non-empty value can see the state of each other's processes.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with contextlib.suppress(OSError):
-        if not is_gone(os.getpid()):  # a sandbox may hide processes, or all of /proc
+        if not is_gone(os.getpid()):  # otherwise a sandbox hides processes, or all of /proc
             return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
     return ""
 

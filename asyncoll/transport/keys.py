@@ -1,7 +1,7 @@
-"""The job's key, and what follows from it. Whoever has the key belongs to the job.
+"""The key of a job, and the secrets that are derived from it. Every process with the key belongs to the job.
 
-`asyncoll launch` makes one for each job. Between hosts it is in a file that is copied to each of them, which
-ASYNCOLL_KEY_FILE names; it may serve many jobs, because each run derives a session of its own from it.
+`asyncoll launch` creates a key for each job. For a job on several hosts, the user copies a file with the key to each
+host and names it in ASYNCOLL_KEY_FILE. One file may serve many jobs, because each run derives a session key of its own.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from asyncoll.errors import ProtocolError, UsageError
 
 KEY_BYTES: Final = 32
 KEY_FILE: Final = "ASYNCOLL_KEY_FILE"
-_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_RIGHTS_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Key:
-    """A secret that the ranks share. Nothing prints it."""
+    """A secret that the ranks share. Its repr does not contain it."""
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
-        """At most 64 bytes; an empty one is no secret at all, and proves nothing."""
+        """`secret` has at most 64 bytes. With an empty one, seals prove nothing; it serves worlds without a key."""
         self._secret = secret
 
-    def derive(self, *what: str | int | bytes) -> bytes:
-        """32 bytes that only who has the key can know; others for every other `what`."""
-        parts = (part if isinstance(part, bytes) else str(part).encode() for part in what)
-        told = b"".join(b"%d:%b" % (len(part), part) for part in parts)
-        return hashlib.blake2b(told, key=self._secret, digest_size=KEY_BYTES, person=b"asyncoll").digest()
+    def derive(self, *purpose: str | int | bytes) -> bytes:
+        """Derive a secret of 32 bytes for one purpose: keyed BLAKE2b over the parts, each with its length."""
+        parts = (part if isinstance(part, bytes) else str(part).encode() for part in purpose)
+        encoded = b"".join(b"%d:%b" % (len(part), part) for part in parts)
+        return hashlib.blake2b(encoded, key=self._secret, digest_size=KEY_BYTES, person=b"asyncoll").digest()
 
-    def seal(self, message: bytes, *what: str | int | bytes) -> bytes:
-        """`message`, and the proof that a holder of the key says it of `what`."""
-        return self.derive("seal", message, *what) + message
+    def seal(self, message: bytes, *purpose: str | int | bytes) -> bytes:
+        """Return `message` with a proof in front that a holder of the key has sealed it for this purpose."""
+        return self.derive("seal", message, *purpose) + message
 
-    def open(self, sealed: bytes, *what: str | int | bytes) -> bytes:
-        """The message. Raises ProtocolError if it is not what a holder of this key has sealed for `what`."""
+    def open(self, sealed: bytes, *purpose: str | int | bytes) -> bytes:
+        """Return the message of `seal`. Raises ProtocolError unless it was sealed with this key for this purpose."""
         proof, message = sealed[:KEY_BYTES], sealed[KEY_BYTES:]
-        if not hmac.compare_digest(proof, self.derive("seal", message, *what)):
+        if not hmac.compare_digest(proof, self.derive("seal", message, *purpose)):
             raise ProtocolError("it is not sealed with this job's key")
         return message
 
 
 def write_key(path: Path) -> None:
-    """Make a key, in a new file that only this user can read. Raises UsageError if that cannot be done."""
+    """Create a key in a new file that only this user can read. Raises UsageError if that fails, or `path` exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -59,9 +59,9 @@ def write_key(path: Path) -> None:
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file. Raises UsageError unless it is this user's own, nobody else's to read, and whole."""
+    """Read the key in a file. Raises UsageError unless only this user has rights to the file and its size is right."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_without_blocking) as file:
             status, secret = os.fstat(file.fileno()), file.read(KEY_BYTES + 1) or b""
     except OSError as error:
         raise UsageError(f"cannot read the key {path}: {error.strerror}") from error
@@ -71,13 +71,13 @@ def read_key(path: Path) -> Key:
     return Key(secret)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens it even if it is a pipe that nobody writes into."""
+def _open_without_blocking(path: str, flags: int) -> int:
+    """An opener that does not block on a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError unless it is really a folder, this user's own, that nobody else can enter."""
+    """Raise UsageError unless `folder` is a folder, not a link, that belongs to this user and is closed to others."""
     try:
         status = os.lstat(folder)
     except OSError as error:
@@ -90,6 +90,6 @@ def check_folder(folder: Path) -> None:
 def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise UsageError(f"{path} belongs to user {status.st_uid} and not to this one, {os.geteuid()}: it is not used")
-    if status.st_mode & _FOR_OTHERS:
+    if status.st_mode & _RIGHTS_OF_OTHERS:
         mode = stat.S_IMODE(status.st_mode)
         raise UsageError(f"others than its owner have rights to {path} (mode {mode:04o}): take them away (chmod go= …)")

@@ -1,4 +1,4 @@
-"""What the kernel says of a process, or a thread, of this host, and allows this one."""
+"""Queries to the kernel: the state of processes and threads of this host, and the file limit of this process."""
 
 import contextlib
 import os
@@ -7,26 +7,29 @@ from pathlib import Path
 
 
 def is_gone(number: int) -> bool:
-    """Whether it has ended, be it that nobody has taken note of its end."""
+    """Whether the process or thread `number` has ended. A zombie has."""
     return _state_of(number) in ("", "Z", "X")
 
 
 def is_stopped(number: int) -> bool:
-    """Whether it has been stopped, as by SIGSTOP or a debugger."""
+    """Whether the process or thread `number` is stopped, by SIGSTOP or by a debugger."""
     return _state_of(number) in ("T", "t")
 
 
 def _state_of(number: int) -> str:
-    """The letter that ps shows; empty if there is none of that number."""
+    """The state letter, as ps shows it; empty if no process or thread has this number."""
     try:
         stat = Path(f"/proc/{number}/stat").read_text(errors="replace")
     except OSError:
         return ""
-    return stat.rpartition(")")[2].split()[0]
+    return stat.rpartition(")")[2].split()[0]  # the name before it, in parentheses, may contain anything
 
 
 def allow_files(count: int) -> int | None:
-    """See to it that this process may open so many more files. Returns its limit if it may not, else None."""
+    """Raise the limit of open files so that this process may open `count` more.
+
+    Returns None on success, and otherwise the limit that this process cannot exceed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + count
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -1,10 +1,12 @@
-"""An event loop whose clock jumps: waiting costs nothing, and waiting for nothing is a deadlock.
+"""An event loop in virtual time: it never sleeps, and it reports deadlocks.
 
-The loop owns its selector. When nothing is ready, the clock moves to the next event or timer instead of sleeping; when
-there is neither, nobody can ever wake up, and the deadlock reporter's error is raised. Never mix it with real I/O.
+The loop has a selector of its own. When no task is ready, the selector moves the clock to the next event or timer. When
+there is neither, no task can ever run again, and the selector raises the error of the deadlock reporter. Real I/O does
+not work on such a loop.
 
-Events are what a simulated network does: plain calls in order of time, without the handle, the context and the turn of
-the loop that a timer costs. A thousand ranks send half a million messages, so this is most of a simulation's time.
+Events are the deliveries of a simulated network: plain calls, ordered by time. A timer of asyncio costs a handle, a
+context and an iteration of the loop in addition. A thousand ranks send half a million messages, so deliveries take most
+of the time of a simulation; with events instead of timers it runs a third faster.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from asyncoll.errors import DeadlockError
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Registers what asyncio registers (its own wake-up socket) and never waits."""
+    """Never waits for files. asyncio registers only its own wake-up socket, and this ignores it."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
-        self.ready: Sized = ()  # what the loop could run now
+        self.ready: Sized = ()  # the loop's queue of callbacks that can run now
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
@@ -42,9 +44,9 @@ class _JumpingSelector(selectors.BaseSelector):
         events, ready = self.events, self.ready
         until = math.inf if timeout is None else self.now + timeout
         while events and events[0][0] <= until:
-            when, _, what, args = heapq.heappop(events)
+            when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
-            what(*args)
+            callback(*args)
             if ready:
                 return []
         if timeout is None:
@@ -65,18 +67,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        self.set_debug(False)  # what debug mode times is real; and it makes a simulation several times longer
+        self.set_debug(False)  # debug mode measures real time, and makes a simulation several times slower
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
         self._events = self._jumping.events
-        self._count = itertools.count()  # events of equal time happen in the order in which they were made
+        self._count = itertools.count()  # events of equal time run in the order of their creation
 
-    def happen_at(self, when: float, what: Callable[..., None], *args: Any) -> None:
-        """Call `what(*args)` at time `when`, on the loop. It must not block; its errors end the loop."""
-        heapq.heappush(self._events, (when, next(self._count), what, args))
+    def happen_at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
+        """Call `callback(*args)` on the loop at virtual time `when`, in seconds. Its exceptions end the loop."""
+        heapq.heappush(self._events, (when, next(self._count), callback, args))
 
     def time(self) -> float:
         return self._jumping.now
 
     def set_deadlock_reporter(self, reporter: Callable[[], Exception]) -> None:
-        """`reporter` makes the error to raise when everything waits and no timer is set."""
+        """Raise the error that `reporter` returns when all tasks wait and there is no event and no timer."""
         self._jumping.on_deadlock = reporter

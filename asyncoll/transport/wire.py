@@ -1,9 +1,9 @@
-"""Message to frames and back. No sockets, no clock, no pickle.
+"""The wire format: encodes messages as frames and decodes frames. No sockets, no clock, no pickle.
 
-A message is a fixed header and, in frames of their own, a payload of raw tensor bytes (DATA) or msgpack (CONTROL) and
-a piggyback that goes along with DATA. The header names the execution that the message belongs to, (context, number),
-the step inside it, and the fingerprint of what its sender believes that execution to be. `number` means: of DATA, GRANT
-and SIGNAL, the call or the round; of CREDIT, bytes.
+A message has one to three frames: a fixed header; a payload, of raw tensor bytes (DATA, SIGNAL) or msgpack (CONTROL);
+and, with DATA only, a piggyback. The header identifies the execution that the message belongs to, by (context, number),
+the step in it, and a fingerprint of the sender's description of that execution. `number` is the number of the call or
+the round for DATA, GRANT and SIGNAL, and a count of bytes for CREDIT.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ MAX_FRAME_BYTES: Final = SEGMENT_BYTES
 
 DATA: Final = 1  # one segment of one array, for a posted receive
 GRANT: Final = 2  # the receive for a long array is posted: send it
-CREDIT: Final = 3  # so many bytes of yours have been consumed
-SIGNAL: Final = 4  # for the handler of a persistent operation; its payload may be empty
-CONTROL: Final = 5  # msgpack, rare
+CREDIT: Final = 3  # `number` bytes of the receiver's DATA have been consumed
+SIGNAL: Final = 4  # for the handler of a persistent operation; the payload may be empty
+CONTROL: Final = 5  # one of the rare messages below, in msgpack
 _PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: SEGMENT_BYTES, CONTROL: CONTROL_BYTES}
 
-_HEADER: Final = struct.Struct("<2sBBIQQQ")
+_HEADER: Final = struct.Struct("<2sBBIQQQ")  # magic, version, kind, step, context, number, fingerprint
 HEADER_BYTES: Final = _HEADER.size
 
-Buffer: TypeAlias = Any  # whatever offers the buffer protocol: bytes, memoryview, numpy array, zmq.Frame
+Buffer: TypeAlias = Any  # any object with the buffer protocol: bytes, memoryview, numpy array, zmq.Frame
 
 
 class Header(NamedTuple):
+    """The header of a message, without magic and version."""
+
     kind: int
     step: int
     context: int
@@ -46,13 +48,14 @@ class Header(NamedTuple):
 
 
 def encode(kind: int, context: int = 0, number: int = 0, step: int = 0, fingerprint: int = 0) -> bytes:
+    """Return the header frame of a message: `step` has 32 bits, and `context`, `number` and `fingerprint` 64."""
     return _HEADER.pack(MAGIC, VERSION, kind, step, context, number, fingerprint)
 
 
 def decode(frames: list[Buffer]) -> Header:
-    """The header of a message.
+    """Check a message, whose frames are untrusted, and return its header.
 
-    Raises ProtocolError (its source still unknown) for anything that `encode` and this module's limits rule out.
+    Raises ProtocolError, without a source, unless the header is one of `encode`'s and the frames are within the limits.
     """
     try:
         magic, version, *fields = _HEADER.unpack(frames[0])
@@ -79,7 +82,7 @@ def decode(frames: list[Buffer]) -> Header:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A persistent operation now exists: what a rank must know to take part before its own first call."""
+    """Announces a persistent operation, so that a rank can take part before its own first call of it."""
 
     communicator: int
     name: str
@@ -99,7 +102,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Dispute:
-    """Your message for (context, number) does not match mine, which is `description`. What was yours?"""
+    """Reports that the receiver's message for (context, number) does not match the sender's call, `description`.
+
+    The receiver answers with a Mismatch, which names both calls.
+    """
 
     communicator: int
     context: int
@@ -109,7 +115,7 @@ class Dispute:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Two ranks of a communicator called different things."""
+    """Reports that two ranks of a communicator have made different calls, and so ends the communicator."""
 
     communicator: int
     text: str
@@ -117,7 +123,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A rank gave up; communicator 0 means the whole world."""
+    """Reports that `rank` has aborted a communicator; 0 means the whole world."""
 
     communicator: int
     rank: int
@@ -126,7 +132,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """`source` broke the protocol: nothing it says can be trusted, so the world ends."""
+    """Reports that rank `source` has sent a malformed message, and so ends the world."""
 
     source: int
     text: str
@@ -134,7 +140,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who I am, to be named in errors."""
+    """Tells the sender's host and process id, for error messages."""
 
     host: str
     pid: int
@@ -142,41 +148,41 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """I have noticed that `rank` is gone."""
+    """Reports that the sender has noticed the loss of `rank`."""
 
     rank: int
     cause: str
     host: str
     pid: int
-    last_seen_ms: int
-    doing: str
+    last_seen_ms: int  # the age of the last sign of life
+    doing: str  # the last known activity of the rank
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What are you doing? A call of mine on this communicator is overdue."""
+    """Asks for a Here: a call of the sender on this communicator has exceeded its deadline."""
 
     communicator: int
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The answer to Where."""
+    """Answers a Where."""
 
     communicator: int
-    calls: int  # numbered ones begun so far
-    inside: str  # the names of those that are not over, one a line
-    doing: str
+    calls: int  # the number of numbered calls begun so far
+    inside: str  # the names of the calls that are not complete, one in each line
+    doing: str  # the current activity of the rank
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A call of mine was not over in time, which ends the communicator. Ranks are listed with commas between them."""
+    """Reports that a call of the sender has exceeded its deadline, and so ends the communicator."""
 
     communicator: int
     text: str
-    arrived: str
-    missing: str
+    arrived: str  # ranks, separated by commas
+    missing: str  # ranks, separated by commas
 
 
 Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue
@@ -185,19 +191,22 @@ _FIELD_TYPES: Final = {"int": int, "str": str, "bool": bool}
 
 
 def encode_control(message: Control) -> list[Buffer]:
-    """The frames of a control message. Long texts are cut, so that it always fits."""
+    """Return the frames of a control message. Long texts are cut, so that the payload fits into CONTROL_BYTES."""
     values = [getattr(message, field.name) for field in dataclasses.fields(message)]
     short = [_short(value) if isinstance(value, str) else value for value in values]
     return [encode(CONTROL), msgpack.packb([type(message).__name__, *short])]
 
 
 def _short(text: str) -> str:
-    """At most 8 KiB of `text`, in characters that msgpack can write."""
+    """Return at most 8 KiB of `text`, with lone surrogates escaped: UTF-8, and so msgpack, has no code for them."""
     return text.encode("utf-8", "backslashreplace")[:8192].decode("utf-8", "ignore")
 
 
 def decode_control(payload: Buffer) -> Control:
-    """Raises ProtocolError for anything but one of the messages above, field by field."""
+    """Return the control message in an untrusted payload.
+
+    Raises ProtocolError unless the payload is one of the messages above, with fields of the right types.
+    """
     try:
         name, *values = msgpack.unpackb(payload, max_str_len=CONTROL_BYTES, max_array_len=64, max_map_len=0)
         cls = _CONTROLS[name]

@@ -35,7 +35,7 @@ PHASES = {  # in their order: where a rank is when it enters this function
     "folder": (rendezvous, "check_folder"),
     "listen": (fd_passing, "_listen"),
     "connect": (fd_passing, "_connect"),
-    "collect": (fd_passing, "_collect"),
+    "collect": (fd_passing, "_receive_segments"),
     "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
     "lock": (arena.HostArena, "_open_control_block"),
@@ -172,7 +172,7 @@ PROGRAMS = {
 def be_rank(case, rank, folder):
     os.environ["RANK"] = str(rank)
     os.environ.update(case.get("env", {}))
-    joining._SPEAK_S = 0.2
+    joining._FIRST_WARNING_S = 0.2
     if "files" in case:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes

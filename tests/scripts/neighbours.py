@@ -8,12 +8,9 @@ import asyncoll
 async def main(comm: asyncoll.Communicator) -> None:
     arena = comm._core.member.endpoint.arena
     neighbours = await comm.split(arena.ranks[0])
-    others = await comm.split(arena.place)
-    assert (neighbours._core.backend.memory, comm._core.backend.memory, others._core.backend.memory) == (
-        arena,
-        None,
-        None,
-    )
+    others = await comm.split(arena.local_rank)
+    memories = [each._core.backend.memory for each in (neighbours, comm, others)]
+    assert memories == [arena, None, None]
     for part in (neighbours, comm, others):
         for x in (comm.empty(300_000, "f4"), neighbours.empty(300_000, "f4"), np.empty(3)):
             x.fill(1)

@@ -24,7 +24,7 @@ async def count(arena):
             control_block.wake()
     await wait(arena, control_block, lambda: control_block.cells[0] == 2000 * len(arena.ranks))
     for turn in range(50):
-        mine = turn * len(arena.ranks) + arena.place
+        mine = turn * len(arena.ranks) + arena.local_rank
         await wait(arena, control_block, lambda mine=mine: control_block.cells[1] >= mine)
         with control_block:
             control_block.cells[1] += 1
@@ -36,10 +36,10 @@ async def count(arena):
 async def die(arena):
     """The last rank is killed while it holds the lock; what it had written before is still there."""
     control_block = arena.control_block(1, 2)
-    if arena.place == len(arena.ranks) - 1:
+    if arena.local_rank == len(arena.ranks) - 1:
         address = arena.allocate(8)
         arena.view(address, 8)[:] = 7
-        await wait(arena, control_block, lambda: control_block.cells[0] == arena.place)
+        await wait(arena, control_block, lambda: control_block.cells[0] == arena.local_rank)
         with control_block:
             control_block.cells[1] = address
             os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +61,7 @@ def find_out(control_block):
 
 
 folder, rank, size, what = sys.argv[1:]
-ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not places
+ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not local ranks
 arena = fd_passing.join(Path(folder), ranks[int(rank)], ranks)
 asyncio.run({"count": count, "die": die}[what](arena))
 arena.close()

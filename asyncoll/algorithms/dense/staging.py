@@ -76,7 +76,7 @@ class StagingArea:
         self._unfinished.discard(number)
         turn = self._turns.pop(number, None)
         if turn is not None:
-            turn.come()
+            turn.set()
 
     async def wait_for(self, number: int) -> None:
         """Wait until call `number` is over here, so that its place is free for another."""

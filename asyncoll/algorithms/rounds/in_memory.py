@@ -134,7 +134,7 @@ class OneSidedRounds:
         if following in self._over:  # it ended this moment, and did not find that it was its turn
             self._end_turn(following)
         elif (waiting := self._turns.pop(following, None)) is not None:
-            waiting.come()
+            waiting.set()
 
     async def _call(self, contribution: Contribution) -> HeldDelivery:
         call = self._begin()

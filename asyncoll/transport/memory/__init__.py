@@ -1,1 +1,1 @@
-"""Memory between the ranks of one host: the arena, its control blocks, locks and doorbells, and an in-process twin."""
+"""Memory between the ranks of one host: the arena between processes and in one process, and their common parts."""

@@ -1,7 +1,8 @@
-"""Memory between the processes of one host, the control blocks in it, and the doorbells that wake who sleeps at them.
+"""The arena between the processes of one host: memory, the control blocks in it, and waiting for their cells.
 
-Every rank brings a segment and maps everybody's: an address is a place and an offset in its segment. What is allocated
-is really there, so that touching it never fails.
+Every rank creates a segment and maps the segments of all ranks. All segments have the same capacity, so an address is
+the local rank of the owner times the capacity, plus the offset in the segment. `allocate` makes the kernel provide the
+pages, so access to allocated memory never fails.
 """
 
 from __future__ import annotations
@@ -20,40 +21,43 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
-from asyncoll.transport.memory.doorbell import Doorbell, Line
+from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, Patience, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
-_LOCK = 64
+# Addresses in the segment of local rank 0, between its header and its heap.
+_LOCK = 64  # of the mutex of the directory
 _DIRECTORY = 128
-_CONTROL_BLOCKS_MAX = 4096
+_CONTROL_BLOCKS_MAX = 4096  # entries of the directory, each of 24 bytes; they fit into HEAD_BYTES
 
-# How often a waiter looks before it sleeps, giving way each time to whoever wants the processor. With a core for each
-# rank it looks for 50 us: among 2 ranks, a message there and back takes 10 us, and 125 where both sleep. Without, a few
-# looks still pay: of 4 ranks on 2 cores a barrier took 140 us instead of 240, for half of the processor time.
-_LOOKS = 80
-_LOOKS_WITHOUT_CORES = 10
-_TURNS_S = 200e-6  # for so long those look who turn the loop meanwhile
-_TURNS_S_WITHOUT_CORES = 25e-6
-# But whoever computes keeps a processor that it is given for a whole slice, of milliseconds, where a sleeper would get
-# it as soon as it is woken. After such a slice nobody looks for a while. With 3 computing processes beside the 4 ranks
-# the barrier took 3.9 ms without this rule, and 0.25 with it, as if all slept.
+# A waiter polls this many times before it sleeps, and calls sched_yield after each poll. With a core for each rank this
+# takes 50 us: between 2 ranks, a round trip takes 10 us with polling, and 125 us if both ranks sleep. With fewer cores
+# than ranks ("oversubscribed") a few polls still help: a barrier of 4 ranks on 2 cores took 140 us instead of 240, and
+# half of the processor time.
+_POLLS = 80
+_POLLS_OVERSUBSCRIBED = 10
+_YIELDING_POLL_S = 200e-6  # the same for a wait that lets the loop run between two polls
+_YIELDING_POLL_S_OVERSUBSCRIBED = 25e-6
+# sched_yield harms a waiter if another process computes: that process then keeps the core for a whole time slice of
+# milliseconds, while a sleeping waiter preempts it when it is woken. So a rank that has lost the core for that long
+# does not poll for a while. With 3 computing processes beside the 4 ranks, the barrier took 3.9 ms without this rule,
+# and 0.25 ms with it, as without any polling.
 _SLICE_S = 0.001
-_TRUCE_S = 0.1
+_NO_POLLING_S = 0.1
 
 
 @contextlib.contextmanager
 def local_world(size: int) -> Iterator[list[HostArena]]:
-    """One arena for each rank of a world inside this process."""
+    """One arena for each rank of a world inside this process, over real shared memory."""
     capacity = capacity_of(size)
-    with contextlib.ExitStack() as parts_only:
-        parts = []
-        for place in range(size):
-            parts.append(make_segment(place, capacity))
-            parts_only.callback(close_segment, parts[-1])
-        arenas = [HostArena(place, tuple(range(size)), parts) for place in range(size)]
+    with contextlib.ExitStack() as undo:
+        segments = []
+        for local_rank in range(size):
+            segments.append(make_segment(local_rank, capacity))
+            undo.callback(close_segment, segments[-1])
+        arenas = [HostArena(local_rank, tuple(range(size)), segments) for local_rank in range(size)]
     try:
         yield arenas
     finally:
@@ -64,39 +68,43 @@ def local_world(size: int) -> Iterator[list[HostArena]]:
 class HostArena:
     """An `Arena` between processes.
 
-    Set `runtime_loop` if there is one: whoever waits on any other loop is a caller. `patience` is without end at first.
+    Set `runtime_loop` if the runtime has a loop of its own: it listens to another doorbell than the loops of callers.
+    `patience.seconds` is how long a waiter tolerates a stopped owner of a lock; initially infinite.
     """
 
-    def __init__(self, place: int, ranks: tuple[int, ...], parts: Sequence[Segment]) -> None:
-        """Copies the descriptors of `parts`, by place. Place 0's must be made before any control block."""
-        self.place = place
+    def __init__(self, local_rank: int, ranks: tuple[int, ...], segments: Sequence[Segment]) -> None:
+        """`segments` has one entry for each rank, by local rank. Their descriptors are copied.
+
+        The arena of local rank 0 must exist before any rank uses a control block: it initializes the directory.
+        """
+        self.local_rank = local_rank
         self.ranks = ranks
         self.patience = Patience()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
-        self._looks = _LOOKS if self.cores == len(ranks) else _LOOKS_WITHOUT_CORES
-        self._turns_s = _TURNS_S if self.cores == len(ranks) else _TURNS_S_WITHOUT_CORES
-        self._sleeps_until_s = 0.0
-        self._capacity = os.fstat(parts[place].memory).st_size
+        self._polls = _POLLS if self.cores == len(ranks) else _POLLS_OVERSUBSCRIBED
+        self._yielding_poll_s = _YIELDING_POLL_S if self.cores == len(ranks) else _YIELDING_POLL_S_OVERSUBSCRIBED
+        self._no_polling_until_s = 0.0
+        self._capacity = os.fstat(segments[local_rank].memory).st_size
         self._control_blocks: dict[int, ControlBlock] = {}
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
         self._heap_lock = threading.Lock()
-        self._parent: int | None = None  # whose arena it is, in a forked child
+        self._parent: int | None = None  # in a forked child: the process that owns this arena
         with contextlib.ExitStack() as undo:
-            self._memory = _copy(undo, parts[place].memory)
-            self._eventfds = [
-                _copy(undo, doorbell) for segment in parts for doorbell in segment[1:]
-            ]  # by the number of the doorbell
+            self._memory = _copy(undo, segments[local_rank].memory)
+            # By the number of the doorbell, which is DOORBELLS * local rank + 0 for callers, or 1 for the runtime.
+            self._eventfds = [_copy(undo, doorbell) for segment in segments for doorbell in segment[1:]]
             self._bytes = [
-                map_segment(segment.memory, self._capacity, own=segment is parts[place]) for segment in parts
+                map_segment(segment.memory, self._capacity, own=segment is segments[local_rank]) for segment in segments
             ]
-            if place == 0:
+            if local_rank == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
-        self._base = _pointer(self._bytes[place])
-        self._line = Line()
+        self._base = _pointer(self._bytes[local_rank])
+        self._turns = TurnQueue()
         self._doorbells = [
-            Doorbell(number, self._eventfds[number]) for number in range(place * DOORBELLS, (place + 1) * DOORBELLS)
+            Doorbell(number, self._eventfds[number])
+            for number in range(local_rank * DOORBELLS, (local_rank + 1) * DOORBELLS)
         ]
         forks.register(self)
 
@@ -110,10 +118,10 @@ class HostArena:
             try:
                 offset = self._heap.allocate(nbytes)
             except MemoryError:
-                why = f"a rank's segment of it has {mib(self._capacity)}, or not so much in a row"
+                why = f"a rank's segment of it has {mib(self._capacity)}, or no free block of that size"
                 raise too_much(nbytes, why) from None
             extent = self._heap.extent(offset)
-        address = offset + self.place * self._capacity
+        address = offset + self.local_rank * self._capacity
         try:
             commit(self._memory, offset, extent)
         except UsageError:
@@ -124,20 +132,20 @@ class HostArena:
     def free(self, address: int) -> None:
         if self._parent is not None:
             return
-        offset = address - self.place * self._capacity
-        give_back(self._memory, offset, self._heap.extent(offset))  # before anybody else is given the block
+        offset = address - self.local_rank * self._capacity
+        give_back(self._memory, offset, self._heap.extent(offset))  # before another thread can allocate the block
         with self._heap_lock:
             self._heap.free(offset)
 
     def view(self, address: int, nbytes: int) -> Array:
-        place, offset = divmod(address, self._capacity)
-        return self._bytes[place][offset : offset + nbytes]
+        local_rank, offset = divmod(address, self._capacity)
+        return self._bytes[local_rank][offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
         offset = _pointer(flat) - self._base
-        return offset + self.place * self._capacity if 0 <= offset < self._capacity else None
+        return offset + self.local_rank * self._capacity if 0 <= offset < self._capacity else None
 
-    # -- control blocks -----------------------------------------------------------------------------------
+    # -- control blocks ---------------------------------------------------------------------------
 
     def control_block(self, context: int, cells: int) -> ControlBlock:
         if context not in self._control_blocks:
@@ -150,8 +158,11 @@ class HostArena:
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
-        """The control blocks of all ranks, in the order of their making: context, address, bytes. Under its lock."""
-        mutex = RobustMutex(self._lock_of_directory(), self.place, self.ranks, self.patience)
+        """Hold the lock of the directory, and yield its entries: context, address and bytes, in order of creation.
+
+        Unused entries are zero.
+        """
+        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.patience)
         with mutex:
             yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
 
@@ -163,16 +174,17 @@ class HostArena:
         known = np.flatnonzero(entries[:used, 0] == context)
         created = not len(known)
         if created:
-            self._enter_control_block(entries, used, context, cells)
+            self._add_control_block(entries, used, context, cells)
+        # A peer may have written this entry, and `view` checks nothing.
         _, address, nbytes = map(int, entries[used if created else known[0]])
-        place, offset = divmod(address, self._capacity)
-        if place >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
+        local_rank, offset = divmod(address, self._capacity)
+        if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.place, self.ranks, self.patience)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.patience)
         return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
-    def _enter_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
+    def _add_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
         if used == _CONTROL_BLOCKS_MAX:
             raise UsageError(
                 f"the ranks of this host have {_CONTROL_BLOCKS_MAX} control blocks in shared memory, and there is "
@@ -195,82 +207,82 @@ class HostArena:
             os.eventfd_write(self._eventfds[doorbell], 1)
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+        self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
-        if await self._sees_between_turns(wait.ready) if turning else self._sees(wait.ready):
+        if await self._poll_yielding(wait.ready) if yielding else self._poll(wait.ready):
             with wait.control_block:
                 if wait.ready():
                     return
         doorbell = self._doorbells[asyncio.get_running_loop() is self.runtime_loop]
-        sleeper = doorbell.enter(what)
+        waiter = doorbell.add_waiter(describe)
         try:
             while True:
-                rung = sleeper.lie_down()
-                with (
-                    wait.control_block as control_block
-                ):  # whoever makes it ready has had the lock before, or will and finds a sleeper
+                woken = waiter.arm()
+                # The flag is set under the lock, so no wake-up is lost: a rank that makes the condition true has held
+                # the lock before, and `ready` sees it, or acquires the lock later, and finds the flag.
+                with wait.control_block as control_block:
                     if wait.ready():
                         return
-                    control_block.sleep(doorbell.number)
+                    control_block.ring_at_next_wake(doorbell.number)
                 check()
-                await rung
-                check()  # before the lock, which a stopped process may have
+                await woken
+                check()  # before the lock is acquired again: its owner may be lost or stopped
         finally:
-            doorbell.leave(sleeper)
+            doorbell.remove_waiter(waiter)
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        await self._line.wait(turn, check, what)
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        await self._turns.wait(turn, check, describe)
 
-    def _sees(self, ready: Callable[[], bool]) -> bool:
-        """Whether it became ready soon. Meanwhile the other tasks of this loop stand still."""
+    def _poll(self, ready: Callable[[], bool]) -> bool:
+        """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run."""
         now_s = self.now_s()
-        if now_s < self._sleeps_until_s:
+        if now_s < self._no_polling_until_s:
             return False
-        for _ in range(self._looks):
+        for _ in range(self._polls):
             if ready():
                 return True
             os.sched_yield()
             before_s, now_s = now_s, self.now_s()
-            if self._was_away(before_s, now_s):
+            if self._was_descheduled(before_s, now_s):
                 return False
         return False
 
-    async def _sees_between_turns(self, ready: Callable[[], bool]) -> bool:
-        """Whether it became ready soon. A loop that has much to do hardly notices."""
+    async def _poll_yielding(self, ready: Callable[[], bool]) -> bool:
+        """Poll for a short time; returns whether `ready()` became true. The loop runs other tasks between two polls."""
         now_s = self.now_s()
-        until_s = now_s if now_s < self._sleeps_until_s else now_s + self._turns_s
+        until_s = now_s if now_s < self._no_polling_until_s else now_s + self._yielding_poll_s
         while not ready():
             if now_s >= until_s:
                 return False
             os.sched_yield()
-            if self._was_away(now_s, self.now_s()):
+            if self._was_descheduled(now_s, self.now_s()):
                 return False
             await asyncio.sleep(0)
             now_s = self.now_s()
         return True
 
-    def _was_away(self, before_s: float, now_s: float) -> bool:
-        """Whether somebody else had the processor for a whole slice in between."""
+    def _was_descheduled(self, before_s: float, now_s: float) -> bool:
+        """Whether another process had the core for a whole time slice in between; if so, stop polling for a while."""
         if now_s - before_s <= _SLICE_S:
             return False
-        self._sleeps_until_s = now_s + _TRUCE_S
+        self._no_polling_until_s = now_s + _NO_POLLING_S
         return True
 
-    def alarm(self) -> None:
+    def recheck(self) -> None:
         self.ring(doorbell.number for doorbell in self._doorbells)
-        self._line.alarm()
+        self._turns.recheck()
 
-    def bury(self) -> None:
+    def peer_lost(self) -> None:
         self.patience.seconds = 0.0
-        self.alarm()
+        self.recheck()
 
     def waiting(self) -> list[str]:
         return [
-            sleeper.what() for doorbell in self._doorbells for sleeper in tuple(doorbell.sleepers)
-        ] + self._line.waiting()
+            waiter.describe() for doorbell in self._doorbells for waiter in tuple(doorbell.waiters)
+        ] + self._turns.waiting()
 
     def close(self) -> None:
-        """What others still hold, views and control blocks, stays mapped until they let it go, and is safe to touch."""
+        """Release everything. Memory stays mapped, and valid, as long as views and control blocks of it exist."""
         forks.unregister(self)
         for doorbell in self._doorbells:
             doorbell.close()
@@ -279,7 +291,7 @@ class HostArena:
         self._descriptors.close()
 
     def abandon(self, parent: int) -> None:
-        """In a forked child, where another mapping has taken the place of the memory: see `segment`."""
+        """Give up locks and doorbells in a forked child. `segment` replaces the mapped memory there."""
         self._parent = parent
         forks.give_up(doorbell.descriptor for doorbell in self._doorbells)
         forks.give_up(self._eventfds)

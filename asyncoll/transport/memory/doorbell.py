@@ -1,6 +1,6 @@
-"""A rank's doorbell: a descriptor that any process of the host can ring, and who sleeps here until somebody does.
+"""How tasks of a rank sleep and wake: doorbells between processes, and a queue for tasks that wait for their own rank.
 
-And the line of those at this rank who wait for others of it, which costs no ringing.
+A doorbell is an eventfd. Any process of the host can ring it, and the event loops of its rank watch it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Callable
 from asyncoll.transport.control_block import Turn
 
 
-class Sleeper:
-    """Somebody at this rank who waits until a doorbell rings."""
+class Waiter:
+    """A task of this rank that sleeps until a doorbell rings or a turn is set."""
 
-    def __init__(self, what: Callable[[], str]) -> None:
-        self.what = what
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self.describe = describe
         self.loop = asyncio.get_running_loop()
-        self._rung: asyncio.Future[None] = self.loop.create_future()
+        self._woken: asyncio.Future[None] = self.loop.create_future()
 
-    def lie_down(self) -> asyncio.Future[None]:
-        if self._rung.done():
-            self._rung = self.loop.create_future()
-        return self._rung
+    def arm(self) -> asyncio.Future[None]:
+        """Return the future of the next wake-up. Call this before the last look at the condition."""
+        if self._woken.done():
+            self._woken = self.loop.create_future()
+        return self._woken
 
-    def rouse(self) -> None:
-        """On its own loop."""
-        if not self._rung.done():
-            self._rung.set_result(None)
+    def wake(self) -> None:
+        """Wake the task. Called on its loop."""
+        if not self._woken.done():
+            self._woken.set_result(None)
 
-    def call(self) -> None:
-        """Rouse it, from any thread."""
+    def wake_from_any_thread(self) -> None:
         if _running_loop() is self.loop:
-            self.rouse()
+            self.wake()
             return
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left to be roused
-            self.loop.call_soon_threadsafe(self.rouse)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the task will never run again
+            self.loop.call_soon_threadsafe(self.wake)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -48,76 +48,88 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-class Line:
-    """Those of this rank, on any loops, who wait for a turn. Whoever ends before one of them rouses that one alone."""
+class TurnQueue:
+    """The tasks of this rank, on any loops, that wait for a turn. Setting a turn wakes its waiter alone.
+
+    Waiters at a control block would all wake and evaluate their conditions at every change of it.
+    """
 
     def __init__(self) -> None:
-        self._sleepers: dict[Sleeper, None] = {}  # changed and copied as those of a doorbell
+        # Several threads change and copy the dict. Each does so in one step under the GIL, as with `Doorbell.waiters`.
+        self._waiters: dict[Waiter, None] = {}
 
-    async def wait(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        sleeper = Sleeper(what)
-        self._sleepers[sleeper] = None
+    async def wait(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        """Implements `Arena.wait_for_turn`."""
+        waiter = Waiter(describe)
+        self._waiters[waiter] = None
         try:
             while True:
-                rung = sleeper.lie_down()
-                turn.on_come(sleeper.call)
-                if turn.has_come:
+                woken = waiter.arm()
+                turn.on_set(waiter.wake_from_any_thread)
+                if turn.is_set:
                     return
                 check()
-                await rung
+                await woken
         finally:
-            del self._sleepers[sleeper]
+            del self._waiters[waiter]
 
-    def alarm(self) -> None:
-        """All of them ask their `check`. From any thread."""
-        for sleeper in tuple(self._sleepers):
-            sleeper.call()
+    def recheck(self) -> None:
+        """Make every waiter call its `check`. May be called in any thread."""
+        for waiter in tuple(self._waiters):
+            waiter.wake_from_any_thread()
 
     def waiting(self) -> list[str]:
-        return [sleeper.what() for sleeper in tuple(self._sleepers)]
+        return [waiter.describe() for waiter in tuple(self._waiters)]
 
 
 class Doorbell:
-    """One of this rank's doorbells, and its sleepers, on any loops. A loop listens as long as somebody sleeps on it."""
+    """One doorbell of this rank, and the tasks that sleep until it rings, on any loops.
+
+    A loop watches the doorbell while one of its tasks sleeps here.
+    """
 
     def __init__(self, number: int, descriptor: int) -> None:
-        """`descriptor`, an eventfd, is copied: a loop that listens must not be left with a closed one."""
+        """`descriptor` is an eventfd, of which this makes a copy: a loop must never watch a closed descriptor."""
         self.number = number
-        self.sleepers: list[Sleeper] = []  # changed and copied by several threads, each time in one step of the GIL
+        self.waiters: list[Waiter] = []  # several threads change and copy it, each in one step under the GIL
         self.descriptor = os.dup(descriptor)
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._is_closed = False
 
     def close(self) -> None:
-        """Once nobody sleeps here any more."""
+        """Close the descriptor, once no task sleeps here any more."""
         self._is_closed = True
-        if not self.sleepers:
+        if not self.waiters:
             self._closing()
 
-    def enter(self, what: Callable[[], str]) -> Sleeper:
-        sleeper = Sleeper(what)
-        if not self._has_sleepers(sleeper.loop):
-            sleeper.loop.add_reader(self.descriptor, self._heard)
-        self.sleepers.append(sleeper)
-        return sleeper
+    def add_waiter(self, describe: Callable[[], str]) -> Waiter:
+        """Register the current task, which must call `remove_waiter` in the end."""
+        waiter = Waiter(describe)
+        if not self._has_waiters(waiter.loop):
+            waiter.loop.add_reader(self.descriptor, self._read)
+        self.waiters.append(waiter)
+        return waiter
 
-    def leave(self, sleeper: Sleeper) -> None:
-        self.sleepers.remove(sleeper)
-        if not self._has_sleepers(sleeper.loop) and not sleeper.loop.is_closed():
-            sleeper.loop.remove_reader(self.descriptor)
-        if self._is_closed and not self.sleepers:
+    def remove_waiter(self, waiter: Waiter) -> None:
+        self.waiters.remove(waiter)
+        if not self._has_waiters(waiter.loop) and not waiter.loop.is_closed():
+            waiter.loop.remove_reader(self.descriptor)
+        if self._is_closed and not self.waiters:
             self._closing()
 
-    def _has_sleepers(self, loop: asyncio.AbstractEventLoop) -> bool:
-        return any(sleeper.loop is loop for sleeper in tuple(self.sleepers))
+    def _has_waiters(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return any(waiter.loop is loop for waiter in tuple(self.waiters))
 
-    def _heard(self) -> None:
-        """Whichever loop hears it first silences the doorbell, so it must rouse the sleepers of all."""
+    def _read(self) -> None:
+        """Reset the eventfd and wake all waiters, on whichever loop this runs.
+
+        The reset hides the ring from the other loops that watch the doorbell, so this must wake their waiters too.
+        """
         try:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError):  # another loop has reset it first
                 os.eventfd_read(self.descriptor)
-            for sleeper in tuple(self.sleepers):
-                sleeper.call()
-        except BaseException:  # a signal handler's: it is heard again
+            for waiter in tuple(self.waiters):
+                waiter.wake_from_any_thread()
+        except BaseException:  # a signal handler has raised before all waiters were woken: ring again
             os.eventfd_write(self.descriptor, 1)
             raise

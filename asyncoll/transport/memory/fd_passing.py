@@ -1,14 +1,15 @@
-"""How the ranks of a host hand each other their descriptors, before any loop runs.
+"""Builds the arenas of a host: its ranks pass each other the descriptors of their segments, before any loop runs.
 
-The first rank listens on a unix socket, and the others connect to it. In four steps everybody knows that all have an
-arena, or why nobody has one:
+The first rank listens on a unix socket and the other ranks connect to it. Four messages make sure that either all ranks
+have an arena, or none has one and all know the same reason:
 
-  each to the first    who I am, and the descriptors of my segment; or why I have none
-  the first to each    the descriptors of all parts, by place
-  each to the first    that I could use them; or why not
-  the first to each    that everybody could
+  each to the first    its identity and the descriptors of its segment, or the reason why it has none
+  the first to each    the descriptors of all segments, by local rank
+  each to the first    whether it could map them, or the reason why not
+  the first to each    that all ranks could
 
-Instead of the second or the last it may say why there is no arena. A message is a packet: it comes whole or not at all.
+In place of the second or the fourth message, the first rank may send the reason why there is no arena. The sockets are
+of type SOCK_SEQPACKET, so a message arrives whole or not at all.
 """
 
 from __future__ import annotations
@@ -36,40 +37,47 @@ from asyncoll.transport.memory.segment import LAYOUT, Segment, capacity_of, chec
 _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
 _REASON_CHARACTERS = 1000
-_BATCH = 240  # descriptors in one message; the kernel takes 253
-_GREETING_TIMEOUT_S = 30.0  # whoever has connected must say who it is
-_PAUSE_S = 0.02
+_BATCH = 240  # descriptors in one message; the limit of the kernel is 253
+_GREETING_TIMEOUT_S = 30.0  # between the connection of a rank and its hello
+_PAUSE_S = 0.02  # between two looks at the other ranks
 _HELLO_FIELDS = 7
-_NOBODY = -1  # instead of a rank
+_NO_RANK = -1  # in place of a rank
 _NOT_HERE = "not here yet to share the memory of this host"
 _CLOSED = "it closed its connection before the ranks of its host shared memory"
 GIVEN_UP = "it has removed the folder of the sockets of its host before all ranks had joined"
 logger = logging.getLogger("asyncoll")
 
 
-class ArenaUnavailable(AsyncollError):  # noqa: N818 (nothing is wrong: the ranks of this host talk by messages)
-    """There is no arena at any rank of this host; the message says why."""
+class ArenaUnavailable(AsyncollError):  # noqa: N818 (it is no error: the ranks go on by messages)
+    """No rank of this host has an arena. The message contains the reason."""
 
 
 def join(folder: Path, rank: int, ranks: tuple[int, ...], joining: Joining | None = None) -> HostArena:
-    """The arena of `rank`. All `ranks` of this host, by place, call this; it blocks until everybody has done so.
+    """Build and return the arena of world rank `rank`.
 
-    `folder` is private, and the same for all. Raises ArenaUnavailable, at all of them for the same reason,
-    PeerLostError for a rank that goes away meanwhile, and DeadlineError if `joining` has taken too long.
+    All ranks of the host call this, with the same `ranks` (the world ranks by local rank) and the same `folder`, which
+    only their user can enter. It blocks the thread until all of them have called it.
+
+    Raises ArenaUnavailable, with the same reason at all ranks, if the host cannot have an arena; PeerLostError if a
+    rank ends meanwhile; DeadlineError if the time of `joining` is over; and UsageError for a folder with too long a
+    name.
     """
     path = folder / "arena"
     check_path(_unready(path))
     joining = joining or Joining(rank, len(ranks))
-    with contextlib.ExitStack() as stack:  # of every descriptor; an arena has its own copies of those that it needs
-        me = _introduce(stack, rank, ranks)
+    with contextlib.ExitStack() as stack:  # closes all descriptors; an arena has copies of those that it needs
+        own = _introduce(stack, rank, ranks)
         if rank == ranks[0]:
-            return _lead(stack, path, me, ranks, joining)
-        return _follow(stack, path, me, ranks, joining)
+            return _join_as_first(stack, path, own, ranks, joining)
+        return _join_as_other(stack, path, own, ranks, joining)
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A rank as it introduces itself. The first four fields never change, so versions that differ can say so."""
+    """The identity of a rank, from its hello.
+
+    The first four fields are the same in all versions of asyncoll, so that ranks of different versions can tell.
+    """
 
     magic: str
     layout: int
@@ -77,7 +85,7 @@ class _Member:
     rank: int
     boot: str = ""
     capacity: int = 0
-    failure: str = ""  # why it has no segment
+    failure: str = ""  # the reason why it has no segment
     segment: Segment | None = None
 
     def hello(self) -> list[object]:
@@ -85,7 +93,7 @@ class _Member:
 
 
 def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -> _Member:
-    from importlib.metadata import version  # takes long to import
+    from importlib.metadata import version  # slow to import
 
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     capacity = capacity_of(len(ranks))
@@ -98,8 +106,8 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -
     return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, segment)
 
 
-class _Line:
-    """A connection to another rank. It, and the descriptors that come through it, are closed with the stack."""
+class _Link:
+    """A connection to another rank. `stack` closes it, and the descriptors that it has received."""
 
     def __init__(self, stack: contextlib.ExitStack, connection: socket.socket) -> None:
         self._stack = stack
@@ -111,7 +119,11 @@ class _Line:
         socket.send_fds(self._connection, [msgpack.packb(message)], list(descriptors))
 
     def receive(self, check: Callable[[], None], descriptors_max: int = 0) -> tuple[Any, list[int]]:
-        """The next message and its descriptors. `check` is called again and again meanwhile, and may raise."""
+        """Return the next message and its descriptors, at most `descriptors_max`.
+
+        This calls `check`, which may raise, every _PAUSE_S while it waits. Raises ProtocolError for a malformed
+        message, and OSError if the connection breaks.
+        """
         self._connection.settimeout(_PAUSE_S)
         while True:
             try:
@@ -126,37 +138,39 @@ class _Line:
         try:
             return msgpack.unpackb(message), descriptors
         except ValueError as error:
-            raise ProtocolError("there came an empty or a broken message") from error
+            raise ProtocolError("its message is empty or malformed") from error
 
 
 # -- the first rank -------------------------------------------------------------------------------
 
 
-def _lead(stack: contextlib.ExitStack, path: Path, me: _Member, ranks: tuple[int, ...], joining: Joining) -> HostArena:
-    lines: dict[int, _Line] = {}  # by rank
+def _join_as_first(
+    stack: contextlib.ExitStack, path: Path, own: _Member, ranks: tuple[int, ...], joining: Joining
+) -> HostArena:
+    links: dict[int, _Link] = {}  # by rank
     try:
-        members = {me.rank: me} | _gather(stack, path, ranks, lines, joining)
-        parts = [_examine(members[rank], me, ranks) for rank in ranks]
-        for rank, line in lines.items():  # one by one: the kernel bounds how many may be on their way
-            _hand_over(rank, line, parts, joining)
-        arena = _build(me, ranks, parts)
+        members = {own.rank: own} | _gather(stack, path, ranks, links, joining)
+        segments = [_examine(members[rank], own, ranks) for rank in ranks]
+        for rank, link in links.items():  # one by one: the kernel limits the descriptors in flight
+            _hand_over(rank, link, segments, joining)
+        arena = _make_arena(own, ranks, segments)
     except ArenaUnavailable as error:
-        _tell(lines.values(), str(error))
+        _send_outcome(links.values(), str(error))
         raise
     except PeerLostError as error:
-        _tell(lines.values(), error.cause, error.rank)
+        _send_outcome(links.values(), error.cause, error.rank)
         raise
     except DeadlineError as error:
-        _tell(lines.values(), str(error), error.missing)
+        _send_outcome(links.values(), str(error), error.missing)
         raise
-    _tell(lines.values())
+    _send_outcome(links.values())
     return arena
 
 
 def _gather(
-    stack: contextlib.ExitStack, path: Path, ranks: tuple[int, ...], lines: dict[int, _Line], joining: Joining
+    stack: contextlib.ExitStack, path: Path, ranks: tuple[int, ...], links: dict[int, _Link], joining: Joining
 ) -> dict[int, _Member]:
-    """The other ranks, whose lines are in `lines` as soon as they are there."""
+    """Accept the other ranks and return their identities, by rank. `links` gets each link as soon as it exists."""
     members: dict[int, _Member] = {}
     with _listen(path, len(ranks)) as listener:
         listener.settimeout(_PAUSE_S)
@@ -169,19 +183,23 @@ def _gather(
                 continue
             with contextlib.ExitStack() as undo:
                 try:
-                    line = _Line(undo, connection)
-                    member = _greet(line, missing, check)
+                    link = _Link(undo, connection)
+                    member = _greet(link, missing, check)
                 except (OSError, ProtocolError) as error:
-                    logger.warning("turned a stranger away who came to %s: %s", path, error)
+                    logger.warning("rejected an unauthenticated connection to %s: %s", path, error)
                     continue
-                lines[member.rank], members[member.rank] = line, member
+                links[member.rank], members[member.rank] = link, member
                 stack.push(undo.pop_all())
     return members
 
 
 @contextlib.contextmanager
 def _listen(path: Path, backlog: int) -> Iterator[socket.socket]:
-    """A socket that listens at `path`. It gets that name once it listens, so a refused connection means a death."""
+    """Listen at `path`.
+
+    The socket gets this name only once it listens. So a refused connection means that the listening process has died,
+    and a missing file that it does not listen yet.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(bytes(_unready(path)))
@@ -198,84 +216,85 @@ def _listen(path: Path, backlog: int) -> Iterator[socket.socket]:
 
 
 def _unready(path: Path) -> Path:
-    """What the socket at `path` is called until it listens."""
+    """The name of the socket until it listens."""
     return path.with_name(f"{path.name}.new")
 
 
-def _greet(line: _Line, missing: Sequence[int], check: Callable[[], None]) -> _Member:
-    """Raises OSError or ProtocolError if it is none of the missing ranks."""
-    ends_s = _now() + _GREETING_TIMEOUT_S
+def _greet(link: _Link, missing: Sequence[int], check: Callable[[], None]) -> _Member:
+    """Receive the hello of a rank. Raises OSError or ProtocolError if it is none of the missing ranks."""
+    expires_s = _now() + _GREETING_TIMEOUT_S
 
     def check_both() -> None:
         check()
-        if _now() > ends_s:
-            raise ProtocolError(f"it has not said who it is within {_GREETING_TIMEOUT_S:.0f} s")
+        if _now() > expires_s:
+            raise ProtocolError(f"it has sent no hello within {_GREETING_TIMEOUT_S:.0f} s")
 
-    hello, descriptors = line.receive(check_both, len(Segment._fields))
+    hello, descriptors = link.receive(check_both, len(Segment._fields))
     if not isinstance(hello, list) or len(hello) < 4 or hello[0] != _MAGIC or hello[3] not in missing:
-        raise ProtocolError("it is no rank that is expected here")
+        raise ProtocolError("it is none of the ranks that are expected here")
     if len(hello) != _HELLO_FIELDS:
-        return _Member(*hello[:4])
+        return _Member(*hello[:4])  # of another version of asyncoll; `_examine` says so
     segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
     return dataclasses.replace(_Member(*hello), segment=segment)
 
 
-def _examine(member: _Member, me: _Member, ranks: tuple[int, ...]) -> Segment:
-    """What `member` brings. Raises ArenaUnavailable if that will not do."""
-    if (member.layout, member.version) != (me.layout, me.version):
+def _examine(member: _Member, own: _Member, ranks: tuple[int, ...]) -> Segment:
+    """Return the segment of `member`. Raises ArenaUnavailable if the ranks of this host cannot use it."""
+    if (member.layout, member.version) != (own.layout, own.version):
         raise ArenaUnavailable(
-            f"rank {member.rank} runs asyncoll {member.version} and rank {me.rank} runs {me.version}: install the same "
-            "version for all ranks of a host"
+            f"rank {member.rank} runs asyncoll {member.version} and rank {own.rank} runs {own.version}: install the "
+            "same version for all ranks of a host"
         )
-    if member.boot != me.boot:
-        raise ArenaUnavailable(f"rank {member.rank} and rank {me.rank} run on different kernels")
-    if member.capacity != me.capacity:
+    if member.boot != own.boot:
+        raise ArenaUnavailable(f"rank {member.rank} and rank {own.rank} run on different kernels")
+    if member.capacity != own.capacity:
         raise ArenaUnavailable(
-            f"rank {member.rank} sees another size of this host's memory (parts of {member.capacity} bytes) than rank "
-            f"{me.rank} (of {me.capacity})"
+            f"rank {member.rank} sees another size of this host's memory (segments of {member.capacity} bytes) than "
+            f"rank {own.rank} (of {own.capacity})"
         )
     if member.failure or member.segment is None:
         raise ArenaUnavailable(member.failure or f"the descriptors of rank {member.rank} have not come with its hello")
-    _check(member.rank, member.segment, me, ranks)
+    _check(member.rank, member.segment, own, ranks)
     return member.segment
 
 
-def _hand_over(rank: int, line: _Line, parts: Sequence[Segment], joining: Joining) -> None:
-    descriptors = [descriptor for segment in parts for descriptor in segment]
+def _hand_over(rank: int, link: _Link, segments: Sequence[Segment], joining: Joining) -> None:
+    descriptors = [descriptor for segment in segments for descriptor in segment]
     try:
-        line.send(["", _NOBODY])
+        link.send(["", _NO_RANK])
         for start in range(0, len(descriptors), _BATCH):
-            line.send(start, descriptors[start : start + _BATCH])
-        failure, _ = line.receive(lambda: joining.check(lambda: [rank], _NOT_HERE))
+            link.send(start, descriptors[start : start + _BATCH])
+        failure, _ = link.receive(lambda: joining.check(lambda: [rank], _NOT_HERE))
     except (OSError, ProtocolError) as error:
         raise PeerLostError(rank, f"{_CLOSED} ({error})") from error
     if failure:
         raise ArenaUnavailable(failure)
 
 
-def _tell(lines: Iterable[_Line], failure: str = "", ranks: int | Sequence[int] = _NOBODY) -> None:
-    """How it has ended; `ranks` is the rank that is lost, or those that are missing.
+def _send_outcome(links: Iterable[_Link], failure: str = "", ranks: int | Sequence[int] = _NO_RANK) -> None:
+    """Send the outcome to the other ranks: an empty `failure`, or its text.
 
-    A rank that is gone by now will be missed by those that talk to it.
+    `ranks` is the lost rank for PeerLostError, and a list of the missing ranks for DeadlineError. A link that fails is
+    ignored: the transport will notice that its rank is gone.
     """
-    for line in lines:
+    for link in links:
         with contextlib.suppress(OSError):
-            line.send([failure[:_REASON_CHARACTERS], ranks])
+            link.send([failure[:_REASON_CHARACTERS], ranks])
 
 
 # -- the other ranks ------------------------------------------------------------------------------
 
 
-def _follow(
-    stack: contextlib.ExitStack, path: Path, me: _Member, ranks: tuple[int, ...], joining: Joining
+def _join_as_other(
+    stack: contextlib.ExitStack, path: Path, own: _Member, ranks: tuple[int, ...], joining: Joining
 ) -> HostArena:
     connection = _connect(path, ranks, joining)
     check = partial(joining.check, lambda: ranks[:1], "which gathers the ranks of this host", is_told=True)
     try:
-        line = _Line(stack, connection)
-        line.send(me.hello(), me.segment or ())
-        _heed(line, check)
-        return _agree(line, me, ranks, check)
+        link = _Link(stack, connection)
+        link.send(own.hello(), own.segment or ())
+        _receive_outcome(link, check)
+        return _confirm(link, own, ranks, check)
     except (OSError, ProtocolError) as error:
         raise PeerLostError(ranks[0], f"{_CLOSED} ({error})") from error
 
@@ -288,70 +307,76 @@ def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.soc
         except ConnectionRefusedError as error:
             connection.close()
             raise PeerLostError(ranks[0], f"{_CLOSED} ({error})") from error
-        except OSError as error:  # it does not listen yet
+        except OSError as error:  # the first rank does not listen yet
             connection.close()
             joining.check(lambda: ranks[:1], _NOT_HERE)
-            if not path.parent.exists():  # the first rank removes it when it gives up
+            if not path.parent.exists():  # the first rank has removed it because joining has failed
                 raise PeerLostError(ranks[0], GIVEN_UP) from error
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
         else:
             return connection
 
 
-def _heed(line: _Line, check: Callable[[], None]) -> None:
-    """Raises what the first rank says has gone wrong. Its patience with others ends before mine with it."""
-    (failure, ranks), _ = line.receive(check)
+def _receive_outcome(link: _Link, check: Callable[[], None]) -> None:
+    """Receive the outcome from the first rank, and raise its failure.
+
+    `check` here gives the first rank more time than the first rank gives the others, so that its error, which names
+    the missing ranks, comes first.
+    """
+    (failure, ranks), _ = link.receive(check)
     if isinstance(ranks, list):
         raise DeadlineError(failure, missing=tuple(ranks))
-    if ranks != _NOBODY:
+    if ranks != _NO_RANK:
         raise PeerLostError(ranks, failure)
     if failure:
         raise ArenaUnavailable(failure)
 
 
-def _agree(line: _Line, me: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> HostArena:
+def _confirm(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> HostArena:
     with contextlib.ExitStack() as undo:
         arena, failure = None, ""
         try:
-            arena = _build(me, ranks, _collect(line, me, ranks, check))
+            arena = _make_arena(own, ranks, _receive_segments(link, own, ranks, check))
             undo.callback(arena.close)
         except ArenaUnavailable as error:
             failure = str(error)
-        line.send(failure[:_REASON_CHARACTERS])
-        _heed(line, check)
-        assert arena is not None, "the first rank has been told why not"
+        link.send(failure[:_REASON_CHARACTERS])
+        _receive_outcome(link, check)
+        assert arena is not None, "the first rank knows of the failure, and has sent it back"
         undo.pop_all()
         return arena
 
 
-def _collect(line: _Line, me: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
+def _receive_segments(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
     count = len(ranks) * len(Segment._fields)
-    found = [descriptor for _ in range(0, count, _BATCH) for descriptor in line.receive(check, _BATCH)[1]]
+    found = [descriptor for _ in range(0, count, _BATCH) for descriptor in link.receive(check, _BATCH)[1]]
     if len(found) < count:
-        raise ArenaUnavailable(f"rank {me.rank} may not have {count} more files open: raise the limit (ulimit -n)")
-    parts = [Segment(*found[start : start + len(Segment._fields)]) for start in range(0, count, len(Segment._fields))]
-    for rank, segment in zip(ranks, parts, strict=True):
-        _check(rank, segment, me, ranks)
-    return parts
+        raise ArenaUnavailable(f"rank {own.rank} may not have {count} more files open: raise the limit (ulimit -n)")
+    segments = [
+        Segment(*found[start : start + len(Segment._fields)]) for start in range(0, count, len(Segment._fields))
+    ]
+    for rank, segment in zip(ranks, segments, strict=True):
+        _check(rank, segment, own, ranks)
+    return segments
 
 
-# -- both -----------------------------------------------------------------------------------------
+# -- all ranks ------------------------------------------------------------------------------------
 
 
-def _check(rank: int, segment: Segment, me: _Member, ranks: tuple[int, ...]) -> None:
-    assert me.segment is not None, "whoever has none does not come so far"
+def _check(rank: int, segment: Segment, own: _Member, ranks: tuple[int, ...]) -> None:
+    assert own.segment is not None, "a rank without a segment has already made all ranks fail"
     try:
-        check_segment(segment, ranks.index(rank), me.capacity, me.segment)
+        check_segment(segment, ranks.index(rank), own.capacity, own.segment)
     except ProtocolError as error:
-        raise ArenaUnavailable(f"rank {me.rank} cannot use the memory of rank {rank}: {error}") from error
+        raise ArenaUnavailable(f"rank {own.rank} cannot use the memory of rank {rank}: {error}") from error
 
 
-def _build(me: _Member, ranks: tuple[int, ...], parts: Sequence[Segment]) -> HostArena:
+def _make_arena(own: _Member, ranks: tuple[int, ...], segments: Sequence[Segment]) -> HostArena:
     try:
-        return HostArena(ranks.index(me.rank), ranks, parts)
+        return HostArena(ranks.index(own.rank), ranks, segments)
     except (OSError, AttributeError) as error:
-        raise ArenaUnavailable(f"rank {me.rank} cannot map the memory of the ranks of its host: {error}") from error
+        raise ArenaUnavailable(f"rank {own.rank} cannot map the memory of the ranks of its host: {error}") from error
 
 
 def _now() -> float:
-    return time.monotonic()  # noqa: TID251 (no loop runs yet, whose clock it could be)
+    return time.monotonic()  # noqa: TID251 (no loop runs yet)

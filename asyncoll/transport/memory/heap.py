@@ -1,4 +1,4 @@
-"""Which bytes of a rank's memory are in use: first fit, neighbours become one when they are free. Touches no memory."""
+"""The allocator of a rank's segment: first fit, with adjacent free extents merged. It touches no memory itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ ALIGNMENT = 64
 
 
 class Heap:
-    """The extents of [start, end). Blocks of a page and more are whole pages, so that they can be given back."""
+    """Divides the offsets [start, end) into blocks.
+
+    Blocks of at least a page start at a page and consist of whole pages, so that the host can have these pages back.
+    """
 
     def __init__(self, start: int, end: int, page: int) -> None:
         self._page = page
-        self._free = [(start, end - start)]  # offset and bytes, in order; no two of them touch
-        self._used: dict[int, int] = {}
+        self._free = [(start, end - start)]  # (offset, bytes), ascending; no two extents are adjacent
+        self._used: dict[int, int] = {}  # the bytes of each block, by offset
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of a block of at least so many bytes. Raises MemoryError if there is none."""
+        """Return the offset of a new block of at least `nbytes` bytes. Raises MemoryError if no free extent fits."""
         size = _round_up(max(nbytes, 1), ALIGNMENT)
         alignment = self._page if size >= self._page else ALIGNMENT
         size = _round_up(size, alignment)
@@ -30,10 +33,11 @@ class Heap:
         raise MemoryError
 
     def extent(self, offset: int) -> int:
-        """The bytes of the block at `offset`."""
+        """The size in bytes of the block at `offset`."""
         return self._used[offset]
 
     def free(self, offset: int) -> None:
+        """Free the block at `offset`. Raises KeyError if there is none."""
         begin, end = offset, offset + self._used.pop(offset)
         first = last = bisect_left(self._free, (offset, 0))
         if first > 0 and sum(self._free[first - 1]) == begin:

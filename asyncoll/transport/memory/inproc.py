@@ -1,4 +1,4 @@
-"""The arena of P ranks on one loop: the same contract without processes, so that algorithms run in virtual time too."""
+"""The arena of ranks that share one event loop: the same contract without processes, in real or virtual time."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import numpy as np
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
-from asyncoll.transport.memory.doorbell import Line
+from asyncoll.transport.memory.doorbell import TurnQueue
 
 
 def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[InprocArena]:
     """One arena for each rank of a world inside this process.
 
-    Wherever ranks of several processes may come between, others are given a turn here, of `pause_s()` seconds.
+    Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
     """
     memory = _Memory(size)
-    return [InprocArena(place, memory, pause_s) for place in range(size)]
+    return [InprocArena(local_rank, memory, pause_s) for local_rank in range(size)]
 
 
 class _Memory:
-    """What the ranks share."""
+    """The memory that the ranks share, by address, and the tasks that wait for doorbells."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.blocks: dict[int, Array] = {}  # by address
-        self.addresses: list[int] = []  # of the blocks, in order
-        self.next = 64
+        self.addresses: list[int] = []  # of the blocks, in ascending order
+        self.next = 64  # an address is never used again, so that a stale one is noticed
         self.control_blocks: dict[int, Array] = {}  # by context
-        self.sleepers: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
+        self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
     def ring(self, doorbells: Iterable[int]) -> None:
         for doorbell in doorbells:
-            for future in self.sleepers.pop(doorbell, ()):
+            for future in self.waiters.pop(doorbell, ()):
                 if not future.done():
                     future.set_result(None)
 
 
-class _Alone:
-    """The lock where only one thread is: it is never held when somebody else runs."""
+class _NoLock:
+    """The mutex of ranks on one loop: no other rank runs while it is held, because no await is under a lock."""
 
     def acquire(self) -> None: ...
     def release(self) -> None: ...
@@ -50,18 +50,18 @@ class _Alone:
 
 
 class InprocArena:
-    """An `Arena` whose peers live on the same loop."""
+    """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
-    def __init__(self, place: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
-        self.place = place
+    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
+        self.local_rank = local_rank
         self.ranks = tuple(range(memory.size))
-        self.cores = min(2, memory.size)
+        self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
         self._control_blocks: dict[int, ControlBlock] = {}
-        self._waiting: dict[asyncio.Future[None], Callable[[], str]] = {}
-        self._line = Line()
+        self._asleep: dict[asyncio.Future[None], Callable[[], str]] = {}
+        self._turns = TurnQueue()
 
     def allocate(self, nbytes: int) -> int:
         memory = self._memory
@@ -99,7 +99,7 @@ class InprocArena:
             if raw.nbytes != size:
                 raise UsageError(f"control block {context:x} has {raw.nbytes} bytes at another rank, and {size} here")
             self._control_blocks[context] = ControlBlock(
-                raw.data, self._memory.size, _Alone(), self._memory, created=created, interleaved=True
+                raw.data, self._memory.size, _NoLock(), self._memory, created=created, interleaved=True
             )
         return self._control_blocks[context]
 
@@ -107,7 +107,7 @@ class InprocArena:
         return asyncio.get_running_loop().time()
 
     async def wait(
-        self, wait: Wait, check: Callable[[], None], what: Callable[[], str], *, turning: bool = False
+        self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
         await asyncio.sleep(self._pause_s())
         while True:
@@ -115,31 +115,31 @@ class InprocArena:
             with wait.control_block as control_block:
                 if wait.ready():
                     return
-                control_block.sleep(self.place * DOORBELLS)
-            await self._rung(what)
+                control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
+            await self._own_ring(describe)
 
-    async def queue(self, turn: Turn, check: Callable[[], None], what: Callable[[], str]) -> None:
-        await self._line.wait(turn, check, what)
+    async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
+        await self._turns.wait(turn, check, describe)
 
-    async def _rung(self, what: Callable[[], str]) -> None:
+    async def _own_ring(self, describe: Callable[[], str]) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._memory.sleepers.setdefault(self.place * DOORBELLS, set()).add(future)
-        self._waiting[future] = what
+        self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set()).add(future)
+        self._asleep[future] = describe
         try:
             await future
         finally:
-            del self._waiting[future]
-            self._memory.sleepers.get(self.place * DOORBELLS, set()).discard(future)
+            del self._asleep[future]
+            self._memory.waiters.get(self.local_rank * DOORBELLS, set()).discard(future)
 
-    def alarm(self) -> None:
-        self._memory.ring([self.place * DOORBELLS])
-        self._line.alarm()
+    def recheck(self) -> None:
+        self._memory.ring([self.local_rank * DOORBELLS])
+        self._turns.recheck()
 
-    def bury(self) -> None:
-        self.alarm()
+    def peer_lost(self) -> None:
+        self.recheck()
 
     def waiting(self) -> list[str]:
-        return [what() for what in self._waiting.values()] + self._line.waiting()
+        return [describe() for describe in self._asleep.values()] + self._turns.waiting()
 
     def close(self) -> None:
         self._control_blocks.clear()

@@ -1,10 +1,11 @@
-"""Blocks of memory that a rank lends to others of its host, and that come back once nobody there holds them any more.
+"""Blocks of memory that a rank lends to other ranks of its host, and that they return when they no longer use them.
 
-New memory costs more than what is written into it: the kernel has to clear each page, and each process to map it. So
-a block that has come back is lent again.
+Returned blocks are lent again. New memory costs more than the data that is written into it: the kernel clears each
+page, and each process maps it.
 
-What has come back hangs on a cell of a control block of the lender's: the address of one block, whose first bytes hold
-the address of the next. Such a list has room for all, so nobody ever waits to give something back.
+Returned blocks form a linked list. A cell of a control block of the lender contains the address of the first one, and
+the first 8 bytes of each block contain the address of the next, or 0. Such a list has no limit, so a borrower never
+waits to return a block.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, ControlBlock, peers_view
 
-KEPT_BYTES = 1 << 28  # of blocks that are not lent, in all; the rest goes back to the host
-_SMALLEST = 1 << 12
+KEPT_BYTES = 1 << 28  # the free blocks of a lender that it keeps, in total; the host gets the others back
+_SMALLEST = 1 << 12  # bytes of a block
 _LINK = 8  # bytes of an address
 logger = logging.getLogger("asyncoll")
 
 
 class Lender:
-    """A rank's own blocks. Everything is called in one thread."""
+    """The blocks of one rank. A block is free, taken or lent. All methods are called in one thread."""
 
     def __init__(self, arena: Arena, control_block: ControlBlock, cell: int) -> None:
-        """`cell` of `control_block`, 0 at first, is where borrowers give them back."""
+        """Borrowers return blocks at `cell` of `control_block`, which is initially 0."""
         self._arena = arena
         self._control_block = control_block
         self._cell = cell
-        self._taken: dict[int, int] = {}  # address: bytes
-        self._lent: dict[int, int] = {}
-        self._free: dict[int, list[int]] = {}  # bytes: addresses; the size that was not used for longest comes first
+        self._taken: dict[int, int] = {}  # bytes by address
+        self._lent: dict[int, int] = {}  # bytes by address
+        self._free: dict[int, list[int]] = {}  # addresses by bytes; the least recently used size comes first
         self._free_bytes = 0
         self._kept_bytes = KEPT_BYTES
 
     def take(self, nbytes: int) -> int:
-        """The address of a block of at least so many bytes.
+        """Take a block of at least `nbytes` bytes, and return its address.
 
-        Raises UsageError if the host has not so much left.
+        Raises UsageError if the host has too little memory left.
         """
         self._collect()
         nbytes = _rounded(nbytes)
@@ -61,16 +62,16 @@ class Lender:
         return address
 
     def lend(self, address: int) -> None:
-        """Somebody is told of a block that was taken, now."""
+        """Mark a taken block as lent, now that a message about it is in the inbox of the borrower."""
         self._lent[address] = self._taken.pop(address)
 
     def keep_unless_lent(self, address: int) -> None:
-        """A block that was taken is free, unless it has been lent."""
+        """Free a taken block; does nothing if it has been lent."""
         if address in self._taken:
             self._keep(address, self._taken.pop(address))
 
     def close(self) -> None:
-        """What is lent stays where it is, as long as the arena does."""
+        """Give the free blocks back to the host. Lent blocks remain valid as long as the arena."""
         self._kept_bytes = 0
         self._trim(0)
         self._collect()
@@ -79,7 +80,7 @@ class Lender:
         try:
             return self._arena.allocate(nbytes)
         except UsageError:
-            self._trim(0)  # in other sizes there may be enough
+            self._trim(0)  # the free blocks of other sizes may be enough
             return self._arena.allocate(nbytes)
 
     def _keep(self, address: int, nbytes: int) -> None:
@@ -98,8 +99,8 @@ class Lender:
                 del self._free[nbytes]
 
     def _collect(self) -> None:
-        """What has come back is free. Of the list that peers wrote only what was lent is believed."""
-        if not self._control_block.cells[self._cell]:  # a hint
+        """Free the returned blocks. Peers write the list, so this follows it through lent blocks only."""
+        if not self._control_block.cells[self._cell]:  # without the lock: a hint
             return
         with self._control_block as control_block:
             address = control_block.cells[self._cell]
@@ -109,29 +110,36 @@ class Lender:
             self._keep(address, self._lent.pop(address))
             address = following
         if address:
-            logger.warning("a block at %d came back that was not lent; those behind it are lost", address)
+            logger.warning("a block at %d was returned that was not lent; the blocks behind it are lost", address)
 
 
 class Borrower:
-    """What a rank has borrowed. `give_back` and `borrow` are called in one thread; arrays may be dropped in any."""
+    """The blocks that one rank has borrowed, from any lender.
+
+    `borrow` and `give_back` are called in one thread. The arrays may be dropped in any thread.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._held: dict[int, weakref.ref[Array]] = {}  # by address; `weakref.finalize` takes ten times as long
-        # Those that nobody holds any more: where they come back, and their addresses. The last to hold one may let go
-        # of it at any moment, even while this thread holds a lock: so nothing more is done about it then.
+        # The blocks to return: control block and cell of the lender, and address. The last reference to an array may be
+        # dropped at any moment, even while this thread holds that lock. So the callback only appends to this deque, and
+        # `give_back` does the rest.
         self._dropped: deque[tuple[ControlBlock, int, int]] = deque()
 
     def borrow(self, control_block: ControlBlock, cell: int, address: int, nbytes: int) -> Array:
-        """The flat bytes at `address`, lent by whoever collects at `cell` of `control_block`, as long as anybody holds
-        them.
+        """Return the block at `address` as a flat uint8 array of `nbytes` bytes.
 
-        Raises ProtocolError if there can be no such block.
+        The lender collects returned blocks at `cell` of `control_block`. The block stays borrowed as long as the array,
+        or a view of it, exists.
+
+        Raises ProtocolError if no such block can exist: a peer has supplied `address` and `nbytes`.
         """
         view = peers_view(self._arena, address, nbytes)
         if view is None or nbytes < _LINK or address % _LINK:
-            raise ProtocolError(f"{nbytes} bytes at {address}, which is no place for them")
-        # An array over a buffer, because views of an array over an array would only keep the memory of both alive.
+            raise ProtocolError(f"{nbytes} bytes at {address}, which is no block of shared memory")
+        # numpy lets a view of a view refer to the innermost array only, so a view of `view` would not keep `view`
+        # alive. An array over a buffer is the innermost one: it lives as long as its views do.
         whole = np.frombuffer(view.data, np.uint8)
         forks.copy_for_children(whole)
         self._held[address] = weakref.ref(whole, partial(self._drop, control_block, cell, address))
@@ -142,9 +150,11 @@ class Borrower:
         self._dropped.append((control_block, cell, address))
 
     def has_dropped(self) -> bool:
+        """Whether there are blocks to return."""
         return bool(self._dropped)
 
     def give_back(self) -> None:
+        """Return the blocks whose arrays no longer exist. A lender that is lost gets nothing."""
         while self._dropped:
             control_block, cell, address = self._dropped.popleft()
             with contextlib.suppress(PeerLostError), control_block:
@@ -157,6 +167,6 @@ def _link(first: Array) -> memoryview:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to an eighth more, or a fourth: there are not many sizes, and each is used again."""
+    """Round up, by less than a fourth of `nbytes`, or to _SMALLEST: the fewer the sizes, the more blocks fit again."""
     step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 3, 0))
     return -(-nbytes // step) * step

@@ -1,6 +1,6 @@
-"""A lock in shared memory that survives the death of its owner: the C library's robust mutex, through ctypes.
+"""A lock in shared memory that survives the death of its owner: the robust mutex of the C library, through ctypes.
 
-Where the platform has no robust mutexes (macOS), `initialize` raises AttributeError, and there is no arena.
+On a platform without robust mutexes (macOS), `initialize` raises AttributeError, and the host has no arena.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from asyncoll.forks import refusal
 from asyncoll.transport.processes import is_gone, is_stopped
 
 MUTEX_BYTES = 64
-# Where the place of its holder stands; ~place of one that died; _INTERRUPTED - place of one that an exception has
-# interrupted. A pthread_mutex_t has 40 bytes, or 48 on ARM.
+# A 64-bit cell behind the pthread_mutex_t, which has 40 bytes, or 48 on ARM. It contains the local rank of the last
+# holder; or ~local_rank of a holder that has died; or _INTERRUPTED - local_rank of a holder that an exception has
+# interrupted. A negative value means that the lock is lost for ever.
 _HOLDER = 56
 _INTERRUPTED = -(1 << 32)
 _PROCESS_SHARED = 1
 _ROBUST = 1
-_CHECKING = 2  # a thread that locks twice gets an error, instead of waiting for itself
+_ERROR_CHECKING = 2  # a thread that locks twice gets EDEADLK, instead of waiting for itself
 
-# The first two never block, so they may keep the GIL, which costs less than to let it go and get it back. They have no
-# argument types: an array passes as its address, and nothing is as fast.
+# trylock and unlock never block, so they run with the GIL held (PyDLL): to release and take it again costs more. They
+# declare no argument types, because the fastest way to pass a ctypes array is as its address without a conversion.
 _holding_gil = ctypes.PyDLL(None)
 _try_lock = _holding_gil.pthread_mutex_trylock
 _unlock = _holding_gil.pthread_mutex_unlock
 _unlock.restype = None
 _timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
-_THREAD = (1 << 30) - 1  # the bits of its first cell that name the owner: the kernel needs them there, too, at a death
-_SLICE_S = 0.05  # of waiting: timedlock goes by the clock on the wall, which may be set meanwhile
+# The bits of the futex word, the first 32 bits of the mutex, that contain the thread id of the owner. This is the
+# kernel's format for robust futexes, so no C library can choose another one.
+_OWNER_BITS = (1 << 30) - 1
+# pthread_mutex_timedlock uses the wall clock, which may be set while a thread waits. Short waits bound the error.
+_WAIT_SLICE_S = 0.05
 
 
 class _TimeSpec(ctypes.Structure):
@@ -42,45 +46,51 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Patience:
-    """How long to wait for a lock whose owner is stopped."""
+    """The seconds that a rank waits for a lock whose owner is stopped. All locks of an arena share one object."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
 
 
 class RobustMutex:
-    """A `Mutex` between the threads of all processes that share `memory`, MUTEX_BYTES of it.
+    """A `Mutex` between the threads of all processes that share the memory it lies in.
 
-    What a dead owner left is never repaired. The kernel tells the next one, which notes it beside the mutex for all who
-    come later. (POSIX would keep the note itself, but glibc's trylock does not let go of a mutex with such a note.) Who
-    died before it could write its own place there has left that of the owner before: see `Membership.culprit`.
+    The data that a dead owner has half changed is never repaired. The kernel reports the death to the next thread that
+    locks the mutex, as EOWNERDEAD. That thread marks the holder cell, so that all later threads find out too. (POSIX
+    has a state ENOTRECOVERABLE for this purpose, but glibc's trylock does not release a mutex in that state.)
+
+    An owner writes its local rank just after it has acquired the lock. If it dies between the two, the cell names the
+    previous owner: `Membership.culprit` corrects that.
     """
 
-    __slots__ = ("_futex", "_holder", "_mutex", "_patience", "_place", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_patience", "_ranks", "release")
 
-    def __init__(self, memory: memoryview, place: int, ranks: Sequence[int], patience: Patience | None = None) -> None:
-        """As `place`, which is mine, sees it; `ranks` of the world, by place.
+    def __init__(
+        self, memory: memoryview, local_rank: int, ranks: Sequence[int], patience: Patience | None = None
+    ) -> None:
+        """`memory` has MUTEX_BYTES bytes; `local_rank` is this rank; `ranks` are the world ranks by local rank.
 
-        Whose owner is stopped, and has not given it back within the `patience`, is lost. Nobody means to hold it for
-        more than microseconds, but a thread that has it may wait longer than that for the processor, or for the GIL.
+        If the owner is stopped and has not released the lock within `patience`, `acquire` raises PeerLostError. Time
+        alone is no reason for that. Critical sections take microseconds, but their thread may wait much longer for a
+        core or for its GIL.
         """
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
         self._futex = memory[:4].cast("I")
         self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
-        self._place = place
+        self._local_rank = local_rank
         self._ranks = ranks
         self._patience = patience or Patience()
-        self.release = partial(_unlock, self._mutex)  # with no frame of Python around it
+        self.release = partial(_unlock, self._mutex)  # a method would cost another Python frame for each release
 
     @staticmethod
     def initialize(memory: memoryview) -> None:
-        """Once, by whoever owns the memory, before anybody else sees it."""
+        """Initialize the mutex. The owner of the memory does so once, before any other rank sees it."""
         mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)
         attributes = (ctypes.c_char * MUTEX_BYTES)()
         _holding_gil.pthread_mutexattr_init(attributes)
         _holding_gil.pthread_mutexattr_setrobust(attributes, _ROBUST)
         _holding_gil.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED)
-        _holding_gil.pthread_mutexattr_settype(attributes, _CHECKING)
+        _holding_gil.pthread_mutexattr_settype(attributes, _ERROR_CHECKING)
         failure = _holding_gil.pthread_mutex_init(mutex, attributes)
         _holding_gil.pthread_mutexattr_destroy(attributes)
         if failure:
@@ -89,7 +99,7 @@ class RobustMutex:
     def __enter__(self) -> None:
         try:
             self.acquire()
-        except BaseException:  # a signal handler may raise just after the lock is taken
+        except BaseException:  # a signal handler may raise just after the lock has been acquired
             self.abandon()
             raise
 
@@ -101,60 +111,67 @@ class RobustMutex:
 
     def acquire(self) -> None:
         if failure := _try_lock(self._mutex):
-            self._insist(failure)
+            self._acquire_slowly(failure)
         if self._holder[0] < 0:
-            self._refuse()
-        self._holder[0] = self._place
+            self._raise_lost()
+        self._holder[0] = self._local_rank
 
     def abandon(self) -> None:
-        """Give the lock back, if this thread has it. What it guards is half done, so nobody gets it any more."""
-        if self._futex[0] & _THREAD == threading.get_native_id():
-            self._holder[0] = _INTERRUPTED - self._place
+        """Implements `Mutex.abandon`. The futex word, unlike the holder cell, tells for certain who owns the lock."""
+        if self._futex[0] & _OWNER_BITS == threading.get_native_id():
+            self._holder[0] = _INTERRUPTED - self._local_rank
             self.release()
 
-    def _insist(self, failure: int) -> None:
-        """Get the lock, whatever it takes."""
+    def _acquire_slowly(self, failure: int) -> None:
+        """Acquire the lock after a failed trylock, whose error is `failure`."""
         if failure == errno.EBUSY:
             failure = self._wait()
         if failure == errno.EOWNERDEAD:
-            if self._holder[0] >= 0:
+            if self._holder[0] >= 0:  # otherwise the dead owner was about to raise for an earlier death
                 self._holder[0] = ~self._holder[0]
             failure = _holding_gil.pthread_mutex_consistent(self._mutex)
-        if failure == errno.EDEADLK:  # an exception has kept this thread from giving it back
+        if failure == errno.EDEADLK:  # an exception in this thread has come between `acquire` and `release`
             self.abandon()
             failure = _try_lock(self._mutex)
         if failure:
             raise OSError(failure, "cannot lock shared memory")
 
     def _wait(self) -> int:
-        """Until it is free, or its owner has died. Raises PeerLostError once the owner has lost our patience."""
+        """Wait until the lock is acquired or its owner has died; returns 0 or an error number.
+
+        Raises PeerLostError if the owner is stopped for longer than the patience.
+        """
         waited_since_s = _now()
-        while (failure := self._wait_a_slice()) == errno.ETIMEDOUT:
+        while (failure := self._wait_one_slice()) == errno.ETIMEDOUT:
             waited_s, holder = _now() - waited_since_s, self._holder[0]
-            if waited_s >= self._patience.seconds and 0 <= holder < len(self._ranks) and (cause := self._why_never()):
-                self._patience.seconds = 0.0  # there is none left for the next time
+            if (
+                waited_s >= self._patience.seconds
+                and 0 <= holder < len(self._ranks)
+                and (cause := self._why_never_released())
+            ):
+                self._patience.seconds = 0.0  # one loss ends the world: do not wait for the next stopped owner
                 raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
         return failure
 
-    def _why_never(self) -> str:
-        """Why the owner will not give the lock back; empty if it may.
+    def _why_never_released(self) -> str:
+        """Return why the owner will never release the lock; empty if it may.
 
-        A thread that has ended is looked for once a rank is known to be lost: of a process that had unmapped the memory
-        before its end, the kernel does not tell.
+        The kernel does not report the death of an owner whose process unmapped the memory before it ended. So once a
+        rank is known to be lost, this also looks whether the owner's thread still exists.
         """
-        owner = self._futex[0] & _THREAD
+        owner = self._futex[0] & _OWNER_BITS
         if is_stopped(owner):
             return "its process was stopped while it was changing shared memory"
         if owner and self._patience.seconds == 0.0 and is_gone(owner):
             return "it ended while it was changing shared memory"
         return ""
 
-    def _wait_a_slice(self) -> int:
-        until = time.clock_gettime(time.CLOCK_REALTIME) + _SLICE_S
+    def _wait_one_slice(self) -> int:
+        until = time.clock_gettime(time.CLOCK_REALTIME) + _WAIT_SLICE_S
         fraction, whole = math.modf(until)
         return int(_timed_lock(self._mutex, ctypes.byref(_TimeSpec(int(whole), int(1e9 * fraction)))))
 
-    def _refuse(self) -> None:
+    def _raise_lost(self) -> None:
         holder = self._holder[0]
         self.release()
         if holder <= _INTERRUPTED:
@@ -164,7 +181,7 @@ class RobustMutex:
 
 
 class AbandonedMutex:
-    """A `Mutex` of the parent of this forked child, which must not take it."""
+    """The `Mutex` of a forked child: its locks belong to its parent, so `acquire` raises UsageError."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent

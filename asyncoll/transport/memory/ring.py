@@ -1,11 +1,10 @@
-"""A rank's inbox on a control block: a ring of bytes that every rank of the host writes messages into, and its owner
-reads.
+"""The inbox of a rank: a ring buffer in a control block, which all ranks of the host write and its owner reads.
 
-A message lies in one piece: if it does not fit between the tail and the end of the ring, that rest is skipped. Writers
-move the tail and the reader the head, under the lock; what lies between them is the reader's, who needs no lock to read
-it. Both are counts of bytes that only grow.
+A message is contiguous. If it does not fit between the tail and the end of the ring, the writer skips the rest of the
+ring. Under the lock, writers advance the tail and the owner advances the head; both are counts of bytes that only grow.
+The owner reads the bytes between head and tail without the lock, because no writer touches them.
 
-Whatever is read here was written by a peer, and is checked before it is used: ProtocolError tells what is wrong.
+Peers write everything that the owner reads, so it is checked before use: ProtocolError says what is wrong.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.transport import Arena, ControlBlock
 
 RING_BYTES = 1 << 18
-_ALIGNMENT = 64  # of messages, so that a header fits wherever one may begin
+_ALIGNMENT = 64  # bytes; a header is shorter, so it fits between any message start and the end of the ring
 _HEADER = struct.Struct("<6q")  # bytes of the message, source, bytes of the head, arrays, bytes of the body, address
-_SKIP = 0  # instead of the bytes of a message: it is not here, but at the start of the ring
+_SKIP = 0  # in place of the bytes of a message: the next message is at the start of the ring
 
-_TAIL, _HEAD, _CLOSED, RETURNED = range(
-    4
-)  # cells of the control block; the last is for those who borrow from its owner
-_RING = 4
+# Cells of the control block. RETURNED is for the borrowers of its owner: see `lending`.
+_TAIL, _HEAD, _CLOSED, RETURNED = range(4)
+_RING = 4  # the first cell of the ring
 
-PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size  # then it fits into an empty ring, wherever that begins
+# Bytes of head and inline body. At half the ring a message always fits into an empty ring, wherever the tail is.
+PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size
 
 
-class ShutError(AsyncollError):
+class InboxClosedError(AsyncollError):
     """The owner of the inbox has closed it."""
 
 
 class Message(NamedTuple):
-    """A head and a body of so many `arrays`, which is either in `inline` or, `nbytes` long, at `address`."""
+    """A head, and a body of `arrays` arrays, which is in `inline`, or has `nbytes` bytes at `address` in the arena."""
 
-    source: int  # the sender's place on the host
+    source: int  # the sender's local rank
     head: bytes
     arrays: int = 0
     inline: bytes | bytearray = b""
@@ -45,27 +44,28 @@ class Message(NamedTuple):
 
 
 class Inbox:
-    """One rank's inbox, as its owner or a writer sees it."""
+    """The inbox of one rank, for its owner and for writers."""
 
     def __init__(self, arena: Arena, context: int) -> None:
-        """`context` is what all ranks of the host call this inbox."""
+        """`context` identifies the inbox at all ranks of the host."""
         self.control_block: ControlBlock = arena.control_block(context, _RING + RING_BYTES // 8)
         self._cells = self.control_block.cells
         self._ring = self.control_block.cells[_RING:].cast("B")
         self._ranks = arena.ranks
-        self._read = 0  # the head as the owner knows it, whatever stands on the control_block
+        self._read = 0  # the owner's own copy of the head, which peers cannot change
 
     # -- for writers ------------------------------------------------------------------------------
 
     def put(self, raw: bytes) -> int | None:
-        """Put an encoded message; returns where it ends, or None if there is no room for it. Raises ShutError.
+        """Write an encoded message. Returns the count of bytes at its end, for `is_read`; None if there is no room.
 
-        The caller holds the lock of the control block.
+        The caller holds the lock of the control block. Raises InboxClosedError, and ProtocolError if the head and the
+        tail are corrupt.
         """
         cells = self._cells
         tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
-            raise ProtocolError(f"an inbox from {head} to {tail}")
+            raise ProtocolError(f"the inbox is corrupt: its head is {head} and its tail {tail}")
         if not self.has_room(len(raw)):
             return None
         start, size = tail % RING_BYTES, _aligned(len(raw))
@@ -79,18 +79,18 @@ class Inbox:
         return tail + size
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes fits. Raises ShutError."""
+        """Whether an encoded message of `nbytes` bytes fits. Raises InboxClosedError."""
         cells, size = self._cells, _aligned(nbytes)
         if cells[_CLOSED]:
-            raise ShutError
+            raise InboxClosedError
         tail = cells[_TAIL]
         left = RING_BYTES - tail % RING_BYTES
         return tail - cells[_HEAD] + size + (left if left < size else 0) <= RING_BYTES
 
     def is_read(self, end: int) -> bool:
-        """Whether the owner has taken the message that ends there. Raises ShutError."""
+        """Whether the owner has taken the message for which `put` has returned `end`. Raises InboxClosedError."""
         if self._cells[_CLOSED]:
-            raise ShutError
+            raise InboxClosedError
         return self._cells[_HEAD] >= end
 
     # -- for the owner ----------------------------------------------------------------------------
@@ -99,11 +99,11 @@ class Inbox:
         return self._cells[_TAIL] != self._read
 
     def take(self, at_most: int) -> list[Message]:
-        """The next messages, which are in the inbox no more."""
+        """Remove and return the next messages, at most `at_most`. Raises ProtocolError for a malformed one."""
         with self.control_block as control_block:
             tail = control_block.cells[_TAIL]
         if not self._read <= tail <= self._read + RING_BYTES or tail % _ALIGNMENT:
-            raise ProtocolError(f"an inbox from {self._read} to {tail}")
+            raise ProtocolError(f"the inbox is corrupt: its head is {self._read} and its tail {tail}")
         messages: list[Message] = []
         while self._read < tail and len(messages) < at_most:
             start = self._read % RING_BYTES
@@ -122,12 +122,15 @@ class Inbox:
     def _message(
         self, start: int, most: int, size: int, source: int, head: int, arrays: int, nbytes: int, address: int
     ) -> Message:
-        """The message at `start`, as its header, which its writer cannot change any more, describes it."""
+        """Return a copy of the message at `start`, which has at most `most` bytes. The rest is a copy of its header.
+
+        The copy matters: a malicious writer may still change the header in the ring after these checks.
+        """
         if not 0 <= source < len(self._ranks):
-            raise ProtocolError(f"a message from place {source} of {len(self._ranks)}")
+            raise ProtocolError(f"a message names sender {source}, and this host has {len(self._ranks)} ranks")
         inline = 0 if address else nbytes
         if size % _ALIGNMENT or size > most or min(head, arrays, nbytes) < 0 or _HEADER.size + head + inline > size:
-            text = f"a message of {size} bytes, with {head} and {inline} in it, where {most} are"
+            text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {most} bytes remain"
             raise ProtocolError(text, self._ranks[source])
         start += _HEADER.size
         middle = start + head
@@ -135,14 +138,14 @@ class Inbox:
         return Message(source, bytes(self._ring[start:middle]), arrays, body, address, nbytes)
 
     def close(self) -> None:
-        """Writers hear of it."""
+        """Close the inbox. Writers get InboxClosedError."""
         with self.control_block as control_block:
             control_block.cells[_CLOSED] = 1
             control_block.wake()
 
 
 def encode(message: Message) -> bytes:
-    """As it lies in an inbox. Its head and its inline body together are not above PAYLOAD_MAX."""
+    """The bytes of a message in an inbox. Its head and inline body together have at most PAYLOAD_MAX bytes."""
     source, head, arrays, inline, address, nbytes = message
     assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"
     size = _aligned(_HEADER.size + len(head) + len(inline))

@@ -1,8 +1,7 @@
-"""What a rank brings to the memory of its host: a memfd with a header, and its doorbells. Made here, checked by its
-peers.
+"""The segment of a rank: its part of the host's shared memory, a memfd with a header, and its doorbells.
 
-It is as large as the host's memory, but empty. Its size is sealed, and it has no name, so nothing is left of it when
-the ranks are gone, however they went.
+The memfd is as large as the memory of the host, but sparse: only allocated pages exist. Its size is sealed, so no peer
+can truncate memory that others use. It has no name, so the kernel frees it when all ranks have ended, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,44 +25,49 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
 
-LAYOUT = 1  # the version of everything that ranks read in each other's memory before any control_block
-HEAD_BYTES = 1 << 17  # of each segment: its header, and in place 0's the lock of the directory and the directory
+LAYOUT = 1  # the version of the header and of the directory of control blocks
+HEAD_BYTES = (
+    1 << 17
+)  # of each segment: its header, and in that of local rank 0 the lock of the directory and the directory
 _MAGIC = b"asyncoll"
-_HEADER = struct.Struct("<8sIIQ")  # magic, layout, place, capacity
-_ADDRESSES = 1 << 45  # bytes of a process's address space for all parts together: of 47 bits, a quarter
-_PROT_NONE, _MAP_FIXED = 0, 16  # which Python has no names for
+_HEADER = struct.Struct("<8sIIQ")  # magic, layout, local rank, capacity
+_ADDRESS_SPACE = 1 << 45  # bytes for the segments of all ranks together: a fourth of a process's 47 bits
+_PROT_NONE, _MAP_FIXED = 0, 16  # constants of mmap that Python does not export
 _map = ctypes.CDLL(None, use_errno=True).mmap
 _map.restype = ctypes.c_void_p
 _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _protect = ctypes.CDLL(None, use_errno=True).mprotect
 _protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 logger = logging.getLogger("asyncoll")
-_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL, which Python 3.11 has no name for; the kernel since 6.3
+_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL of Linux 6.3, which Python 3.11 does not export
 
 
 class Segment(NamedTuple):
-    """The descriptors of what a rank brings: its memory and its doorbells."""
+    """The descriptors of a segment: the memory, and the doorbells for loops of callers and for the runtime's loop."""
 
     memory: int
     caller: int
     runtime: int
 
 
-def capacity_of(places: int) -> int:
-    """The bytes of each segment, most of which are never there: nobody can need more than the host has."""
+def capacity_of(local_size: int) -> int:
+    """The size in bytes of each segment on a host of `local_size` ranks: the memory of the host, in whole pages."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    return min(host, _ADDRESSES // places) // mmap.PAGESIZE * mmap.PAGESIZE
+    return min(host, _ADDRESS_SPACE // local_size) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def make_segment(place: int, capacity: int) -> Segment:
-    """Raises OSError, or AttributeError on another platform, if this host cannot do it."""
+def make_segment(local_rank: int, capacity: int) -> Segment:
+    """Create the segment of `local_rank`, of `capacity` bytes. The caller closes it.
+
+    Raises OSError if the host does not support it, and AttributeError on other platforms than Linux.
+    """
     with contextlib.ExitStack() as undo:
         memory = _anonymous_file()
         undo.callback(os.close, memory)
         os.ftruncate(memory, capacity)
         _seal(memory)
         os.posix_fallocate(memory, 0, HEAD_BYTES)
-        os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, place, capacity), 0)
+        os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, local_rank, capacity), 0)
         doorbells = []
         for _ in range(DOORBELLS):
             doorbells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
@@ -72,16 +76,19 @@ def make_segment(place: int, capacity: int) -> Segment:
         return Segment(memory, *doorbells)
 
 
-def check_segment(segment: Segment, place: int, capacity: int, like: Segment) -> None:
-    """Raises ProtocolError if `segment`, which another rank has made, is not what it should be. `like` is one's own."""
+def check_segment(segment: Segment, local_rank: int, capacity: int, own: Segment) -> None:
+    """Raise ProtocolError unless `segment` is what rank `local_rank` must provide. `own` is the segment of this rank.
+
+    Only this makes it safe to map: the memory of another size could shrink, and an access to it would be a SIGBUS.
+    """
     if (size := os.fstat(segment.memory).st_size) != capacity:
         raise ProtocolError(f"it has {size} bytes, and not {capacity}")
-    if _seals(segment.memory) != _seals(like.memory):
+    if _seals(segment.memory) != _seals(own.memory):
         raise ProtocolError(
-            "its size is not sealed as mine is; is memfd_create allowed at one of us only? Allow it at all"
+            "its size is not sealed as mine is; allow memfd_create at both of these ranks, or at neither"
         )
     found = _HEADER.unpack(os.pread(segment.memory, _HEADER.size, 0))
-    expected = (_MAGIC, LAYOUT, place, capacity)
+    expected = (_MAGIC, LAYOUT, local_rank, capacity)
     if found != expected:
         raise ProtocolError(f"its header is {found}, and not {expected}")
 
@@ -92,7 +99,7 @@ def close_segment(segment: Segment) -> None:
 
 
 def _anonymous_file() -> int:
-    """Of memory. Where there is no memfd (an old kernel, a sandbox), a file without a name does as well."""
+    """A memfd; where the kernel or a sandbox does not allow one, an unlinked temporary file in memory."""
     for flags in (_NOEXEC_SEAL, 0):
         with contextlib.suppress(OSError, AttributeError):
             return os.memfd_create("asyncoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
@@ -102,7 +109,7 @@ def _anonymous_file() -> int:
 
 
 def _seal(memory: int) -> None:
-    with contextlib.suppress(OSError):  # a file cannot be sealed; who has it open is its owner or got it from it
+    with contextlib.suppress(OSError):  # a plain file cannot be sealed; only ranks have it open
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
@@ -114,21 +121,22 @@ def _seals(memory: int) -> int:
 
 
 def map_segment(memory: int, capacity: int, *, own: bool) -> Array:
+    """Map a segment, as a flat uint8 array. The memory stays mapped as long as the array or a view of it exists."""
     mapping = mmap.mmap(memory, capacity)
-    with contextlib.suppress(OSError):  # a matter of speed, and not offered everywhere
+    with contextlib.suppress(OSError):  # this only affects speed, and not every kernel supports it
         mapping.madvise(mmap.MADV_HUGEPAGE)
     if not own:
         with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump holds what the process itself has made
+            mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump contains only the segment of its own rank
     whole = np.frombuffer(mapping, np.uint8)
-    mapped = _Mapped(forks.address_of(whole), capacity, forks.identity(memory))
-    forks.register(mapped)
-    weakref.finalize(whole, mapped.unmapped).atexit = False  # so it lives as long as the memory is mapped
+    inherited = _InheritedMapping(forks.address_of(whole), capacity, forks.identity(memory))
+    forks.register(inherited)  # a weak reference; the finalizer keeps the object alive as long as the array
+    weakref.finalize(whole, inherited.unmapped).atexit = False
     return whole
 
 
-class _Mapped:
-    """A segment in the address space of this process, which a forked child must not write to."""
+class _InheritedMapping:
+    """The mapping of a segment, which a forked child inherits and must not write to."""
 
     def __init__(self, address: int, nbytes: int, file: forks.Identity) -> None:
         self._address = address
@@ -136,10 +144,14 @@ class _Mapped:
         self._file = file
 
     def unmapped(self) -> None:
-        pass
+        """Does nothing: the reference to this method keeps the object alive."""
 
     def abandon(self, parent: int) -> None:
-        """Replace it by private memory: copies of the tensors that are in use, and otherwise zeros to be read."""
+        """In the child, replace the mapping by private memory.
+
+        It contains copies of the tensors in use, and read-only zeros elsewhere. A private mapping of the memfd would
+        not do: it shows later writes of other ranks to all pages that the child has not changed.
+        """
         descriptors = forks.copies_of(self._file)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         if _map(self._address, self._nbytes, mmap.PROT_READ, flags, -1, 0) != self._address:
@@ -167,7 +179,7 @@ def _set_protection(address: int, nbytes: int, protection: int) -> None:
 
 
 def _read(descriptor: int, offset: int, address: int, nbytes: int) -> None:
-    """The bytes at `offset` of a file into memory at `address`."""
+    """Read `nbytes` bytes at `offset` of a file into memory at `address`."""
     while nbytes:
         count = os.preadv(descriptor, [(ctypes.c_char * nbytes).from_address(address)], offset)
         offset, address, nbytes = offset + count, address + count, nbytes - count

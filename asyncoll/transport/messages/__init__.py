@@ -1,1 +1,1 @@
-"""Messages between any two ranks: ZeroMQ, in-process and simulated transports, and what guards their sockets."""
+"""Messages between any two ranks: ZeroMQ, in-process and simulated transports, and authentication at sockets."""

@@ -1,7 +1,7 @@
-"""What guards the sockets of ZeroMQ: who is asked about those who knock, the key pairs they show, and the log.
+"""Authentication at ZeroMQ sockets: the ZAP handler, CURVE key pairs, and the log of unauthenticated peers.
 
-Every connection begins with a handshake, and ZeroMQ asks (its protocol is ZAP, RFC 27) before it takes the first
-message, so nothing that unauthenticated peers send is ever queued.
+Every connection begins with a handshake. During it ZeroMQ asks a handler (protocol ZAP, ZeroMQ RFC 27) whether to
+accept the peer. It reads the first message after that, so no message of an unauthenticated peer is ever queued.
 """
 
 from __future__ import annotations
@@ -13,86 +13,90 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-_ADDRESS = "inproc://zeromq.zap.01"
+_ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZAP
 _DOMAIN = b"asyncoll"
-_WELCOME, _REFUSED = (b"200", b"OK", b"", b""), (b"400", b"it has not the key", b"", b"")
+# Status code and text, user id and metadata, in the replies of ZAP.
+_ACCEPTED, _REJECTED = (b"200", b"OK", b"", b""), (b"400", b"it does not have the key", b"", b"")
 logger = logging.getLogger("asyncoll")
 
 
 class UnauthenticatedPeers:
-    """Tells the log of unauthenticated peers: of the first, then of the 2nd, 4th, 8th…, so that they cannot fill it."""
+    """Logs the first unauthenticated peer, and then the 2nd, 4th, 8th…, so that such peers cannot fill the log."""
 
-    def __init__(self, who: str) -> None:
-        """`who` has to do with them."""
-        self._who = who
+    def __init__(self, owner: str) -> None:
+        """`owner` names the rank or the service whose sockets the peers have connected to."""
+        self._owner = owner
         self._count = 0
 
-    def tell(self, what: str) -> None:
-        """`what` was done about one."""
+    def log(self, action: str) -> None:
+        """Count one peer, and perhaps log `action`, which says how the owner has treated it."""
         self._count += 1
         if self._count & (self._count - 1) == 0:
-            logger.warning("%s %s; that was stranger number %d", self._who, what, self._count)
+            logger.warning("%s %s (unauthenticated peer number %d)", self._owner, action, self._count)
 
 
 class Authenticator:
-    """Tells ZeroMQ who may come in at the sockets of one context. It may have no other."""
+    """The ZAP handler of one ZeroMQ context, which can have one handler only."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
-        is_welcome: Callable[[bytes, list[bytes]], bool],
-        refused: Callable[[str], None],
+        accepts: Callable[[bytes, list[bytes]], bool],
+        rejected: Callable[[str], None],
     ) -> None:
-        """`is_welcome(mechanism, credentials)` decides; `refused` is told where those come from who may not."""
-        self._is_welcome = is_welcome
-        self._refused = refused
+        """`accepts(mechanism, credentials)` decides. `rejected` is called with the address of each rejected peer."""
+        self._accepts = accepts
+        self._rejected = rejected
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it binds."""
+        """Make `socket` ask this handler. Call this before the socket binds."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in while nobody can be asked
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler ZeroMQ would accept every peer
 
     def fileno(self) -> int:
         return int(self._socket.fileno())
 
     def read(self) -> None:
-        """Answer everybody who has asked; until then they wait."""
+        """Answer all requests that have arrived. The peers wait until then."""
         while True:
             try:
                 version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            welcome = self._is_welcome(mechanism, credentials)
-            self._socket.send_multipart([version, request, *(_WELCOME if welcome else _REFUSED)])
-            if not welcome:
-                self._refused(address.decode("ascii", "replace"))
+            accepted = self._accepts(mechanism, credentials)
+            self._socket.send_multipart([version, request, *(_ACCEPTED if accepted else _REJECTED)])
+            if not accepted:
+                self._rejected(address.decode("ascii", "replace"))
 
     def close(self) -> None:
         self._socket.close()
 
 
 def key_pair(secret: bytes) -> tuple[bytes, bytes]:
-    """The public and the secret key of CURVE that 32 bytes stand for, as ZeroMQ writes them."""
-    written = z85.encode(secret)
-    return zmq.curve_public(written), written
+    """Return the public and the secret CURVE key for a secret of 32 bytes, both in the Z85 text form of ZeroMQ."""
+    encoded = z85.encode(secret)
+    return zmq.curve_public(encoded), encoded
 
 
 def on_the_wire(public: bytes) -> bytes:
-    """A public key as its owner's credentials show it."""
+    """Return a public key in the binary form of the credentials in a ZAP request."""
     return z85.decode(public)
 
 
 def encrypt_server(socket: zmq.Socket[bytes], pair: tuple[bytes, bytes]) -> None:
-    """Before it binds."""
+    """Make `socket` a CURVE server with this key pair. Call this before the socket binds."""
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair[1])
     socket.setsockopt(zmq.CURVE_SERVER, 1)
 
 
 def encrypt_client(socket: zmq.Socket[bytes], pair: tuple[bytes, bytes], server: bytes) -> None:
-    """Before it connects to the owner of the public key `server`."""
+    """Make `socket` a CURVE client with this key pair, of the owner of the public key `server`.
+
+    Call this before the socket connects.
+    """
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair[0])
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair[1])
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)

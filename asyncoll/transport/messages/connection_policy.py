@@ -1,8 +1,8 @@
-"""Who may come in through a ROUTER: processes of this user over ipc, and over tcp the ranks of the job.
+"""The connections that the ROUTER of a rank accepts: processes of this user over ipc, ranks of the job over tcp.
 
-With CURVE a rank shows that it has its own key pair, which follows from the job's key, and all is encrypted. With
-PLAIN it shows the password of the link, which follows from the job's key too and cannot be guessed; but who can read
-along can read it, and all else.
+With CURVE, a rank proves that it has its own key pair, which is derived from the job's key, and all traffic is
+encrypted. With PLAIN, it sends the password of the link, which is derived from the job's key too. The password cannot
+be guessed, but an eavesdropper can read it, like all other traffic.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
 from asyncoll.transport.messages.monitor import watch
 
-_HANDSHAKE_MS = 5000  # whoever has connected must show by then that it belongs to the job
-_BACKLOG = 128  # and two for each rank
+_HANDSHAKE_MS = 5000  # from the connection of a peer to the end of its handshake
+_BACKLOG = 128  # connections that wait to be accepted, besides two for each rank
 _FAILURES: Final = {
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak as a rank of this job would",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it did not show in time that it belongs to this job",
-    int(zmq.EVENT_ACCEPT_FAILED): "it is of another user, or no more files may be open (ulimit -n)",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak the protocol of this job's ranks",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it has not authenticated in time",
+    int(zmq.EVENT_ACCEPT_FAILED): "it belongs to another user, or this process may not open more files (ulimit -n)",
 }
 
 
 class ConnectionPolicy:
-    """Of one ROUTER: which connections it takes, and how its rank introduces itself at others'."""
+    """Decides which connections one ROUTER accepts, and authenticates the DEALERs of the same rank to other ROUTERs."""
 
     def __init__(
         self, rank: int, size: int, key: Key, unauthenticated: authentication.UnauthenticatedPeers, *, encrypted: bool
@@ -39,23 +39,29 @@ class ConnectionPolicy:
         self._key = key
         self._unauthenticated = unauthenticated
         self._encrypted = encrypted
-        self._ranks: frozenset[bytes] = frozenset()  # the public keys of all, where they are asked for
+        self._ranks: frozenset[bytes] = frozenset()  # the public keys of all ranks, if the ROUTER is encrypted
         self._authenticator: authentication.Authenticator | None = None
 
     def attach(self, router: zmq.Socket[bytes]) -> None:
-        """Before it binds. Its context must have no other connection policy."""
+        """Guard `router`. Call this before it binds. Its context must have no other connection policy."""
         self._router = router
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, _BACKLOG + 2 * self._size)
         self._monitor = watch(router, sum(_FAILURES))
 
     def guard(self, address: str) -> None:
-        """Before the ROUTER binds to `address`: first over ipc, then over tcp."""
+        """Prepare the ROUTER for a bind to `address`: first over ipc, then over tcp.
+
+        The order matters. IPC_FILTER_UID and the ZAP handler are options of the socket that each bind copies, so the
+        handler must not exist yet when the ROUTER binds over ipc, where peers have no credentials.
+        """
         if address.startswith("ipc://"):
-            assert self._authenticator is None, "what guards tcp would ask at ipc too"
+            assert self._authenticator is None, (
+                "the ROUTER must bind over ipc first: the ZAP handler would guard ipc too"
+            )
             self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             return
-        self._authenticator = authentication.Authenticator(self._router.context, self._is_rank, self._refused)
+        self._authenticator = authentication.Authenticator(self._router.context, self._is_rank, self._rejected)
         self._authenticator.guard(self._router)
         if self._encrypted:
             self._ranks = frozenset(authentication.on_the_wire(self._pair(rank)[0]) for rank in range(self._size))
@@ -64,7 +70,7 @@ class ConnectionPolicy:
             self._router.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def introduce(self, dealer: zmq.Socket[bytes], dest: int, address: str) -> None:
-        """Before a DEALER of this rank connects to `address`, the ROUTER of `dest`."""
+        """Give `dealer`, of this rank, its credentials. Call this before it connects to `address`, of rank `dest`."""
         if address.startswith("ipc://"):
             return
         if not self._encrypted:
@@ -74,10 +80,10 @@ class ConnectionPolicy:
         authentication.encrypt_client(dealer, self._pair(self._rank), self._pair(dest)[0])
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to answer on `loop`; until then whoever knocks over tcp waits."""
+        """Begin to answer on `loop`. Until then, peers that connect over tcp wait in their handshake."""
         self._loop = loop
-        loop.add_reader(self._monitor.fileno(), self._heed)
-        self._heed()
+        loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._read_monitor()
         if self._authenticator is not None:
             loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
             self._authenticator.read()
@@ -92,8 +98,8 @@ class ConnectionPolicy:
                 self._loop.remove_reader(self._authenticator.fileno())
             self._authenticator.close()
 
-    def _refused(self, where: str) -> None:
-        self._unauthenticated.tell(f"turned a stranger away who came from {where}: it has not this job's key")
+    def _rejected(self, where: str) -> None:
+        self._unauthenticated.log(f"rejected a connection from {where}: it does not have this job's key")
 
     def _is_rank(self, mechanism: bytes, credentials: list[bytes]) -> bool:
         if self._encrypted:
@@ -109,12 +115,12 @@ class ConnectionPolicy:
         """The public and the secret key of `rank`."""
         return authentication.key_pair(self._key.derive("key pair", rank))
 
-    def _heed(self) -> None:
-        """Read the monitor: who has failed before anybody was asked."""
+    def _read_monitor(self) -> None:
+        """Log the connections that have failed before ZeroMQ asked the ZAP handler."""
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
             if event["event"] in _FAILURES:
-                self._unauthenticated.tell(f"turned a stranger away: {_FAILURES[int(event['event'])]}")
+                self._unauthenticated.log(f"rejected a connection: {_FAILURES[int(event['event'])]}")

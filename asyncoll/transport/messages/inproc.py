@@ -1,4 +1,4 @@
-"""P ranks on one loop: messages are handed over at the loop's next turn."""
+"""Messages between ranks on one loop: the loop delivers each message in its next iteration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncoll.transport import Buffer, Receiver, check_frames
 
-_HIGH_WATER_MARK = 64  # messages that wait in an inbox before `drain` makes their sender wait
+_HIGH_WATER_MARK = 64  # messages in the inbox of a rank above which `drain` makes their senders wait
 
 
 def world(size: int) -> list[InprocTransport]:
@@ -67,7 +67,10 @@ class InprocTransport:
             self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        """Hand over what is here now; what that provokes waits for the next turn, so that nobody is starved."""
+        """Deliver the messages that are in the inbox now.
+
+        Messages that these cause wait for the next iteration of the loop, so that other ranks and tasks can run.
+        """
         self._scheduled = False
         assert self._receiver is not None
         for _ in range(len(self._inbox)):

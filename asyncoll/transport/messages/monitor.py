@@ -1,4 +1,4 @@
-"""What ZeroMQ tells of a connection: that it stands, that it is gone, and that nobody breathes at its other end."""
+"""The state of ZeroMQ connections, the heartbeats on them, and the processes at their other ends."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.transport.addresses import process_behind
 
-FREEZE_S = 0.5  # a process that shows no sign of life for so long counts as frozen
+FREEZE_S = 0.5  # a process without a heartbeat for this time counts as frozen
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_BEATS = 4  # in the time without a beat after which a process counts as frozen
+_BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as frozen
 
 
 def watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """Where `socket` tells of such events, for `parse_monitor_message`."""
+    """Return a socket with the `events` of `socket`, in the format of `parse_monitor_message`."""
     address = f"inproc://monitor-{id(socket)}"
     socket.monitor(address, events)
     monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
-    monitor.setsockopt(zmq.RCVHWM, 0)  # or the thread of ZeroMQ stands still until somebody has read what it tells
+    monitor.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread blocks until the events are read
     monitor.connect(address)
     return monitor
 
 
-def silence(freeze_s: float) -> str:
-    """Why a peer without a heartbeat is lost."""
+def silence_cause(freeze_s: float) -> str:
+    """The cause of the loss of a peer without a heartbeat."""
     return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
 def to_zeromq(address: str) -> Any:
-    """`address` as ZeroMQ takes it: a path that is no UTF-8 only in bytes. Its annotations do not say so."""
+    """Return `address` as pyzmq accepts it: as bytes if it is a path that is not UTF-8.
+
+    The annotations of pyzmq do not allow bytes here, hence Any.
+    """
     try:
         address.encode()
     except UnicodeEncodeError:
@@ -43,31 +46,34 @@ def to_zeromq(address: str) -> Any:
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
-    """Where `socket` listens: the last address it was bound to, with the port that it was given."""
+    """Return the address of the last bind of `socket`, with the port that the kernel has chosen."""
     return os.fsdecode(bytes(socket.getsockopt(zmq.LAST_ENDPOINT))).rstrip("\0")
 
 
 class Monitor:
-    """Calls back when the connection of a socket stands, each time that it is gone, and when it cannot be made."""
+    """Calls `connected`, `disconnected` and `failed` (to connect) as the connection of a socket changes.
+
+    Each may be called several times: ZeroMQ connects again after a loss.
+    """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        stands: Callable[[], None],
-        gone: Callable[[], None],
+        connected: Callable[[], None],
+        disconnected: Callable[[], None],
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._socket = socket
-        self._stands = stands
-        self._gone = gone
+        self._connected = connected
+        self._disconnected = disconnected
         self._failed = failed
         self._events = watch(socket, _EVENTS)
-        self.connection = -1  # the descriptor of the newest one
+        self.connection = -1  # the descriptor of the newest connection; -1 before the first
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._events.fileno(), self.look)
+        self._loop.add_reader(self._events.fileno(), self.read)
 
-    def look(self) -> None:
-        """Its descriptor tells only of what is new, so all that has come is read."""
+    def read(self) -> None:
+        """Handle all events that have arrived. ZeroMQ's descriptors are edge-triggered, so this must leave none."""
         while not self._events.closed:
             try:
                 message = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
@@ -77,9 +83,9 @@ class Monitor:
             if event == zmq.EVENT_CONNECTED:
                 self.connection = int(message["value"])
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stands()
+                self._connected()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._gone()
+                self._disconnected()
             else:
                 self._failed()
 
@@ -91,13 +97,13 @@ class Monitor:
 
 
 class ProcessWatch:
-    """Calls back when the process at the other end of a connection within this host has ended.
+    """Calls `ended` when the process at the other end of a connection within this host has ended.
 
-    Its connections may outlast it: a process that it has forked may have them too.
+    The end of the connection is not enough: a forked child of the process may keep it open.
     """
 
     def __init__(self, connection: int, address: str, ended: Callable[[], None]) -> None:
-        """`connection` is the descriptor of a connection to `address`. Does nothing if the process is not known."""
+        """`connection` is the descriptor of a connection to `address`. Nothing is watched if the process is unknown."""
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._process = process_behind(connection, address)
@@ -109,7 +115,7 @@ class ProcessWatch:
         self._ended()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop watching. Idempotent."""
         if self._process is not None:
             self._loop.remove_reader(self._process)
             os.close(self._process)
@@ -117,10 +123,10 @@ class ProcessWatch:
 
 
 class Heartbeat:
-    """A connection to a peer on which nothing passes but heartbeats.
+    """A connection to a peer for heartbeats alone.
 
-    The threads of ZeroMQ send and answer them, whoever has the GIL at either end. They are not sent where messages are:
-    if the reader of those computes, the connection fills up, and is silent although its process lives.
+    The I/O threads of ZeroMQ send and answer heartbeats, and need no GIL. The connection for messages would not do: if
+    its reader computes, it fills up, and carries no heartbeats although the process is alive.
     """
 
     def __init__(
@@ -128,26 +134,27 @@ class Heartbeat:
         dealer: zmq.Socket[bytes],
         address: str,
         freeze_s: float,
-        felt: Callable[[], None],
+        alive: Callable[[], None],
         stopped: Callable[[], None],
     ) -> None:
-        """`dealer` is not connected yet. `felt` is called once it is.
+        """Connect `dealer` to `address`, and call `alive` once it is connected.
 
-        `stopped` is called when there was no beat for `freeze_s`, or at once if the connection breaks.
+        Afterwards `stopped` is called if there is no heartbeat for `freeze_s` seconds, or at once if the connection
+        breaks.
         """
-        dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS))
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS_PER_FREEZE))
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * freeze_s))
         self._dealer = dealer
-        self._felt = felt
+        self._alive = alive
         self._stopped = stopped
         self._has_begun = False
         self._monitor = Monitor(dealer, self._begin, self._end)
         dealer.connect(to_zeromq(address))
-        self._monitor.look()
+        self._monitor.read()
 
     def _begin(self) -> None:
         self._has_begun = True
-        self._felt()
+        self._alive()
 
     def _end(self) -> None:
         if self._has_begun:

@@ -1,9 +1,9 @@
-"""Sockets between a service and its clients: a ROUTER that many connect to, and a DEALER that connects to one.
+"""The sockets of a service and its clients: a ROUTER for the service, and a DEALER for each client.
 
-Both carry segments: a kind, a number and a payload. Their owners bound what is on the way; here only the size of a
-segment is bounded, and a peer that breaks the owners' rules and reads nothing is given up. Each socket has one reader,
-which is called by the loop. ZeroMQ's descriptors are edge-triggered: after each send, too, somebody must look whether
-anything has come.
+Both carry segments: a kind, a number and a payload. The owners of the sockets limit the segments in flight. The sockets
+limit only the size of a segment, and drop a peer that ignores the owners' rules and does not read. Each socket has one
+reader, a callback of the loop. ZeroMQ's descriptors are edge-triggered, and a send may consume the event of a message
+that has arrived, so the reader runs after each send, too.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll import forks
 from asyncoll.errors import UsageError
-from asyncoll.transport.addresses import forget, prepare, user_behind
+from asyncoll.transport.addresses import prepare, remove_socket, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.authentication import Authenticator, UnauthenticatedPeers
 from asyncoll.transport.messages.curve import authenticator, protect_client, protect_server
-from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, bound_address, silence, to_zeromq, watch
+from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, bound_address, silence_cause, to_zeromq, watch
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
-_OVERHEAD = 64  # bytes that the form, or encryption, adds to a frame
-_PACKED_MAX = 1 << 13  # bytes of payload that are copied into one ZeroMQ frame with the form; two cost more than that
-_BATCH = 64  # segments handed over before the loop may do something else
+_OVERHEAD_BYTES = 64  # that the header, or encryption, adds to a frame
+_PACKED_MAX = 1 << 13  # bytes of a payload that is copied into one ZeroMQ frame with the header: two frames cost more
+_BATCH = 64  # segments delivered before the loop may run other callbacks
 _CLIENTS_MAX = 4096
-_BACKLOG = 512
-_HANDSHAKE_MS = 5000  # until the other end must have answered
+_BACKLOG = 512  # connections that wait to be accepted
+_HANDSHAKE_MS = 5000  # from the connection to the end of the handshake
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
-_DEATH_S = 0.05  # for all connections of a dead process to have ended
-_UNSENT_MAX = 1 << 19  # segments; four times what a window of empty ones holds
+_IN_FLIGHT_S = 0.05  # all connections of a dead process end within this time
+_UNSENT_MAX = 1 << 19  # segments queued for one peer; four times the number of empty segments in a window
 _UNREAD = "it does not read what it is sent"
 _HELLO = 255  # the first segment of both ends; its number is the version
-_BYE = 254  # the last one of the service, which says why
+_BYE = 254  # the last segment of the service to a client; its payload is the reason
 _REASON_BYTES = 1024
 VERSION = 1
-_KEEPALIVE = {  # over tcp a host that vanishes is noticed after 11 s; TCP_MAXRT would end who computes for long, too
+# Detects over tcp within 11 s that the other host has vanished. TCP_MAXRT would also end connections to peers that
+# compute for long.
+_KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,
     zmq.TCP_KEEPALIVE_INTVL: 2,
@@ -65,17 +67,17 @@ logger = logging.getLogger("asyncoll")
 
 
 class Owner(Protocol):
-    """Whose socket it is; everything is called on the loop."""
+    """The callbacks of a socket, which are called on the loop."""
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """A segment of a peer has come."""
+        """Handle a segment from a peer."""
 
     def lost(self, peer: int, cause: str) -> None:
-        """A peer is gone. Called at most once for each."""
+        """Handle the loss of a peer. Called at most once for each peer."""
 
 
 class _Socket(ABC):
-    """What both have: a ZeroMQ socket, its monitor, and who reads them."""
+    """The common part of both: a ZeroMQ socket, its monitor, and their readers."""
 
     def __init__(self, kind: int, events: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -84,7 +86,7 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _UNSENT_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         for option, value in _KEEPALIVE.items():
@@ -96,12 +98,12 @@ class _Socket(ABC):
     def _start(self) -> None:
         forks.register(self)
         self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._heed)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         self._read_soon()
-        self._loop.call_soon(self._heed)  # not before its owner is ready
+        self._loop.call_soon(self._read_monitor)  # later, when the owner is ready
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket at once; segments that are queued are dropped. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -116,11 +118,11 @@ class _Socket(ABC):
     def _send(self, to: tuple[bytes, ...], kind: int, number: int, payload: Buffer) -> None:
         for frame in to:
             self._socket.send(frame, _MORE)
-        form = _FORM.pack(kind, number)
+        header = _FORM.pack(kind, number)
         if len(payload) <= _PACKED_MAX:
-            self._socket.send(b"".join((form, payload)), _NOW)
+            self._socket.send(b"".join((header, payload)), _NOW)
         else:
-            self._socket.send(form, _MORE)
+            self._socket.send(header, _MORE)
             self._socket.send(payload, _NOW)
         self._read_soon()
 
@@ -130,7 +132,7 @@ class _Socket(ABC):
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
+        """Deliver a batch of segments, and call this again soon if there may be more: the descriptor would not."""
         self._will_read = False
         for _ in range(_BATCH):
             if self._is_closed or not self._read_one():
@@ -143,27 +145,27 @@ class _Socket(ABC):
 
     @abstractmethod
     def abandon(self, parent: int) -> None:
-        """In a forked child: the other end must see the parent's death although the child lives."""
+        """Give up the connection in a forked child, so that the other end notices the death of the parent."""
 
     @abstractmethod
     def _read_one(self) -> bool:
-        """Hand over a segment; returns whether there was one."""
+        """Read and handle one segment; returns whether there was one."""
 
-    def _heed(self) -> None:
-        """Read the monitor."""
+    def _read_monitor(self) -> None:
+        """Handle all events of the monitor that have arrived."""
         while not self._is_closed:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(_NOW))
             except zmq.Again:
                 return
-            self._happened(int(event["event"]), int(event["value"]))
+            self._handle_event(int(event["event"]), int(event["value"]))
 
     @abstractmethod
-    def _happened(self, event: int, value: int) -> None:
-        """The monitor tells this."""
+    def _handle_event(self, event: int, value: int) -> None:
+        """Handle an event of the monitor."""
 
     def _segment(self, first: Any) -> tuple[int, int, Buffer] | None:
-        """What came in `first` and the frames after it; None if nobody sends that."""
+        """Return the segment in the frame `first` and the frames after it; None if it is malformed."""
         rest = []
         while self._socket.getsockopt(zmq.RCVMORE):
             rest.append(self._socket.recv(_NOW, copy=False))
@@ -174,15 +176,15 @@ class _Socket(ABC):
 
 
 class ServerSocket(_Socket):
-    """Listens. Clients are numbered in the order in which they come."""
+    """The socket of a service. Peers are the clients, numbered in the order of their arrival."""
 
     def __init__(self, owner: Owner, url: str, key: Key | None) -> None:
-        """Raises UsageError if `url` cannot be listened on, or would let anybody in."""
+        """Listen at `url`. Raises UsageError if that fails, or if it would admit peers without authentication."""
         super().__init__(zmq.ROUTER, zmq.EVENT_DISCONNECTED)
         self._owner = owner
-        self._clients: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}
-        self._descriptors: dict[int, bytes] = {}  # of the connections
+        self._clients: dict[bytes, int] = {}  # clients by routing id; -1 for one that is not served, or not any more
+        self._names: dict[int, bytes] = {}  # the routing ids of the clients that are served
+        self._descriptors: dict[int, bytes] = {}  # routing ids by the descriptor of the connection
         self._numbers = itertools.count()
         self._authenticator: Authenticator | None = None
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
@@ -200,7 +202,7 @@ class ServerSocket(_Socket):
             if uid is not None:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
             if key is not None:
-                self._authenticator = authenticator(self._context, key, self._refused)
+                self._authenticator = authenticator(self._context, key, self._rejected)
                 self._authenticator.guard(self._socket)
                 self._loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
                 protect_server(self._socket, key)
@@ -211,11 +213,11 @@ class ServerSocket(_Socket):
         self.url = bound_address(self._socket)
 
     def has(self, peer: int) -> bool:
-        """Whether it is there."""
+        """Whether client `peer` is connected."""
         return peer in self._names
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment, which may be changed afterwards. To who is gone it is dropped."""
+        """Send a segment to a client. ZeroMQ copies it. It is dropped if the client is lost."""
         name = self._names.get(peer)
         if name is None or self._is_closed:
             return
@@ -224,19 +226,19 @@ class ServerSocket(_Socket):
         except zmq.Again:
             logger.warning("%s dropped client %d: %s", self.url, peer, _UNREAD)
             self.drop(peer, _UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, _UNREAD)  # its owner is busy sending
-        except zmq.ZMQError:  # it is gone; the monitor tells
+            self._loop.call_soon(self._owner.lost, peer, _UNREAD)  # not now: the owner is in its own call of this
+        except zmq.ZMQError:  # the client is gone; the monitor reports it
             return
 
     def drop(self, peer: int, reason: str) -> None:
-        """Hear nothing more of a client, which loses the service for that reason."""
+        """Disconnect a client: it loses the service for that reason, and its segments are ignored."""
         name = self._names.pop(peer, None)
         if name is not None and not self._is_closed:
             self._clients[name] = -1
-            self._tell(name, _BYE, 0, reason.encode()[:_REASON_BYTES])
+            self._try_send(name, _BYE, 0, reason.encode()[:_REASON_BYTES])
 
-    def _tell(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
+    def _try_send(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the client is gone, or does not read
             self._send((name,), kind, number, payload)
 
     def close(self) -> None:
@@ -244,7 +246,7 @@ class ServerSocket(_Socket):
             self._loop.remove_reader(self._authenticator.fileno())
             self._authenticator.close()
         if self.url and not self._is_closed:
-            forget(self.url)
+            remove_socket(self.url)
         super().close()
 
     def abandon(self, parent: int) -> None:
@@ -252,8 +254,8 @@ class ServerSocket(_Socket):
         forks.isolate(self._loop)
         forks.give_up_connections([self.url])
 
-    def _refused(self, address: str) -> None:
-        self._unauthenticated.tell(f"refused a client from {address}: it has not the key")
+    def _rejected(self, address: str) -> None:
+        self._unauthenticated.log(f"refused a client from {address}: it does not have the key")
 
     def _read_one(self) -> bool:
         try:
@@ -270,42 +272,45 @@ class ServerSocket(_Socket):
         return True
 
     def _greet(self, name: bytes, frame: Any) -> None:
-        """Let a client in whose first segment says that it is one. It is answered once, whatever the answer."""
+        """Accept a client by its first segment, and answer it once: with a hello, or with the reason of a refusal."""
         descriptor = frame.get(zmq.SRCFD)
         segment = self._segment(frame)
         if segment is None or segment[0] != _HELLO:
-            self._unauthenticated.tell("dropped a message from a stranger")
+            self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
-        self._heed()  # that descriptor may have been another client's, whose end has not been read
+        self._read_monitor()  # an earlier client may have had the same descriptor, and its end is in the monitor
         self._clients[name] = -1
         self._descriptors[descriptor] = name
         if len(self._names) >= _CLIENTS_MAX:
-            self._unauthenticated.tell(f"refused a client: there are {_CLIENTS_MAX} already")
-            self._tell(name, _BYE, 0, f"it has {_CLIENTS_MAX} clients already".encode())
+            self._unauthenticated.log(f"refused a client: there are {_CLIENTS_MAX} already")
+            self._try_send(name, _BYE, 0, f"it has {_CLIENTS_MAX} clients already".encode())
             return
         if segment[1] == VERSION:
             peer = self._clients[name] = next(self._numbers)
             self._names[peer] = name
-        self._tell(name, _HELLO, VERSION)
+        self._try_send(name, _HELLO, VERSION)
 
-    def _happened(self, event: int, value: int) -> None:
+    def _handle_event(self, event: int, value: int) -> None:
         name = self._descriptors.pop(value, None)
         if name is None:
             return
         if self._clients[name] >= 0:
-            self._read_rest()  # what it said before
+            self._read_rest()  # its last segments come before its loss
         peer = self._clients.pop(name)
         if self._names.pop(peer, None) is not None:
             self._owner.lost(peer, "its connection closed")
 
 
 class ClientSocket(_Socket):
-    """Connects to a service, which is peer 0. Once it is lost it stays so."""
+    """The socket of a client. Its only peer is the service, with number 0. It does not connect again after a loss."""
 
     def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
-        """`connected` is told the version of the other end, once its heartbeat is felt, too.
+        """Connect to the service at `url`.
 
-        Raises UsageError if `url` is none, is another user's, or would let anybody listen.
+        `connected` is called with the protocol version of the service, once the service has answered and its heartbeat
+        runs.
+
+        Raises UsageError if `url` is malformed, belongs to another user, or is not safe.
         """
         super().__init__(zmq.DEALER, zmq.EVENT_CONNECTED | _ENDS | sum(_CAUSES))
         self._owner = owner
@@ -314,8 +319,8 @@ class ClientSocket(_Socket):
         self._key = key
         self._heartbeat: Heartbeat | None = None
         self._is_lost = False
-        self._uid: int | None = None  # whose service it must be
-        self._introduce(self._socket)
+        self._uid: int | None = None  # the user who must own the service
+        self._prepare_dealer(self._socket)
         try:
             with prepare(url, has_key=key is not None, listens=False) as self._uid:
                 self._socket.connect(to_zeromq(url))
@@ -328,25 +333,25 @@ class ClientSocket(_Socket):
         self._start()
         self.send(0, _HELLO, VERSION, b"")
 
-    def _introduce(self, dealer: zmq.Socket[bytes]) -> None:
-        """Before it connects."""
+    def _prepare_dealer(self, dealer: zmq.Socket[bytes]) -> None:
+        """Set the options of a DEALER to the service, before it connects."""
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._key is not None:
             protect_client(dealer, self._key)
 
     def has(self, peer: int) -> bool:
-        """Whether it is there."""
+        """Whether the service is not lost."""
         return not self._is_lost
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment, which may be changed afterwards. It is dropped if the service is lost."""
+        """Send a segment to the service. ZeroMQ copies it. It is dropped if the service is lost."""
         if self._is_closed or self._is_lost:
             return
         try:
             self._send((), kind, number, payload)
         except zmq.Again:
-            self._loop.call_soon(self._give_up)  # its owner is busy sending
+            self._loop.call_soon(self._stop_sending)  # not now: the owner is in its own call of this
 
     def _read_one(self) -> bool:
         try:
@@ -357,11 +362,11 @@ class ClientSocket(_Socket):
         if segment is None:
             return True
         if segment[0] == _HELLO:
-            self._heed()  # whose service it is
+            self._read_monitor()  # checks the user of the service first
             if not self._is_lost and not self._is_closed:
-                self._feel(partial(self._connected, segment[1]))
+                self._start_heartbeat(partial(self._connected, segment[1]))
         elif segment[0] == _BYE:
-            self._end(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
+            self._report_loss(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
         else:
             self._owner.received(0, *segment)
         return True
@@ -372,41 +377,41 @@ class ClientSocket(_Socket):
         super().close()
 
     def abandon(self, parent: int) -> None:
-        self._end(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
+        self._report_loss(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
         self._is_closed = True
         forks.isolate(self._loop)
         forks.give_up_connections([self._url])
 
-    def _feel(self, felt: Callable[[], None]) -> None:
-        """From `felt` on, whether the service is frozen."""
+    def _start_heartbeat(self, alive: Callable[[], None]) -> None:
+        """Monitor the heartbeat of the service; calls `alive` once it runs."""
         if self._heartbeat is None:
             dealer = self._context.socket(zmq.DEALER)
-            self._introduce(dealer)
-            self._heartbeat = Heartbeat(dealer, self._url, FREEZE_S, felt, self._silent)
+            self._prepare_dealer(dealer)
+            self._heartbeat = Heartbeat(dealer, self._url, FREEZE_S, alive, self._silent)
 
     def _silent(self) -> None:
-        """If its process has died, the other connection tells so, now or soon."""
-        self._loop.call_later(_DEATH_S, self._lose, silence(FREEZE_S))
+        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
+        self._loop.call_later(_IN_FLIGHT_S, self._lose, silence_cause(FREEZE_S))
 
-    def _happened(self, event: int, value: int) -> None:
+    def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             if self._uid is not None and user_behind(value) not in (self._uid, None):
-                self._end("it is another user's")
+                self._report_loss("it is another user's")
             return
         self._lose(_CAUSES.get(event, "its connection closed"))
 
-    def _give_up(self) -> None:
-        """Nothing more can be sent: the connection is gone, or full."""
-        self._heed()
+    def _stop_sending(self) -> None:
+        """Lose the service because no segment can be sent: the connection is gone, or its queue is full."""
+        self._read_monitor()
         self._lose(_UNREAD)
 
     def _lose(self, cause: str) -> None:
-        """It is lost, for that cause if it has not said another itself."""
+        """Lose the service, after its last segments. If they contain its own reason, that counts, and not `cause`."""
         if not self._is_lost:
             self._read_rest()
-        self._end(cause)
+        self._report_loss(cause)
 
-    def _end(self, cause: str) -> None:
+    def _report_loss(self, cause: str) -> None:
         if not self._is_lost and not self._is_closed:
             self._is_lost = True
             self._owner.lost(0, cause)

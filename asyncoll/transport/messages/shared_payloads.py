@@ -1,12 +1,12 @@
-"""Messages whose payload goes through shared memory, with the rest of the message as a doorbell.
+"""Payloads in shared memory: between ranks of one host, a message may refer to a slot that contains its payload.
 
-A long payload for another rank of this host is copied into a slot, which is memory of the sender's own; what is sent
-names the slot instead. The receiver reads the payload where it is. Once nobody there holds it any more, the slot is
-free again. So a payload is copied twice, in and out, where a socket makes four or more copies of it.
+The sender copies a long payload into a slot, a block of its own memory, and sends the number of the slot in place of
+the payload. The receiver reads the payload in the slot. The slot is free again when the receiver has dropped the last
+reference to the payload. So a payload is copied twice, in and out; a socket makes at least four copies.
 
-Which slot is whose stands on a control block of the sender's. Only the sender takes its slots, and only whom one was
-taken for gives it back. Nobody ever waits for a slot, because a receiver may hold a payload for as long as it likes: a
-message that finds none goes whole, as those to other hosts do.
+A control block of the sender records the owner of each slot. Only the sender takes its slots, and only the receiver of
+the payload returns a slot. A sender never waits for a slot, because a receiver may hold a payload for as long as it
+likes. Without a free slot, the message carries its payload, as messages to other hosts do.
 """
 
 from __future__ import annotations
@@ -32,34 +32,39 @@ from asyncoll.transport import (
     peers_view,
 )
 
-THRESHOLD_BYTES = 1 << 18  # payloads from here on go through a slot: below, what slots cost is more than they save
-SLOTS = 32  # of each sender at most, of MAX_FRAME_BYTES each; with 16, a third of 100 MB to a slower rank found none
+THRESHOLD_BYTES = 1 << 18  # payloads of at least this size use a slot; for shorter ones, slots cost more than they save
+# The slots of one sender, of MAX_FRAME_BYTES each, allocated on demand. With 16 slots, a third of the payloads of a
+# transfer of 100 MB to a slower rank found none free.
+SLOTS = 32
 
-# The control block of a sender has three cells for each of its slots: whose it is (see below), its address, and the
-# bytes of the payload in it. They are not in the message, because nothing in a message is trusted.
+# The control block of a sender has three columns of SLOTS cells: the owner of each slot, its address, and the bytes of
+# the payload in it. A message contains only the number of the slot, so a forged message cannot name other memory.
 _COLUMNS = 3
-_FREE = 0  # otherwise rank + 1 while a message is on its way to `rank`, and the negative of it while `rank` reads it
+# The owner of a slot: _FREE; or dest + 1, from `send` until rank `dest` receives the message; or -(dest + 1), until
+# rank `dest` has dropped the payload.
+_FREE = 0
 
-# A message that names a slot has a frame more than any other: the first, the marker, the third if there is one, and
-# as many empty ones as it takes.
+# A message that refers to a slot has four frames, one more than any other message: the header, the marker, the
+# piggyback if there is one, and empty frames.
 _FRAMES = 4
-_MARKER = struct.Struct("<BB")  # slot, frames of the message
+_MARKER = struct.Struct("<BB")  # the slot, and the number of frames of the original message
 
 
 class SlottedTransport:
-    """The `Transport` `inner`, with a shorter way for long payloads to the other ranks of `arena`."""
+    """The `Transport` `inner`, with long payloads to the other ranks of `arena` in shared memory."""
 
     def __init__(self, inner: Transport, arena: Arena) -> None:
         self.rank = inner.rank
         self.size = inner.size
         self._inner = inner
         self._arena = arena
-        self._neighbours: frozenset[int] = frozenset()  # whom slots are for
+        self._neighbours: frozenset[int] = frozenset()  # the other ranks of this host, once started
 
     async def start(self, receiver: Receiver) -> None:
-        """The control blocks last: a rank may have died with their lock, and this one can then tell all others so.
+        """Start `inner` first, and open the control blocks then.
 
-        No rank has a long payload to send before all have started: joining the world ends with a barrier.
+        A rank may have died while it held their lock. With `inner` started, this rank can report that to all others.
+        No rank sends a long payload before all have started, because joining the world ends with a barrier.
         """
         self._incoming = _Incoming(self.rank, self._arena, receiver)
         await self._inner.start(self._incoming)
@@ -73,21 +78,21 @@ class SlottedTransport:
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         self._incoming.give_back()
         if len(frames) > 1 and len(frames[1]) >= THRESHOLD_BYTES and dest in self._neighbours:
-            frames = self._slotted(dest, frames)
+            frames = self._through_slot(dest, frames)
         self._inner.send(dest, frames)
 
     async def drain(self, dest: int) -> None:
-        """What lies in slots does not count: all of them hold less than the sockets may."""
+        """Wait for `inner` only. Payloads in slots need no back-pressure: a sender has at most SLOTS of them."""
         self._incoming.give_back()
         await self._inner.drain(dest)
 
     async def close(self, *, flush: bool = False) -> None:
-        """The slots stay as long as the arena does: somebody may still read what is in them."""
+        """Close `inner`. The slots remain as long as the arena, because receivers may still read payloads in them."""
         self._neighbours = frozenset()
         await self._inner.close(flush=flush)
 
-    def _slotted(self, dest: int, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """The message with its payload in a slot; or as it is, if there is none."""
+    def _through_slot(self, dest: int, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return the message with its payload in a slot, or unchanged if no slot is free."""
         check_frames(dest, self.size, frames)
         slot = self._outgoing.put(dest, frames[1])
         if slot is None:
@@ -97,27 +102,29 @@ class SlottedTransport:
 
 
 class _Outgoing:
-    """This rank's slots."""
+    """The slots of this rank."""
 
     def __init__(self, arena: Arena, control_block: ControlBlock) -> None:
         self._arena = arena
         self._control_block = control_block
-        self._addresses: list[int] = []  # of those that have been allocated
-        self._most = SLOTS
-        self._free: list[int] = []  # those that were, under the last lock; by now there may be more
+        self._addresses: list[int] = []  # of the slots that have been allocated so far
+        self._slots_max = SLOTS
+        self._free: list[
+            int
+        ] = []  # the free slots at the last look under the lock; receivers may have returned more since
 
     def put(self, dest: int, payload: Buffer) -> int | None:
-        """The slot in which `payload` now is, for `dest` to find; None if there was none."""
+        """Copy `payload` into a slot for `dest`, and return the slot; None if no slot is free."""
         try:
             slot = self._claim()
             if slot is not None:
                 self._fill(slot, dest, payload)
-        except PeerLostError:  # it died over the control block, which the transport will tell in its own time
+        except PeerLostError:  # a receiver has died with the lock; `inner` will report its loss
             return None
         return slot
 
     def _claim(self) -> int | None:
-        """A slot that nobody uses: if possible one that has been used before, and may still be in the cache."""
+        """Return a free slot. It prefers a used one, which may still be in the processor's cache, to a new one."""
         if not self._free:
             with self._control_block:
                 self._find_free()
@@ -129,37 +136,41 @@ class _Outgoing:
         with self._control_block as control_block:
             for column, value in enumerate((dest + 1, address, nbytes)):
                 control_block.cells[column * SLOTS + slot] = value
-            self._find_free()  # now, when it costs no other lock
+            self._find_free()  # here it needs no second critical section
 
     def _find_free(self) -> None:
-        """Under the lock. The first is the last of the list, and so used first: the fewer there are, the better."""
+        """Look for free slots; the caller holds the lock.
+
+        The lowest slot is the last in the list, and so the next to be used: few slots in use stay in the cache.
+        """
         owners = self._control_block.cells[: len(self._addresses)].tolist()
         self._free = [slot for slot in reversed(range(len(owners))) if owners[slot] == _FREE]
 
     def _allocate(self) -> int | None:
-        if len(self._addresses) == self._most:
+        if len(self._addresses) == self._slots_max:
             return None
         try:
             self._addresses.append(self._arena.allocate(MAX_FRAME_BYTES))
-        except UsageError:  # the host has no more to spare, which is no reason to fail
-            self._most = len(self._addresses)
+        except UsageError:  # the host has no memory left: messages carry their payloads from now on
+            self._slots_max = len(self._addresses)
             return None
         return len(self._addresses) - 1
 
 
 class _Incoming:
-    """A `Receiver` before the real one: it finds the payloads that lie in slots of other ranks."""
+    """A `Receiver` that replaces references to slots of other ranks by the payloads, for the real receiver."""
 
     def __init__(self, rank: int, arena: Arena, receiver: Receiver) -> None:
-        self._mine = rank + 1
+        self._own_tag = rank + 1
         self._arena = arena
         self.control_blocks: dict[
             int, ControlBlock
         ] = {}  # of the other ranks of this host, by rank, once they are open
         self._receiver = receiver
         self._lost: set[int] = set()
-        # (source, slot) of payloads that nobody holds any more. The last to hold one may let go of it in any thread, at
-        # any moment, even while this one holds a lock: so nothing more is done about it then.
+        # (source, slot) of payloads that have been dropped. The last reference may be dropped in any thread and at any
+        # moment, even while this thread holds that lock. So the finalizer only appends to this deque, and `give_back`
+        # does the rest.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
@@ -167,11 +178,11 @@ class _Incoming:
             self._receiver.received(source, frames)
             return
         try:
-            whole = [self._whole(source, frames)]
-        except PeerLostError as error:  # it died over the control block: this message can never be read
+            whole = [self._resolved(source, frames)]
+        except PeerLostError as error:  # a rank has died with the lock: the message cannot be read
             self.lost(error.rank, error.cause, error.last_seen_s)
             return
-        self._receiver.received(source, whole.pop())  # and keep no reference
+        self._receiver.received(source, whole.pop())  # `whole` must not keep the payload alive
         self.give_back()
 
     def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
@@ -180,16 +191,16 @@ class _Incoming:
             self._receiver.lost(source, cause, last_seen_s)
 
     def give_back(self) -> None:
-        """Let the senders have the slots that are not needed here any more."""
+        """Return the slots of dropped payloads to their senders."""
         while self._dropped:
             source, slot = self._dropped.popleft()
             with contextlib.suppress(PeerLostError), self.control_blocks[source] as control_block:
                 control_block.cells[slot] = _FREE
 
-    def _whole(self, source: int, frames: list[Buffer]) -> list[Buffer]:
-        """The message as it was before its payload was put into a slot.
+    def _resolved(self, source: int, frames: list[Buffer]) -> list[Buffer]:
+        """Return the original message, with the payload in the slot.
 
-        If that is not what it is, it stays as it is: no message has so many frames, so its receiver will refuse it.
+        A malformed message is returned unchanged: it has more frames than `wire.decode` accepts.
         """
         try:
             slot, count = _MARKER.unpack(frames[1])
@@ -201,15 +212,16 @@ class _Incoming:
         return frames if payload is None else [frames[0], payload, *frames[2:count]]
 
     def _payload(self, source: int, slot: int) -> Buffer | None:
-        """What is in this slot of `source`, if it is for us."""
+        """Return the payload in this slot of `source`; None if the slot contains no payload for this rank."""
         with self.control_blocks[source] as control_block:
             owner, address, nbytes = control_block.cells[slot::SLOTS]
-            if owner != self._mine:
+            if owner != self._own_tag:
                 return None
-            control_block.cells[slot] = -self._mine
+            control_block.cells[slot] = -self._own_tag
         view = peers_view(self._arena, address, nbytes) if nbytes <= MAX_FRAME_BYTES else None
         if view is None:
             return None
-        # Not the array itself: views of an array do not keep it alive, only its memory, but views of a buffer do.
+        # Return a memoryview of the array, because its slices keep the array itself alive. A numpy view of an array
+        # would keep only the innermost array alive, and the finalizer would run too early.
         weakref.finalize(view, self._dropped.append, (source, slot))
         return view.data.toreadonly()

@@ -1,8 +1,8 @@
-"""A simulated network: latency, jitter, bandwidth and faults, from one seed, in the loop's (virtual) time.
+"""A simulated network in virtual time: latency, jitter, bandwidth and faults, reproducible from one seed.
 
-A rank sends and receives one message at a time at the given bandwidth (one port each way, so that many senders to one
-receiver queue there, as they do on a real link), and each message then takes the latency plus a random part of the
-jitter. Messages from one rank to another stay in order.
+Each rank has one port in each direction, and a port transmits one message at a time at the given bandwidth. So messages
+of many senders to one receiver queue there, as on a real link. In addition a message takes the latency and a random
+part of the jitter. Messages from one rank to another stay in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Rank `rank` neither sends nor receives for `duration_s` from `at_s` on; what it missed comes after."""
+    """Rank `rank` neither sends nor receives for `duration_s` seconds from `at_s` on. Its messages arrive later."""
 
     rank: int
     at_s: float
@@ -31,7 +31,10 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes between `a` and `b` from `at_s` on. After `duration_s` all of it passes; by default, never."""
+    """No message passes between `a` and `b` for `duration_s` seconds from `at_s` on; by default for ever.
+
+    Messages that arrive in that time arrive at its end.
+    """
 
     a: int
     b: int
@@ -41,9 +44,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """Rank `rank` dies at `at_s`: its coroutine stops and nothing reaches it; what it had sent still arrives.
+    """Rank `rank` dies at `at_s`: its coroutine stops and it receives nothing more.
 
-    Its peers hear of the death after that, as they would from the operating system.
+    The messages that it has sent still arrive. Its peers notice the death after that, as with a real operating system.
     """
 
     rank: int
@@ -55,7 +58,11 @@ Fault = Pause | Cut | Crash
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links between simulated ranks. Jitter is uniform between 0 and `jitter_s`; bandwidth is per rank."""
+    """The links between simulated ranks.
+
+    The jitter of a message is uniform between 0 and `jitter_s` seconds. The bandwidth is that of each rank, in each
+    direction. Raises UsageError for negative times and for a bandwidth that is not positive.
+    """
 
     latency_s: float = 10e-6
     jitter_s: float = 0.0
@@ -69,15 +76,15 @@ class Network:
 
 @dataclass(slots=True)
 class Traffic:
-    """What has passed: one (virtual seconds of arrival, source, dest, payload bytes) for each message, and totals."""
+    """The messages that have arrived: a trace with one entry for each message, and totals."""
 
-    trace: list[tuple[float, int, int, int]]
+    trace: list[tuple[float, int, int, int]]  # (virtual seconds of arrival, source, dest, payload bytes)
     messages: int = 0
-    words: int = 0
+    words: int = 0  # of payload, of WORD_BYTES bytes, each payload rounded up
 
 
 class SimulatedWorld:
-    """All ranks and the links between them."""
+    """All transports of a simulated world, and the state of the links between them."""
 
     def __init__(self, size: int, network: Network, seed: int) -> None:
         for fault in network.faults:
@@ -89,41 +96,41 @@ class SimulatedWorld:
         self.traffic = Traffic([])
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
         self._jitter = _uniform(seed)
-        self._leaves_free_s = [0.0] * size
-        self._enters_free_s = [0.0] * size
+        self._egress_free_s = [0.0] * size
+        self._ingress_free_s = [0.0] * size
         self._last_arrival_s: dict[tuple[int, int], float] = {}
         self._last_of_source_s = [0.0] * size
 
     def arrival_s(self, source: int, dest: int, length: int, now: float) -> float:
-        """When a message sent now arrives; infinity if never."""
+        """Return the time at which a message of `length` bytes, sent `now`, arrives; infinity if never."""
         network = self.network
         occupied = length / network.bandwidth_bytes_per_s
         leaves = now + occupied
         if occupied:
-            leaves = self._leaves_free_s[source] = max(now, self._leaves_free_s[source]) + occupied
+            leaves = self._egress_free_s[source] = max(now, self._egress_free_s[source]) + occupied
         arrives = leaves + network.latency_s
         if network.jitter_s:
             arrives += network.jitter_s * next(self._jitter)
         if occupied:
-            arrives = max(arrives, self._enters_free_s[dest] + occupied)
+            arrives = max(arrives, self._ingress_free_s[dest] + occupied)
         if network.faults:
             arrives = self._delayed_by_faults(source, dest, now, arrives)
         last = self._last_arrival_s.get((source, dest), -1.0)
         if arrives <= last:
-            arrives = math.nextafter(last, math.inf)  # timers of equal time have no order among themselves
+            arrives = math.nextafter(last, math.inf)  # keeps the order of the messages between two ranks
         self._last_arrival_s[source, dest] = arrives
         if arrives < math.inf:
-            self._enters_free_s[dest] = arrives
+            self._ingress_free_s[dest] = arrives
             if arrives > self._last_of_source_s[source]:
                 self._last_of_source_s[source] = arrives
         return arrives
 
     def backlog_s(self, source: int, now: float) -> float:
-        """How long the port of `source` will still be busy with what it has been given."""
-        return self._leaves_free_s[source] - now
+        """The seconds for which the sending port of `source` will still be busy."""
+        return self._egress_free_s[source] - now
 
     def announce_loss(self, source: int, cause: str) -> None:
-        """Tell every rank, once all that `source` has sent has arrived, that no more will come."""
+        """Report the loss of `source` to every rank, after all messages of `source` have arrived."""
         loop = _loop()
         heard = max(loop.time() + self.network.latency_s, math.nextafter(self._last_of_source_s[source], math.inf))
         loop.happen_at(heard, self._lose, source, cause)
@@ -176,7 +183,7 @@ class SimulatedTransport:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
 
     async def drain(self, dest: int) -> None:
-        """Wait while this rank's port is still busy with more than one segment."""
+        """Wait until the sending port of this rank is free."""
         loop = asyncio.get_running_loop()
         backlog_s = self._world.backlog_s(self.rank, loop.time())
         if backlog_s > 0:
@@ -186,7 +193,7 @@ class SimulatedTransport:
         self._end("it closed its transport")
 
     def crash(self) -> None:
-        """Die without a word; the peers' operating systems notice."""
+        """Stop at once. The peers notice it as they would notice the end of a process."""
         self._end("it crashed")
 
     def _end(self, cause: str) -> None:
@@ -195,7 +202,7 @@ class SimulatedTransport:
             self._world.announce_loss(self.rank, cause)
 
     def lose(self, source: int, cause: str) -> None:
-        """Called by the world: `source` is gone."""
+        """Handle the loss of `source`. The world calls this."""
         if self._closed:
             return
         if self._receiver is not None:

@@ -1,8 +1,8 @@
-"""Messages whose payload goes beside them: what steers is encrypted, bulk is not.
+"""Two streams between hosts: control data is encrypted, and long payloads go unencrypted over a second connection.
 
-CURVE moves a quarter of what plain tcp moves. So a long payload to another host takes a plain connection, which only a
-rank can have opened, and all the rest one that is encrypted. Each of the two is first in, first out; the receiver
-joins them again, in the order of the messages.
+CURVE has a fourth of the bandwidth of plain tcp. So a long payload to another host uses a plain connection, which is
+authenticated but not encrypted, and everything else an encrypted one. Each stream keeps its order, so the receiver
+joins messages and payloads again in the order of the messages.
 """
 
 from __future__ import annotations
@@ -15,30 +15,37 @@ from collections.abc import Callable, Collection, Sequence
 from asyncoll.transport import Buffer, Receiver, check_frames
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
 
-THRESHOLD_BYTES = 1 << 16  # payloads from here on go beside
-_WHOLE, _APART = b"\0", b"\1"  # how the first frame of a message between hosts begins
-_LENGTH = struct.Struct("<I")  # bytes of the payload, if it is apart; then comes the first frame itself
-_PATIENCE_S = 1.0  # a connection for payloads that is gone alone means that its rank is leaving, or lost
+THRESHOLD_BYTES = 1 << 16  # a payload of at least this size uses the second stream
+# The first frame of a message between hosts begins with one of these bytes. After _APART come the bytes of the payload,
+# which is in the other stream, and then the original first frame.
+_WHOLE, _APART = b"\0", b"\1"
+_LENGTH = struct.Struct("<I")
+# If only the stream for payloads ends, its rank is leaving or lost. A rank that leaves closes the other stream within
+# this time, which gives the better cause.
+_LEAVING_S = 1.0
 
 
 class SplitTransport:
-    """The `Transport` `messages`, with another for long `payloads` to the ranks in `apart`, those of other hosts."""
+    """The `Transport` `messages`, plus the transport `payloads` for long payloads to the `remote` ranks.
 
-    def __init__(self, messages: ZeroMQTransport, payloads: ZeroMQTransport, apart: Collection[int]) -> None:
+    `remote` are the ranks of other hosts.
+    """
+
+    def __init__(self, messages: ZeroMQTransport, payloads: ZeroMQTransport, remote: Collection[int]) -> None:
         self.rank = messages.rank
         self.size = messages.size
         self._messages = messages
         self._payloads = payloads
-        self._apart = frozenset(apart)
-        self._joint = _Joint(self._apart, self._collect)
+        self._remote = frozenset(remote)
+        self._reassembly = _Reassembly(self._remote, self._collect)
 
     async def start(self, receiver: Receiver) -> None:
-        self._joint.receiver = receiver
-        await self._payloads.start(_Payloads(self._joint))
-        await self._messages.start(self._joint)
+        self._reassembly.receiver = receiver
+        await self._payloads.start(_Payloads(self._reassembly))
+        await self._messages.start(self._reassembly)
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
-        if dest not in self._apart:
+        if dest not in self._remote:
             self._messages.send(dest, frames)
             return
         check_frames(dest, self.size, frames)
@@ -50,13 +57,13 @@ class SplitTransport:
             self._messages.send(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
 
     async def drain(self, dest: int) -> None:
-        if dest in self._apart:
+        if dest in self._remote:
             await self._payloads.drain(dest)
         await self._messages.drain(dest)
 
     async def close(self, *, flush: bool = False) -> None:
-        """The messages last: when their connection ends, peers take it that all payloads have come."""
-        self._joint.close()
+        """Close the messages last: when that stream ends, peers assume that all payloads have come."""
+        self._reassembly.close()
         await self._payloads.close(flush=flush)
         await self._messages.close(flush=flush)
 
@@ -65,21 +72,21 @@ class SplitTransport:
         self._messages.collect()
 
 
-class _Joint:
-    """A `Receiver` before the real one: it gives messages their payloads back."""
+class _Reassembly:
+    """A `Receiver` for the messages. It joins them with their payloads and passes them to the real receiver."""
 
     receiver: Receiver
 
-    def __init__(self, apart: frozenset[int], collect: Callable[[], None]) -> None:
-        """`collect` makes both transports hand over what has come."""
-        self._apart = apart
+    def __init__(self, remote: frozenset[int], collect: Callable[[], None]) -> None:
+        """`collect` makes both transports deliver all messages that have arrived."""
+        self._remote = remote
         self._collect = collect
         self._messages: defaultdict[int, deque[list[Buffer]]] = defaultdict(deque)  # the first waits for its payload
         self._payloads: defaultdict[int, deque[Buffer]] = defaultdict(deque)
         self._lost: set[int] = set()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
-        if source not in self._apart:
+        if source not in self._remote:
             self.receiver.received(source, frames)
         elif source not in self._lost:
             self._messages[source].append(frames)
@@ -93,14 +100,14 @@ class _Joint:
     def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
         if source in self._lost:
             return
-        if source in self._apart:
-            self._collect()
+        if source in self._remote:
+            self._collect()  # the other stream may still hold payloads of complete messages
         self._lost.add(source)
         self.receiver.lost(source, cause, last_seen_s)
 
     def close(self) -> None:
-        """Hand over nothing more."""
-        self._lost.update(self._apart)
+        """Deliver nothing more."""
+        self._lost.update(self._remote)
 
     def _join(self, source: int) -> None:
         messages, payloads = self._messages[source], self._payloads[source]
@@ -113,23 +120,23 @@ class _Joint:
 
 
 class _Payloads:
-    """A `Receiver` for what goes beside the messages."""
+    """A `Receiver` for the payloads."""
 
-    def __init__(self, joint: _Joint) -> None:
-        self._joint = joint
+    def __init__(self, reassembly: _Reassembly) -> None:
+        self._reassembly = reassembly
 
     def received(self, source: int, frames: list[Buffer]) -> None:
-        self._joint.received_payload(source, frames[-1])
+        self._reassembly.received_payload(source, frames[-1])
 
     def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        cause = f"{cause}, that for payloads"
-        asyncio.get_running_loop().call_later(_PATIENCE_S, self._joint.lost, source, cause, last_seen_s)
+        cause = f"{cause} (the connection for payloads)"
+        asyncio.get_running_loop().call_later(_LEAVING_S, self._reassembly.lost, source, cause, last_seen_s)
 
 
 def _whole(frames: list[Buffer], payloads: deque[Buffer]) -> list[Buffer] | None:
-    """The message as it was sent; None if its payload has not come yet.
+    """Return the message as it was sent; None if its payload has not come yet.
 
-    What nobody can have sent so stays as it is, and its receiver will refuse it.
+    Malformed input yields frames that `wire.decode` rejects.
     """
     first = bytes(frames[0])
     if first[:1] == _WHOLE:

@@ -1,16 +1,17 @@
 """Messages through ZeroMQ: ipc sockets in a private folder on one host, tcp between hosts.
 
-Every rank binds one ROUTER, which only receives, and connects one DEALER to each peer's, which only sends. One reader
-drains the ROUTER; it is never cancelled and never awaits. The file descriptors of ZeroMQ are edge-triggered: whoever
-wakes up must read until nothing is left.
+Every rank binds one ROUTER, which only receives, and connects one DEALER to the ROUTER of each peer, which only sends.
+One callback of the loop reads the ROUTER; it never awaits, so it cannot be cancelled. The descriptors of ZeroMQ are
+edge-triggered: a callback must read until nothing is left.
 
-A peer's death is seen by the monitor of the DEALER to it, and on one host also by a pidfd of its process, because a
-process that it has forked may keep its connections open. That it is frozen, or the network to it cut, is seen by its
-heartbeat, a second DEALER. Ranks of one host feel the heartbeat of the next two of them only, and tell what they
-notice; those of other hosts feel everybody's, since a network may part any two.
+A rank notices the death of a peer by the end of its DEALER's connection. On one host it also watches a pidfd of the
+peer's process, because a forked child of that process may keep the connection open. It notices a frozen process, or a
+cut network, by the heartbeats on a second DEALER. A rank monitors the heartbeats of the next two ranks of its own host
+only, because ranks report the losses that they notice; it monitors all ranks of other hosts, because a network may
+separate any two ranks.
 
-A peer shows that it belongs to the job at the `ConnectionPolicy`, and by its routing id, which follows from the job's
-key and its rank. UnauthenticatedPeers are dropped.
+The `ConnectionPolicy` authenticates peers. In addition a peer needs the routing id of its rank, which is derived from
+the job's key: messages with any other routing id are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import zmq
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
-from asyncoll.transport.addresses import check_path, refuses
+from asyncoll.transport.addresses import check_path, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
@@ -42,25 +43,29 @@ from asyncoll.transport.messages.monitor import (
     Monitor,
     ProcessWatch,
     bound_address,
-    silence,
+    silence_cause,
     to_zeromq,
 )
 
-_PACKED_MAX = 1 << 13  # bytes of a message that is copied into one ZeroMQ frame; several frames cost more than that
+# A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
+# and of ZeroMQ at both ends, which is more than the copy.
+_PACKED_MAX = 1 << 13
 _FIRST_MAX = 255  # bytes
-_PACKED = struct.Struct("<BBH")  # frames of a packed message; bytes of the first frame, and of the third
-_LAST = int(zmq.NOBLOCK)  # plain numbers: every flag that pyzmq makes of two costs a microsecond
-_MORE = _LAST | int(zmq.SNDMORE)
-_HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; the rest waits in `_Peer.queue`
-_BATCH = 64  # messages handed over before the loop may do something else
-_SEAL_BYTES = 64  # that CURVE may add to a frame
-_FLUSH_MS = 200  # for ZeroMQ's threads to send what was said last; what is for a peer that is gone stays for so long
-_LAST_WORDS_S = 0.03  # what a peer said before it closed may be on its way on the other connection for so long
-_NEIGHBOURS = 2  # of one host whose heartbeat a rank feels: if the one who would notice is busy, the other does
+_PACKED = struct.Struct("<BBH")  # the number of frames of a packed message; the bytes of the first and the third frame
+# Flags for the final frame of a message and for the others. They are plain integers, because `|` on the enums of pyzmq
+# costs a microsecond.
+_FINAL = int(zmq.NOBLOCK)
+_MORE = _FINAL | int(zmq.SNDMORE)
+_HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_Peer.queue`
+_BATCH = 64  # messages delivered before the loop may run other callbacks
+_CURVE_BYTES = 64  # the bytes that CURVE may add to a frame
+_FLUSH_MS = 200  # the time to send queued messages at `close`; messages to a peer that has ended take all of it
+_IN_FLIGHT_S = 0.03  # the last messages of a peer may arrive this much later than the end of its other connection
+_MONITORED_NEIGHBOURS = 2  # ranks of the own host; two, because one of the two monitors of a rank may be busy
 
 
 def ipc_address(folder: Path, rank: int) -> str:
-    """Where `rank` listens in a folder that only this user can enter."""
+    """The address of `rank` in a folder that only this user can enter. Raises UsageError if the path is too long."""
     path = folder / str(rank)
     check_path(path)
     return f"ipc://{path}"
@@ -79,34 +84,34 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
 
 
 class _Peer:
-    """The connection to one peer: a DEALER, its monitor, its heartbeat, and what ZeroMQ would not take yet."""
+    """The connection to one peer: the DEALER, its monitor, its heartbeat, and the messages that wait for ZeroMQ."""
 
     def __init__(
         self,
         rank: int,
         dealer: zmq.Socket[bytes],
-        stands: Callable[[], None],
-        gone: Callable[[], None],
+        connected: Callable[[], None],
+        disconnected: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self.rank = rank
         self.dealer = dealer
-        self.monitor = Monitor(dealer, stands, gone, failed)
+        self.monitor = Monitor(dealer, connected, disconnected, failed)
         self.heartbeat: Heartbeat | None = None
         self.process: ProcessWatch | None = None
-        self.stands = False  # now, or once
-        self.ended = False
-        self.queue: deque[list[bytes]] = deque()
-        self.drained: list[asyncio.Future[None]] = []
+        self.was_connected = False  # now or earlier
+        self.is_disconnected = False
+        self.queue: deque[list[bytes]] = deque()  # while ZeroMQ's own queue for the peer is full
+        self.drained: list[asyncio.Future[None]] = []  # the waiters of `drain`
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.gone = False
+        self.is_dropped = False  # lost or closed: the DEALER is closed
 
 
 class ZeroMQTransport:
-    """A `Transport` over ZeroMQ. `bind` and set `peers`, the addresses by rank, before `start`.
+    """A `Transport` over ZeroMQ. Before `start`, call `bind` and set `peers`, the addresses by rank.
 
-    An empty address is that of a rank to which nothing will be sent. `are_bound` says that all peers listened at their
-    addresses when these were set: then a peer that refuses a connection has died.
+    An empty address means that nothing will be sent to that rank. Set `are_bound` if all peers listened at their
+    addresses before these were set: then a peer that refuses a connection has died.
     """
 
     def __init__(
@@ -119,9 +124,10 @@ class ZeroMQTransport:
         freeze_s: float = FREEZE_S,
         joining: Joining | None = None,
     ) -> None:
-        """`job` is a secret of this run of the job. `encrypted` is what goes over tcp; it is authentic in any case.
+        """`job` is the secret of this run of the job.
 
-        `freeze_s` is how long a peer may show no sign of life; 0 if for ever. `joining` bounds the time to `start`.
+        With `encrypted`, traffic over tcp is encrypted; it is authenticated in any case. A peer without a sign of life
+        for `freeze_s` seconds is lost; 0 means never. `joining` has the time limit of `start`.
         """
         key = Key(job)
         self.rank = rank
@@ -135,7 +141,7 @@ class ZeroMQTransport:
         self._sources = {routing_id: peer for peer, routing_id in enumerate(self._routing_ids)}
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _SEAL_BYTES * encrypted)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES * encrypted)
         self._policy = ConnectionPolicy(rank, size, key, self._unauthenticated, encrypted=encrypted)
         self._policy.attach(self._router)
         self._peers: dict[int, _Peer] = {}
@@ -145,7 +151,10 @@ class ZeroMQTransport:
         forks.register(self)
 
     def bind(self, address: str) -> str:
-        """Listen on `ipc://path`, and then perhaps on `tcp://ip:0`, a free port; returns the address to connect to."""
+        """Listen at `address`, and return the address to connect to. Raises UsageError if that fails.
+
+        `address` is `ipc://path`, or `tcp://ip:0` for a free port. Bind to ipc before tcp to have both.
+        """
         self._policy.guard(address)
         try:
             self._router.bind(to_zeromq(address))
@@ -175,10 +184,10 @@ class ZeroMQTransport:
             return
         if dest == self.rank:
             assert self._receiver is not None
-            self._loop.call_soon(self._receive_own, [bytes(frame) for frame in frames])
+            self._loop.call_soon(self._deliver_own, [bytes(frame) for frame in frames])
             return
         peer = self._peers[dest]
-        if peer.gone:
+        if peer.is_dropped:
             return
         if peer.queue or not _try_send(peer, frames):
             peer.queue.append([bytes(frame) for frame in frames])
@@ -186,7 +195,7 @@ class ZeroMQTransport:
                 self._flush_when_writable(peer)
 
     async def drain(self, dest: int) -> None:
-        await asyncio.sleep(0)  # let the reader in between two segments
+        await asyncio.sleep(0)  # the loop must also read between two segments of a long array
         peer = self._peers.get(dest)
         if peer is not None and peer.queue:
             future = self._loop.create_future()
@@ -201,61 +210,62 @@ class ZeroMQTransport:
         if self._receiver is not None:
             self._loop.remove_reader(self._router.fileno())
         for peer in self._peers.values():
-            peer.monitor.look()  # nobody waits for what is for those who are gone
-            self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.ended else 0)
+            peer.monitor.read()  # notes a loss, because queued messages to a lost peer must not delay the end
+            self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.is_disconnected else 0)
         self._policy.close(opened=self._receiver is not None)
         self._router.close(linger=0)
-        # Waits for what lingers: the peers' I/O threads take it whatever their loops are doing.
+        # Blocks until queued messages have been sent, for _FLUSH_MS at most. The I/O threads of the peers receive them,
+        # even if the loops of the peers are busy.
         self._context.term()
 
     def abandon(self, parent: int) -> None:
-        """In a forked child: peers must see the parent's death although the child lives."""
+        """Give up the connections in a forked child, so that peers notice the death of the parent."""
         self._closed = True
         forks.give_up_connections([*self._listening, *self.peers])
 
     def collect(self) -> None:
-        """Hand over all that has come."""
+        """Deliver all messages that have arrived."""
         while self._read_batch():
             pass
 
     # -- receiving --------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Hand over what has come. Runs again until nothing is left: the descriptor tells only of what is new."""
+        """Deliver a batch of messages, and call this again soon if there may be more: the descriptor would not."""
         if self._read_batch():
             self._loop.call_soon(self._read)
 
     def _read_batch(self) -> bool:
-        """Hand over some messages; returns whether there may be more."""
+        """Deliver at most _BATCH messages; returns whether there may be more."""
         for _ in range(_BATCH):
             if self._closed:
                 return False
             try:
-                identity = self._router.recv(_LAST)
+                identity = self._router.recv(_FINAL)
             except zmq.Again:
                 return False
-            frames: list[Any] = [self._router.recv(_LAST)]
+            frames: list[Any] = [self._router.recv(_FINAL)]
             while self._router.getsockopt(zmq.RCVMORE):
-                frames.append(self._router.recv(_LAST, copy=False))
+                frames.append(self._router.recv(_FINAL, copy=False))
             self._deliver(identity, frames)
         return True
 
     def _deliver(self, identity: bytes, frames: list[Any]) -> None:
         source = self._sources.get(identity)
         if source is None:
-            self._unauthenticated.tell(f"dropped a message from a stranger ({len(frames)} frames)")
+            self._unauthenticated.log(f"dropped a message from an unauthenticated peer ({len(frames)} frames)")
             return
         assert self._receiver is not None
         self._receiver.received(source, _unpack(frames))
 
-    def _receive_own(self, frames: list[bytes]) -> None:
+    def _deliver_own(self, frames: list[bytes]) -> None:
         if not self._closed and self._receiver is not None:
             self._receiver.received(self.rank, list(frames))
 
     # -- peers ------------------------------------------------------------------------------------
 
     async def _all_connected(self) -> None:
-        """Raises PeerLostError for a peer that has refused its connection."""
+        """Wait for the connections to all peers. Raises PeerLostError for a peer that has refused its connection."""
         await asyncio.wait([peer.connected for peer in self._peers.values()], return_when=asyncio.FIRST_EXCEPTION)
         for peer in self._peers.values():
             if peer.connected.done() and not peer.connected.cancelled():
@@ -282,23 +292,27 @@ class ZeroMQTransport:
             partial(self._refused, rank, address),
         )
         dealer.connect(to_zeromq(address))
-        peer.monitor.look()
+        peer.monitor.read()
 
     def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
-        """One that may connect to `rank`, which listens at `address`."""
+        """Return a DEALER with the credentials to connect to `rank`, which listens at `address`."""
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         self._policy.introduce(dealer, rank, address)
         return dealer
 
     def _connected(self, rank: int) -> None:
-        """With its heartbeat, if that is felt, or a peer that stops in this moment would never be missed."""
+        """Begin to watch a peer whose connection has been made.
+
+        A monitored peer counts as connected once its heartbeat runs, too. Otherwise nothing would notice a peer that
+        stops before that.
+        """
         peer = self._peers[rank]
-        if peer.stands:
+        if peer.was_connected:
             return
-        peer.stands = True
-        peer.process = ProcessWatch(peer.monitor.connection, self.peers[rank], partial(self._ended, peer))
-        if self._freeze_s and rank in self._felt():
+        peer.was_connected = True
+        peer.process = ProcessWatch(peer.monitor.connection, self.peers[rank], partial(self._process_ended, peer))
+        if self._freeze_s and rank in self._monitored_ranks():
             address, dealer = self.peers[rank], self._dealer(rank, self.peers[rank])
             lose = partial(self._silent, peer)
             peer.heartbeat = Heartbeat(dealer, address, self._freeze_s, partial(_set, peer.connected), lose)
@@ -306,48 +320,48 @@ class ZeroMQTransport:
             _set(peer.connected)
 
     def _refused(self, rank: int, address: str) -> None:
-        """A connection could not be made. ZeroMQ does not say why, and tries again."""
+        """Handle a connection that could not be made. ZeroMQ does not say why, and tries again."""
         peer = self._peers[rank]
-        if self.are_bound and not peer.stands and not peer.connected.done() and refuses(address):
+        if self.are_bound and not peer.was_connected and not peer.connected.done() and refuses_connections(address):
             peer.connected.set_exception(PeerLostError(rank, f"its process has ended: {address} refuses connections"))
-            peer.connected.exception()  # mark it as seen: whoever waits may have given up
+            peer.connected.exception()  # marks it as retrieved: the wait may have ended already
 
-    def _felt(self) -> set[int]:
-        """The ranks whose heartbeat this one feels."""
+    def _monitored_ranks(self) -> set[int]:
+        """The ranks whose heartbeats this rank monitors."""
         here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
-        place = here.index(self.rank)
-        after = here[place + 1 :] + here[:place]
-        return set(after[:_NEIGHBOURS]) | set(range(self.size)).difference(here)
+        index = here.index(self.rank)
+        after = here[index + 1 :] + here[:index]
+        return set(after[:_MONITORED_NEIGHBOURS]) | set(range(self.size)).difference(here)
 
     def _disconnected(self, rank: int) -> None:
         peer = self._peers[rank]
-        if peer.stands and not peer.gone:
-            peer.ended = True
-            # It must not connect again: who has been cut off takes all others for lost, and would tell them.
-            with contextlib.suppress(zmq.ZMQError):  # this may be the second time
+        if peer.was_connected and not peer.is_dropped:
+            peer.is_disconnected = True
+            # It must not connect again: a peer that was cut off takes all other ranks for lost, and would report that.
+            with contextlib.suppress(zmq.ZMQError):  # if it is disconnected already
                 peer.dealer.disconnect(to_zeromq(self.peers[rank]))
-            self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its connection closed", 0.0)
+            self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its connection closed", 0.0)
 
-    def _ended(self, peer: _Peer) -> None:
-        """Its process has. Processes that it has forked in C code may still have its connections open."""
-        self._loop.call_later(_LAST_WORDS_S, self._lose, peer, "its process has ended", 0.0)
+    def _process_ended(self, peer: _Peer) -> None:
+        """Handle the end of a peer's process. Its connections may still be open in children that C code has forked."""
+        self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
     def _silent(self, peer: _Peer) -> None:
-        """If its process has died, the other connection tells so, now or soon."""
-        self._loop.call_later(2 * _LAST_WORDS_S, self._lose, peer, silence(self._freeze_s), self._freeze_s)
+        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
+        self._loop.call_later(2 * _IN_FLIGHT_S, self._lose, peer, silence_cause(self._freeze_s), self._freeze_s)
 
     def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
-        if self._closed or peer.gone:
+        if self._closed or peer.is_dropped:
             return
-        self.collect()
+        self.collect()  # a lost peer's messages come before its loss
         self._drop(peer, linger_ms=0)
         assert self._receiver is not None
         self._receiver.lost(peer.rank, cause, last_seen_s)
 
     def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
-        if peer.gone:
+        if peer.is_dropped:
             return
-        peer.gone = True
+        peer.is_dropped = True
         loop = self._loop
         if peer.queue:
             loop.remove_reader(peer.dealer.fileno())
@@ -366,10 +380,10 @@ class ZeroMQTransport:
     def _flush_when_writable(self, peer: _Peer) -> None:
         loop = self._loop
         loop.add_reader(peer.dealer.fileno(), self._flush, peer)
-        loop.call_soon(self._flush, peer)  # it may have become writable before anybody watched
+        loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
 
     def _flush(self, peer: _Peer) -> None:
-        if peer.gone or not peer.queue:
+        if peer.is_dropped or not peer.queue:
             return
         while peer.queue:
             if not _try_send(peer, peer.queue[0]):
@@ -391,22 +405,23 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
-    """Give one message to ZeroMQ, which copies it; False if its queue for the peer is full."""
+    """Pass one message to ZeroMQ, which copies it. Returns False, and sends nothing, if its queue is full."""
     packed = _pack(frames)
     try:
         for frame in packed[:-1]:
             peer.dealer.send(frame, _MORE)
-        peer.dealer.send(packed[-1], _LAST)
-    except zmq.Again:  # from the first frame or from none
+        peer.dealer.send(packed[-1], _FINAL)
+    except zmq.Again:  # ZeroMQ raises this at the first frame of a message only
         return False
     return True
 
 
 def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
-    """The ZeroMQ frames of a message: as few as possible without copying much.
+    """Return the ZeroMQ frames for a message: as few as possible without copying much.
 
-    The first says how long the frames are, and holds the first and the third. The second, the payload, follows in it
-    or, if it is longer, after it. What does not fit that form goes as it is, after an empty frame.
+    The first ZeroMQ frame contains the lengths (_PACKED), the first frame and the third frame. The second frame, the
+    payload, is at its end if it is short, and otherwise in a ZeroMQ frame of its own. A message that does not fit this
+    format is sent unchanged, after an empty frame.
     """
     count = len(frames)
     first, third = len(frames[0]), len(frames[2]) if count > 2 else 0
@@ -419,18 +434,18 @@ def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
 
 
 def _unpack(received: list[Any]) -> list[Buffer]:
-    """The frames of a message; for what `_pack` did not make, whatever, which its receiver will not take for one."""
+    """Return the frames of a message. Malformed input yields frames that `wire.decode` rejects."""
     first = received[0]
     if not first:
         return [received[1].bytes, *received[2:]] if len(received) > 1 else received
     if len(first) < _PACKED.size:
         return received
-    count, length, riding = _PACKED.unpack_from(first)
+    count, length, third = _PACKED.unpack_from(first)
     packed = memoryview(first)
     middle = _PACKED.size + length
     frames: list[Buffer] = [first[_PACKED.size : middle], *received[1:]]
     if count > 1 and len(received) == 1:
-        frames.append(packed[middle + riding :])
+        frames.append(packed[middle + third :])
     if count > 2:
-        frames.append(packed[middle : middle + riding])
+        frames.append(packed[middle : middle + third])
     return frames
