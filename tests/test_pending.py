@@ -50,7 +50,7 @@ def test_who_was_not_asked_does_not_answer_for_who_was():
             pending = comm._calls._pending
             asking = asyncio.ensure_future(pending._ask((0, 1)))
             await asyncio.sleep(0)
-            pending._heard(2, Here(comm._core.member.group.communicator, 0, "", "late"))  # to an earlier question
+            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "late"))  # to an earlier question
             await asking
             assert 1 in pending._answers
         await comm.barrier()
