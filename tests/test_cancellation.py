@@ -127,7 +127,7 @@ def check_contributions(results) -> int:
 
 
 @memory
-def test_after_a_cancelled_wait_the_round_goes_on_and_the_next_call_is_right(memory):
+def test_after_a_cancelled_wait_the_round_continues_and_the_next_call_is_right(memory):
     async def main(comm: Communicator, seed: int) -> tuple[int, int, int]:
         random = np.random.default_rng([seed, comm.rank])
         return await contribute(comm, random, lambda call: cancelled(call, delay_s(random)))

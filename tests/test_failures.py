@@ -138,7 +138,7 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
 @anyhow
 @pytest.mark.parametrize("size", [3, 4, 7])
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size, run):
+def test_a_mismatch_reaches_all_ranks_and_names_both_calls(kind, size, run):
     act, zero, others = MISMATCHES[kind]
     raised = failures(size, act, run)
     assert sorted(raised) == list(range(size))
@@ -154,7 +154,7 @@ def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size, run):
 @anyhow
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("late", range(3))
-def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(kind, late, run):
+def test_a_late_rank_raises_the_same_mismatch(kind, late, run):
     """What its peers sent before it called belongs to something else, whatever its size: it must not be used."""
 
     async def act(comm: Communicator) -> None:
@@ -217,7 +217,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 @anyhow
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("what", OPTIONS)
-def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size, run):
+def test_mismatched_wait_avoiding_options_reach_all_ranks(what, size, run):
     ours, our_options, theirs, their_options = OPTIONS[what]
 
     async def act(comm: Communicator) -> None:
@@ -313,7 +313,7 @@ def test_abort_ends_every_call_everywhere(call, run):
         assert (error.rank, error.reason) == (2, "enough")
 
 
-def test_abort_of_a_part_is_its_own():
+def test_abort_of_a_split_communicator_ends_only_that():
     async def main(comm: Communicator) -> None:
         part = await comm.split(comm.rank % 2)
         assert part is not None
@@ -332,7 +332,7 @@ def test_abort_of_a_part_is_its_own():
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_zmq, run_simulated], ids=["inproc", "zmq", "simulated"])
-def test_the_error_of_a_rank_is_raised_as_it_is(run):
+def test_the_error_of_a_rank_is_raised_unchanged(run):
     class OwnError(Exception):
         pass
 
@@ -349,7 +349,7 @@ def test_the_error_of_a_rank_is_raised_as_it_is(run):
     assert caught.value is original
 
 
-def test_survivors_are_told_why_before_they_are_stopped(monkeypatch):
+def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
     monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # also where they get little time
     told = []
 
@@ -375,7 +375,7 @@ def test_survivors_are_told_why_before_they_are_stopped(monkeypatch):
 @pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_crash_is_told_to_every_survivor(call, size, in_memory):
+def test_every_survivor_raises_after_a_crash(call, size, in_memory):
     async def act(comm: Communicator) -> None:
         while True:
             await CALLS[call](comm)
@@ -391,7 +391,7 @@ def test_a_crash_is_told_to_every_survivor(call, size, in_memory):
         assert (error.rank, error.cause) == (1, "it crashed")
 
 
-def test_who_has_handled_a_failure_may_leave():
+def test_a_rank_that_has_caught_a_failure_may_leave():
     """There is nothing left to serve. A rank that crashed has no result, the others have theirs."""
 
     async def main(comm: Communicator) -> str:
@@ -403,7 +403,7 @@ def test_who_has_handled_a_failure_may_leave():
     assert report.results == ["saved what there was", None, "saved what there was"]
 
 
-def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
+def test_a_permanent_cut_is_a_deadlock_whose_report_lists_the_waits():
     async def main(comm: Communicator) -> None:
         await asyncio.sleep(1)
         if comm.rank == 0:
@@ -419,7 +419,7 @@ def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
     assert "rank 0: the end of its program #1" in text
 
 
-def test_a_deadlock_names_long_sends_and_rounds_too():
+def test_the_report_of_a_deadlock_lists_long_sends_and_rounds():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             await comm.send(np.ones(1 << 18), 1)
@@ -436,7 +436,7 @@ def test_a_deadlock_names_long_sends_and_rounds_too():
 
 
 @pytest.mark.parametrize("fault", [Pause(1, 0.0, 2.0), Cut(0, 1, 0.0, 2.0)], ids=["pause", "cut"])
-def test_a_pause_or_a_cut_that_heals_only_delays(fault):
+def test_a_pause_or_a_temporary_cut_only_delays(fault):
     async def main(comm: Communicator) -> list[float]:
         sums = [(await comm.allreduce(np.full(2, comm.rank + 1.0)))[0] for _ in range(5)]
         return [*sums, (await comm.solo_allreduce(np.ones(1), sync_every=1)).active]
@@ -455,7 +455,7 @@ SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quoru
 @anyhow
 @pytest.mark.parametrize("how", ["wait_for", "cancel"])
 @pytest.mark.parametrize("call", SYNCHRONOUS)
-def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
+def test_cancelling_a_collective_aborts_it_at_all_ranks(call, how, run):
     outcomes = set()
     who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for others
 
@@ -495,7 +495,7 @@ def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
     assert "cancelled" in outcomes
 
 
-def test_what_was_cancelled_no_longer_touches_the_callers_memory():
+def test_a_cancelled_call_no_longer_uses_the_callers_memory():
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
         if comm.rank == 1:
@@ -660,7 +660,7 @@ def test_bad_input_is_refused_with_advice_and_takes_no_number(what):
     simulate(3, main)
 
 
-def test_scatter_asks_the_root_alone_for_its_parts():
+def test_scatter_needs_parts_at_the_root_only():
     async def main(comm: Communicator) -> None:
         for parts in (None, [np.ones(1)]):
             if comm.rank == 0:
@@ -671,7 +671,7 @@ def test_scatter_asks_the_root_alone_for_its_parts():
     simulate(3, main)
 
 
-def test_an_abort_without_words_or_with_strange_ones_is_told_all_the_same():
+def test_an_abort_with_an_empty_or_unusual_reason_reaches_all_ranks():
     for reason in ["", "caf\udce9", "x" * 100_000, ValueError("an object")]:
 
         async def act(comm: Communicator, reason: Any = reason) -> None:
@@ -683,7 +683,7 @@ def test_an_abort_without_words_or_with_strange_ones_is_told_all_the_same():
         assert {type(error) for error in raised.values()} == {AbortedError}
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_integers_are_accepted_as_ranks():
     """A rank that came out of an array names the same execution as an int does."""
 
     async def main(comm: Communicator) -> None:
@@ -761,7 +761,7 @@ def test_unauthenticated_are_dropped_and_logged(what, identity, caplog):
 
 
 @pytest.mark.slow
-def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else():
+def test_an_unauthenticated_oversized_frame_ends_only_its_connection():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             ended = partial(happened, zmq.EVENT_DISCONNECTED)
@@ -772,7 +772,7 @@ def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_nobody_can_speak_for_a_rank_that_is_there():
+def test_a_second_connection_cannot_send_as_a_connected_rank():
     """ZeroMQ keeps the first connection of a routing id, and drops what comes on a second."""
 
     async def main(comm: Communicator) -> None:
@@ -843,7 +843,7 @@ def sends(frames: list[bytes]) -> Act:
 
 @pytest.mark.parametrize("run", [run_simulated, pytest.param(run_zmq, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", GARBAGE)
-def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, caplog):
+def test_the_error_names_a_rank_that_violates_the_protocol(what, run, caplog):
     raised: dict[int, Exception] = {}
     end = asyncio.Barrier(3)  # whoever raises has the others stopped soon
 
@@ -862,7 +862,7 @@ def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, ca
 
 
 @pytest.mark.parametrize("what", ["garbage", "wrong field"])
-def test_all_ranks_hear_of_a_broken_protocol(what):
+def test_a_protocol_violation_reaches_all_ranks(what):
     """Also those that wait for the offended rank, even if it goes on."""
     raised = failures(3, sends(GARBAGE[what]))
     assert type(raised[2]) is ProtocolError
@@ -871,7 +871,7 @@ def test_all_ranks_hear_of_a_broken_protocol(what):
 
 @pytest.mark.parametrize("first", ["posted", "arrived"])
 @pytest.mark.parametrize("payload", [b"", b"x" * 3, b"x" * 100], ids=len)
-def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, first):
+def test_data_of_a_wrong_size_is_refused_before_and_after_the_receive(payload, first):
     """The header is right: only the payload does not fit. Both a plain receive and a round's own buffer."""
 
     refused_in_a_round([payload], first)
@@ -904,7 +904,7 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_to_call_on_when_others_have_left_is_a_mismatch(size):
+def test_a_call_after_others_have_left_is_a_mismatch(size):
     async def main(comm: Communicator) -> None:
         await comm.barrier()
         if comm.rank == 0:
@@ -930,7 +930,7 @@ async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
-def test_the_call_after_a_cancelled_one_is_given_the_result_and_not_the_callers_memory(opening, count):
+def test_the_call_after_a_cancelled_one_gets_the_result_in_memory_of_its_own(opening, count):
     async def main(comm: Communicator) -> tuple[int, float]:
         x = np.full(count, 1.0 + comm.rank)
         if comm.rank == 0:
@@ -946,7 +946,7 @@ def test_the_call_after_a_cancelled_one_is_given_the_result_and_not_the_callers_
 
 
 @pytest.mark.parametrize("history", [0, 100])
-def test_rounds_that_a_cancelled_call_was_given_are_missed_or_skipped_by_the_next(history):
+def test_the_next_call_reports_the_rounds_of_a_cancelled_one_as_missed_or_skipped(history):
     """The answer is ready on the runtime's loop when the caller is cancelled."""
 
     async def main(comm: Communicator) -> list[tuple[int, int, int]]:
@@ -970,7 +970,7 @@ def test_rounds_that_a_cancelled_call_was_given_are_missed_or_skipped_by_the_nex
 
 
 @pytest.mark.slow
-def test_no_round_goes_untold_when_calls_time_out_over_real_sockets():
+def test_every_round_is_reported_when_calls_time_out_over_real_sockets():
     async def main(comm: Communicator) -> None:
         last = 0
         for _ in range(100):

@@ -110,7 +110,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
-def test_a_client_hears_of_a_dead_service_whose_child_lives(url, tmp_path):
+def test_a_client_notices_a_dead_service_whose_child_lives(url, tmp_path):
     url = f"ipc://{tmp_path}/s" if url == "ipc" else url
 
     async def main(address: str) -> int:
@@ -134,7 +134,7 @@ def test_a_client_hears_of_a_dead_service_whose_child_lives(url, tmp_path):
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("how", [(), ("connect",)], ids=["run", "connect"])
-def test_a_child_leaves_at_once_and_its_parent_goes_on(how, transport):
+def test_a_child_leaves_at_once_and_its_parent_continues(how, transport):
     told = launched(transport, "leaves", *how)
     assert told == ["0: rank 0 left", "1: rank 1 left", "1: the child left with code 7", "2: rank 2 left"]
 
@@ -147,7 +147,7 @@ def test_ranks_with_loaders_train_and_end(transport):
 
 @pytest.mark.slow
 @both
-def test_a_program_that_a_rank_starts_is_not_that_rank_again(transport):
+def test_a_program_that_a_rank_starts_cannot_join_as_that_rank(transport):
     told = launched(transport, "starts")
     assert told == [
         "0: rank 0 left",
@@ -246,7 +246,7 @@ def in_a_child_after(act, meanwhile, writer: int) -> str:
     return told
 
 
-def test_a_child_has_a_copy_of_what_was_received():
+def test_a_child_has_a_copy_of_received_arrays():
     """It is in the memory of the sender, who is given it back, and uses it again."""
 
     async def main(comm: Communicator) -> str:
@@ -260,7 +260,7 @@ def test_a_child_has_a_copy_of_what_was_received():
     assert run_ranks(2, main, "shm")[1] == "[np.float64(5.0), None, np.float64(9.0)] 5"
 
 
-def test_a_model_that_outlives_its_world_is_the_parents_alone():
+def test_a_model_that_outlives_its_world_is_not_copied():
     async def main(comm: Communicator) -> np.ndarray:
         x = comm.empty(5000, "float64")
         x[:] = 5
@@ -286,7 +286,7 @@ def test_a_child_of_a_child_has_copies_too():
     assert run_ranks(2, main, "shm") == ["[6.0, None] 6 5"] * 2
 
 
-def test_where_there_is_no_room_for_copies_a_child_may_not_read_them(monkeypatch, caplog):
+def test_a_child_cannot_read_tensors_without_memory_for_copies(monkeypatch, caplog):
     """A fork that takes memory which nobody has would get some process killed."""
 
     def refuse(nbytes: int) -> None:

@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_one_rank_notices_all_are_told(size):
+def test_a_loss_that_one_rank_notices_reaches_all_ranks(size):
     """A frozen process is felt by its neighbours alone."""
 
     async def act(comm: Communicator) -> None:
@@ -49,7 +49,7 @@ def test_what_one_rank_notices_all_are_told(size):
         )
 
 
-def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
+def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
     """It takes time, while whoever waits in memory has just been told."""
 
     async def act(comm: Communicator) -> None:
@@ -63,7 +63,7 @@ def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
+def test_the_error_names_the_last_known_call_of_the_lost_rank(size, simulated):
     async def act(comm: Communicator) -> None:
         await comm.allreduce(np.ones(3))
         await comm.allgather(np.ones(2))
@@ -79,7 +79,7 @@ def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
 
 
 @pytest.mark.parametrize(("at_s", "is_told"), [(7.5, True), (8.5, False), (9.5, False), (11.5, False)])
-def test_a_loss_after_everybody_has_made_the_last_call_is_not_told(at_s, is_told):
+def test_a_loss_after_the_last_call_of_all_ranks_is_not_reported(at_s, is_told):
     """A message takes a second, and a barrier three: they join, call, agree that nobody calls again, and leave."""
 
     async def main(comm: Communicator) -> int:
@@ -101,7 +101,7 @@ def test_a_loss_after_everybody_has_made_the_last_call_is_not_told(at_s, is_told
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_deadline_names_who_has_come_and_who_has_not(size, late, simulated):
+def test_a_deadline_error_names_the_arrived_and_the_missing_ranks(size, late, simulated):
     async def act(comm: Communicator) -> None:
         await comm.barrier()
         if comm.rank == late:
@@ -119,7 +119,7 @@ def test_a_deadline_names_who_has_come_and_who_has_not(size, late, simulated):
         assert f"missing: rank {late}, in its own code for 3.0 s, after barrier #1 at test_liveness.py" in str(error)
 
 
-def test_who_waits_elsewhere_is_missing_and_the_error_says_where(simulated):
+def test_a_rank_in_another_call_is_missing_and_the_error_names_the_call(simulated):
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
             await comm.recv(np.ones(1), 1)
@@ -132,7 +132,7 @@ def test_who_waits_elsewhere_is_missing_and_the_error_says_where(simulated):
     assert "rank 2, in send/recv #1 of 1 float64, from rank 1 to rank 2, tag 0 at test_liveness.py" in str(raised[0])
 
 
-def test_of_two_ranks_that_talk_only_the_two_are_named(simulated):
+def test_the_error_of_a_pair_names_only_its_two_ranks(simulated):
     async def act(comm: Communicator) -> None:
         if comm.rank == 0:
             with asyncoll.deadline(1):
@@ -144,7 +144,7 @@ def test_of_two_ranks_that_talk_only_the_two_are_named(simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0,), (2,))}
 
 
-def test_who_is_done_with_the_call_has_come(simulated):
+def test_a_rank_that_has_completed_the_call_has_arrived(simulated):
     """Others of a reduction may have nothing more to wait for."""
 
     async def act(comm: Communicator) -> None:
@@ -159,7 +159,7 @@ def test_who_is_done_with_the_call_has_come(simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 1, 3), (2,))}
 
 
-def test_who_does_not_answer_is_missing():
+def test_a_rank_that_does_not_answer_is_missing():
     async def act(comm: Communicator) -> None:
         await comm.barrier()
         await asyncio.sleep(2)
@@ -173,7 +173,7 @@ def test_who_does_not_answer_is_missing():
 
 
 @pytest.mark.parametrize("opening", ["majority", "quorum"])
-def test_a_deadline_holds_for_rounds_too(opening, simulated):
+def test_a_deadline_applies_to_rounds(opening, simulated):
     async def act(comm: Communicator) -> None:
         rules: dict[str, Any] = {"quorum": 3} if opening == "quorum" else {"candidates": 3}
         if comm.rank == 1:
@@ -185,7 +185,7 @@ def test_a_deadline_holds_for_rounds_too(opening, simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 2), (1,))}
 
 
-def test_a_call_in_time_is_not_affected_and_neither_is_the_next(simulated):
+def test_a_call_before_its_deadline_and_the_next_are_not_affected(simulated):
     async def main(comm: Communicator) -> float:
         for seconds in (3, 100):
             with asyncoll.deadline(seconds):
@@ -197,7 +197,7 @@ def test_a_call_in_time_is_not_affected_and_neither_is_the_next(simulated):
     assert simulated(2, main).results == [2, 2]
 
 
-def test_of_nested_deadlines_the_earliest_holds(simulated):
+def test_of_nested_deadlines_the_earliest_applies(simulated):
     async def act(comm: Communicator) -> None:
         with asyncoll.deadline(1), asyncoll.deadline(50):
             await asyncio.sleep(20 * comm.rank)
@@ -278,7 +278,7 @@ def test_every_survivor_names_a_dead_process(elements, transport):
 
 
 @pytest.mark.slow
-def test_every_survivor_names_a_process_that_died_with_a_lock_on_which_another_name_stands():
+def test_every_survivor_names_a_process_that_died_before_it_registered_as_lock_owner():
     assert told("shm", "exits with a lock", 3) == dict.fromkeys("023", "rank 1 is dead")
 
 
@@ -292,12 +292,12 @@ def test_every_survivor_names_a_stopped_process(transport):
 
 @pytest.mark.slow
 @both
-def test_who_holds_the_gil_is_not_frozen(transport):
+def test_a_rank_that_holds_the_gil_is_not_frozen(transport):
     assert told(transport, "holds the GIL", 3, **FREEZE) == dict.fromkeys("0123", "all 4 are there")
 
 
 @pytest.mark.slow
 @both
-def test_who_computes_says_so_when_a_deadline_has_passed(transport):
+def test_a_rank_that_computes_answers_after_a_deadline(transport):
     heard = told(transport, "is late", 3, ASYNCOLL_DEADLINE_S="3")
     assert heard == dict.fromkeys("0123", "arrived (0, 1, 3), missing (2,) in its own code")

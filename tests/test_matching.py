@@ -59,7 +59,7 @@ def test_any_interleaving_gives_the_same_arrays(data):
     [[4], [16], [8, 8], [8, 0], [3], [8, 5], [8, 4, 4], [0]],
     ids=lambda pieces: "+".join(map(str, pieces)),
 )
-def test_other_sizes_than_posted_never_complete_quietly(pieces, posted_first):
+def test_segments_of_a_wrong_total_size_are_refused(pieces, posted_first):
     """An array of three elements (12 bytes) is expected."""
     mailbox, posted = Mailbox(), Posted(3)
     sizes = iter(pieces)
@@ -84,7 +84,7 @@ def test_other_sizes_than_posted_never_complete_quietly(pieces, posted_first):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_piece_of_an_element_is_refused(dtype):
+def test_a_part_of_an_element_is_refused(dtype):
     width = storage(dtype).itemsize
     receive = Receive(np.zeros(4, storage(dtype)))
     receive.take(bytes(width))
@@ -95,7 +95,7 @@ def test_a_piece_of_an_element_is_refused(dtype):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_empty_array_comes_as_one_empty_segment(early):
+def test_an_empty_array_is_one_empty_segment(early):
     mailbox, posted = Mailbox(), Posted(0)
     if early:
         assert not mailbox.arrive((0, 0), b"")
@@ -113,7 +113,7 @@ def test_an_empty_array_takes_no_elements():
         Receive(np.zeros(0, "i4")).take(bytes(4))
 
 
-def test_one_receive_for_one_array():
+def test_a_second_receive_for_one_key_is_refused():
     mailbox = Mailbox()
     mailbox.post((0, 0), Posted(1).receive)
     with pytest.raises(AssertionError, match="two receives"):

@@ -20,7 +20,7 @@ near = st.sampled_from([*range(-4, 9), LEAST, LEAST + 1, LEAST + 2, GREATEST - 2
 
 
 @given(st.lists(near, max_size=120), st.integers(0, 4))
-def test_every_tag_counts_for_itself(tags, recent):
+def test_each_tag_has_its_own_count(tags, recent):
     expected, numbers = Counter(), Numbering()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbering, "_RECENT_MAX", recent)

@@ -13,7 +13,7 @@ from asyncoll.testing import Network, Pause, simulate
 from asyncoll.transport.wire import Here
 
 
-def test_whatever_begins_while_others_are_asked_the_answers_count():
+def test_a_call_that_begins_during_a_question_does_not_drop_the_answers():
     """Its own deadline has the calls looked through, of which one is overdue."""
     told = []
 
@@ -43,7 +43,7 @@ def test_whatever_begins_while_others_are_asked_the_answers_count():
     assert told == [((0, 2, 3), (1,))]
 
 
-def test_who_was_not_asked_does_not_answer_for_who_was():
+def test_only_the_addressed_rank_answers():
     async def main(comm):
         await comm.barrier()
         if comm.rank == 0:

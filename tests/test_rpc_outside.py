@@ -222,7 +222,7 @@ def test_many_clients_at_once(ipc):
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_cancelling_anywhere_never_harms_the_next_call(ipc, loop_factory):
+def test_the_call_after_a_cancelled_call_is_right(ipc, loop_factory):
     draw = random.Random(1)
 
     async def main():
@@ -252,7 +252,7 @@ def test_cancelling_anywhere_never_harms_the_next_call(ipc, loop_factory):
 # -- either end is gone --------------------------------------------------------------------------
 
 
-def test_what_waits_for_a_service_that_ends_is_told(place):
+def test_calls_to_a_service_that_ends_raise(place):
     url, key = place
 
     async def main():
@@ -319,7 +319,7 @@ def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["call", "stream"])
-def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
+def test_calls_of_a_lost_client_are_cancelled(place, what):
     url, key = place
 
     async def main():
@@ -342,7 +342,7 @@ def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
     run(main())
 
 
-def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
+def test_notifications_begin_before_their_client_has_left_and_continue(ipc):
     begun, ended = [], []
 
     class Notes:
@@ -370,7 +370,7 @@ def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
     run(main())
 
 
-def test_nothing_is_kept_of_clients_that_are_gone(ipc):
+def test_lost_clients_leave_no_state(ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
@@ -453,7 +453,7 @@ asyncio.run(main())
 """
 
 
-def test_a_crowd_of_unauthenticated_peers_while_a_service_computes_harms_nobody(ipc):
+def test_a_service_that_computes_survives_many_unauthenticated_peers(ipc):
     """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
 
     async def main():
@@ -472,7 +472,7 @@ def test_a_crowd_of_unauthenticated_peers_while_a_service_computes_harms_nobody(
             service.kill()
 
 
-def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
+def test_messages_to_a_lost_client_are_dropped(ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
@@ -510,7 +510,7 @@ def test_a_client_that_is_killed(ipc):
     run(main(), asyncio.new_event_loop)
 
 
-def test_nobody_is_there(tmp_path):
+def test_no_service_at_the_address(tmp_path):
     async def main():
         for url in (f"ipc://{tmp_path}/none", "tcp://127.0.0.1:1"):
             with pytest.raises(ServiceLostError, match="no service at"):
@@ -520,20 +520,20 @@ def test_nobody_is_there(tmp_path):
     run(main())
 
 
-def test_somebody_who_says_nothing(tmp_path, monkeypatch):
+def test_a_silent_peer_at_the_address(tmp_path, monkeypatch):
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
 
     async def main():
         with zmq.Context() as context, a_socket(context, zmq.ROUTER) as silent:
             silent.bind(f"ipc://{tmp_path}/s")
-            with pytest.raises(ServiceLostError, match="nobody answers at"):
+            with pytest.raises(ServiceLostError, match="no answer from"):
                 async with connect(f"ipc://{tmp_path}/s"):
                     raise AssertionError
 
     run(main())
 
 
-def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
+def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
     """The kernel takes connections for it."""
     monkeypatch.setattr(service_sockets, "_HANDSHAKE_MS", 50)
 
@@ -548,14 +548,14 @@ def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
     run(main())
 
 
-def test_a_service_without_a_heartbeat_is_not_connected_to(ipc, monkeypatch):
+def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
     """Or one that froze right after its answer would be waited for in vain."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
 
     async def main():
         async with serve(Service(), ipc):
-            with pytest.raises(ServiceLostError, match="nobody answers at"):
+            with pytest.raises(ServiceLostError, match="no answer from"):
                 async with connect(ipc):
                     raise AssertionError
 
@@ -619,7 +619,7 @@ def test_keys_that_are_refused(tmp_path, mode, nbytes, message):
     run(main())
 
 
-def test_a_key_that_is_a_pipe_is_refused_at_once(tmp_path):
+def test_a_pipe_as_key_file_is_refused_at_once(tmp_path):
     path = tmp_path / "key"
     os.mkfifo(path, 0o600)
 
@@ -632,7 +632,7 @@ def test_a_key_that_is_a_pipe_is_refused_at_once(tmp_path):
     )
 
 
-def test_who_has_not_the_key_is_refused(tmp_path, caplog):
+def test_a_client_without_the_key_is_refused(tmp_path, caplog):
     right, wrong = a_key(tmp_path / "right"), a_key(tmp_path / "wrong")
 
     async def main():
@@ -646,7 +646,7 @@ def test_who_has_not_the_key_is_refused(tmp_path, caplog):
     run(main())
 
 
-def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
+def test_a_client_with_the_servers_public_key_only_is_refused(tmp_path, caplog):
     key = a_key(tmp_path / "key")
 
     async def main():
@@ -662,7 +662,7 @@ def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
     run(main())
 
 
-def test_a_socket_is_its_users_alone(ipc):
+def test_a_socket_is_accessible_to_its_user_only(ipc):
     async def main():
         async with serve(Service(), ipc):
             mode = os.stat(ipc.removeprefix("ipc://")).st_mode
@@ -699,7 +699,7 @@ def test_another_user_is_refused(tmp_path):
     run(main())
 
 
-def test_what_is_not_this_users_socket_is_not_connected_to(ipc):
+def test_connect_refuses_a_socket_of_another_user(ipc):
     path = Path(ipc.removeprefix("ipc://"))
     path.write_text("a file")
 
@@ -720,7 +720,7 @@ def test_what_is_not_this_users_socket_is_not_connected_to(ipc):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_who_listens_is_found_out(tmp_path):
+def test_connect_notices_a_listening_process_of_another_user(tmp_path):
     path = tmp_path / "s"
     script = (
         "import os, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\nos.setuid(65534)\n"
@@ -738,7 +738,7 @@ def test_another_user_who_listens_is_found_out(tmp_path):
         run(main())
 
 
-def test_a_place_that_is_taken_or_left_behind(ipc):
+def test_an_address_in_use_is_refused_and_a_stale_one_is_reused(ipc):
     path = Path(ipc.removeprefix("ipc://"))
     left = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
 
@@ -769,7 +769,7 @@ def test_a_place_that_is_taken_or_left_behind(ipc):
     run(welcome())
 
 
-def test_a_place_where_a_stopped_process_listens_is_taken(ipc):
+def test_an_address_of_a_stopped_process_is_in_use(ipc):
     """With as many who wait for it as there may be."""
     path = ipc.removeprefix("ipc://")
 
@@ -789,7 +789,7 @@ def test_a_place_where_a_stopped_process_listens_is_taken(ipc):
         assert "it is there already, and in use" in in_a_thread(listen, stopped.close)
 
 
-def test_of_two_that_begin_to_listen_at_one_place_one_finds_the_other(ipc, monkeypatch):
+def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
     """One is about to bind when the other comes, which waits until that has been done."""
     has_come, lock, outcomes = threading.Event(), fcntl.flock, []
 
@@ -866,7 +866,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_clients_are_dropped_with_a_line_in_the_log(ipc, messages, caplog):
+def test_hostile_clients_are_dropped_and_logged(ipc, messages, caplog):
     def act(stranger):
         for message in messages:
             stranger.send_multipart(message)
@@ -943,7 +943,7 @@ def test_a_client_that_is_dropped_is_told_why(place):
     run(main())
 
 
-def test_a_client_too_many_is_told_so(ipc, monkeypatch):
+def test_a_client_above_the_limit_is_told_so(ipc, monkeypatch):
     monkeypatch.setattr(service_sockets, "_CLIENTS_MAX", 1)
 
     async def main():
@@ -980,7 +980,7 @@ async def send_until_lost(socket, owner):
     assert owner.lost_ones == [(0, "it does not read what it is sent")]
 
 
-def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog):
+def test_a_client_that_never_reads_is_dropped(ipc, monkeypatch, caplog):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
@@ -998,7 +998,7 @@ def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog
     run(main())
 
 
-def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
+def test_a_service_that_never_reads_is_lost(ipc, monkeypatch):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
@@ -1012,7 +1012,7 @@ def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
     run(main())
 
 
-def test_dead_hosts_are_looked_for(place):
+def test_keepalive_probes_detect_dead_hosts(place):
     url, key = place
 
     async def main():
@@ -1025,7 +1025,7 @@ def test_dead_hosts_are_looked_for(place):
     run(main())
 
 
-def test_a_client_that_does_not_read_is_waited_for(ipc):
+def test_the_service_waits_for_a_client_that_reads_slowly(ipc):
     async def main():
         async with both(ipc) as (service, client, _):
             items = client.stream("count", 10**9)

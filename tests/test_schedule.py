@@ -14,7 +14,7 @@ from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation
 from asyncoll.runtime.schedule import Schedule
 
 
-def test_all_predecessors_or_any_one():
+def test_an_operation_fires_after_all_or_after_any_predecessor():
     schedule: Schedule[str] = Schedule()
     for op in "ab":
         schedule.add(op)
@@ -24,7 +24,7 @@ def test_all_predecessors_or_any_one():
     assert schedule.fire("b") == ["b", "both"]
 
 
-def test_what_fires_is_consumed():
+def test_an_operation_fires_once():
     schedule: Schedule[str] = Schedule()
     schedule.add("a")
     schedule.add("b", after=["a"])
@@ -33,7 +33,7 @@ def test_what_fires_is_consumed():
     assert schedule.fire("a") == schedule.fire("b") == []
 
 
-def test_firing_goes_all_the_way_down():
+def test_fire_returns_all_operations_that_become_ready():
     schedule: Schedule[int] = Schedule()
     schedule.add(0)
     for op in range(1, 50):
@@ -57,14 +57,14 @@ def test_bad_graphs_are_refused():
     assert schedule.fire("a") == ["a", "b"]
 
 
-def test_a_predecessor_counts_once_however_often_it_is_named():
+def test_a_predecessor_named_twice_counts_once():
     schedule: Schedule[str] = Schedule()
     schedule.add("a")
     schedule.add("b", after=["a", "a"])
     assert schedule.fire("a") == ["a", "b"]
 
 
-def test_fresh_schedules_share_nothing_that_fires():
+def test_fresh_schedules_fire_independently():
     plan = activation(5)
     first, second = plan.fresh(), plan.fresh()
     assert REDUCE in first.fire(OPEN)
@@ -113,7 +113,7 @@ def spread(size: int, initiators: list[int], seed: int, partner: Partner) -> tup
 
 
 @pytest.mark.parametrize("size", range(1, 34))
-def test_activation_reaches_everyone_with_one_message_an_edge(size):
+def test_activation_reaches_all_ranks_with_one_message_per_edge(size):
     for seed in range(20):
         draw = random.Random(seed)
         initiators = draw.sample(range(size), draw.randint(1, size) if seed % 2 else 1)
@@ -124,14 +124,14 @@ def test_activation_reaches_everyone_with_one_message_an_edge(size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
-def test_the_papers_partners_reach_everyone_on_powers_of_two(size):
+def test_the_partners_of_the_paper_reach_all_ranks_on_powers_of_two(size):
     for seed in range(20):
         reached, _ = spread(size, [seed % size], seed, lambda rank, edge: rank ^ (1 << edge))
         assert reached == set(range(size))
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13, 17, 33])
-def test_the_papers_partners_lose_ranks_on_other_sizes(size):
+def test_the_partners_of_the_paper_miss_ranks_on_other_sizes(size):
     """Why the tree is not theirs. Of 3, rank 2 would tell rank 3, which is not there, and rank 0, which tells none."""
     lost = [
         set(range(size)) - spread(size, [root], 0, lambda rank, edge: rank ^ (1 << edge))[0] for root in range(size)

@@ -92,7 +92,7 @@ class MessageCarrier:
                 continue
             try:
                 if source not in self._ranks:
-                    raise ProtocolError("a call on a communicator that it is not part of")
+                    raise ProtocolError("a message on a communicator that it does not belong to")
                 self._segments.received(source, kind, number, payload)
             except ProtocolError as error:
                 self._broken(source, error)

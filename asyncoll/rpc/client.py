@@ -230,17 +230,17 @@ class Client:
         if pending is None:
             return
         if pending.peer != peer:
-            raise ProtocolError(f"an answer to call {message.call}, which went to another peer")
+            raise ProtocolError(f"an answer to call {message.call}, which was sent to another peer")
         if message.kind != protocol.ITEM:
             self._forget(message.call)
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
-                raise ProtocolError("an item of what does not stream")
+                raise ProtocolError("a stream item in answer to a call")
             if not pending.answer.done():
                 pending.answer.set_result((message, arrays))
         elif pending.items is not None:
             if pending.items.qsize() > ITEMS_MAX:  # one more than that: the end of the stream
-                raise ProtocolError(f"more than {ITEMS_MAX} items of a stream that were not asked for")
+                raise ProtocolError(f"more than {ITEMS_MAX} stream items without credit")
             pending.items.put_nowait((message, arrays))
 
     def _forget(self, number: int) -> None:

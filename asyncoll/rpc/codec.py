@@ -148,7 +148,7 @@ def _raise_for_leaf(value: object, path: str) -> None:
     except UsageError as error:
         if is_tensor(value):
             raise UsageError(f"{path}: {error}") from None
-        raise UsageError(f"{path} is a {type(value)}, which cannot be sent; what can is {ALLOWED}") from None
+        raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
 def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -> Any:
@@ -165,7 +165,7 @@ def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -
     except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
         raise ProtocolError(f"not a value: {error!r:.200}") from None
     if len(decoder.used) != len(arrays):
-        raise ProtocolError(f"a value of {len(decoder.used)} arrays, but {len(arrays)} came along")
+        raise ProtocolError(f"a value refers to {len(decoder.used)} arrays, but the message has {len(arrays)}")
     return value
 
 
@@ -221,7 +221,7 @@ class _Decoder:
         """An array from beside the structured part. Each may be used once: a second use would share its memory."""
         (index,) = _INDEX.unpack(body)
         if index in self.used or index >= len(self._arrays):
-            raise ProtocolError(f"array {index} of {len(self._arrays)}, or twice the same")
+            raise ProtocolError(f"array {index} of {len(self._arrays)} does not exist, or is used twice")
         self.used.add(index)
         array: Array = self._arrays[index]
         return array
@@ -229,24 +229,28 @@ class _Decoder:
     def _dataclass(self, parts: Any) -> Any:
         name, fields = parts
         if type(name) is not str or type(fields) is not dict:
-            raise ProtocolError("not a dataclass")
+            raise ProtocolError("a dataclass without a name and a dict of fields")
         expected = self._types.get(name)
         if expected is None:
             known = ", ".join(self._types) or "none"
-            raise UsageError(f"a dataclass {name:.100} came, which no annotation here names; those that are: {known}")
+            raise UsageError(
+                f"a dataclass {name:.100} was received, which no annotation here names; those named here: {known}"
+            )
         own = {field.name for field in dataclasses.fields(expected.type) if field.init}
         if set(fields) != own:
-            raise UsageError(f"a {name} has the fields {sorted(own)} here, but {sorted(map(str, fields))} came")
+            raise UsageError(
+                f"a {name} has the fields {sorted(own)} here, but was received with {sorted(map(str, fields))}"
+            )
         expected.check(fields)
         try:
             return expected.type(**fields)
         except Exception as error:  # its own __init__ or __post_init__ may object to anything
-            raise UsageError(f"no {name} can be made of what came: {error!r}") from None
+            raise UsageError(f"no {name} can be made of the fields that were received: {error!r}") from None
 
 
 def _require_list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ProtocolError(f"{type(value).__name__} in place of items")
+        raise ProtocolError(f"{type(value).__name__} in place of a list")
     return value
 
 

@@ -46,7 +46,7 @@ def decode(body: bytes, rank: int) -> AsyncollError:
     """The exception to raise at the caller; `rank` is the callee, -1 for a service. Raises ProtocolError."""
     parts = codec.decode(body)
     if type(parts) is not list or [type(part) for part in parts] != [int, str, str, str]:
-        raise ProtocolError("not a failure")
+        raise ProtocolError("the body of an ERROR message is not an encoded exception")
     kind, name, message, trace = parts
     if kind == _USAGE:
         return UsageError(f"{_callee(rank)}: {message}")

@@ -175,7 +175,7 @@ class InMemory:
         for message in self._inbox.take(_BATCH):
             source = self._arena.ranks[message.source]
             if source not in self._ranks:  # a rank of this host, but not of this communicator
-                raise ProtocolError("a message from somebody who takes no part", source)
+                raise ProtocolError("a message from a rank outside of this communicator", source)
             try:
                 self._deliver(source, message.head, self._arrays(source, message))
             except ProtocolError as error:

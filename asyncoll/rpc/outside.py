@@ -148,7 +148,9 @@ class Connection:
         except TimeoutError:
             if not late.expired():
                 raise
-            raise ServiceLostError(f"nobody answers at {self._url}") from None
+            raise ServiceLostError(
+                f"no answer from {self._url}: does a service run there, and has it the same key?"
+            ) from None
         if version != VERSION:
             raise ProtocolError(
                 f"{self._url} speaks version {version}, expected {VERSION}: run the same asyncoll there"

@@ -68,7 +68,7 @@ class _Partial:
         data = np.frombuffer(payload, np.uint8)
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
-            raise ProtocolError(f"a segment of {data.size} bytes, {target.size} were expected")
+            raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
         target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:
@@ -139,7 +139,7 @@ class Segments:
         elif kind == _FIRST:
             self._first(source, peer, number, payload)
         elif number not in peer.partial:
-            raise ProtocolError(f"a segment of kind {kind} of no message")
+            raise ProtocolError(f"a segment of kind {kind} for an unknown message")
         elif kind == _DROP:
             del peer.partial[number]
             return  # its sender posts it without credit
@@ -158,7 +158,7 @@ class Segments:
         data = memoryview(payload)
         head, sizes, start = _opened(data)
         if start + sum(sizes) != len(data):
-            raise ProtocolError(f"a message of {len(data)} bytes, {start + sum(sizes)} were announced")
+            raise ProtocolError(f"a message of {len(data)} bytes; {start + sum(sizes)} were announced")
         arrays = []
         for size in sizes:
             arrays.append(np.frombuffer(data[start : start + size], np.uint8).copy())
@@ -175,7 +175,7 @@ class Segments:
         try:
             arrays = [np.empty(size, np.uint8) for size in sizes]
         except MemoryError:
-            raise ProtocolError(f"a message of {sum(sizes)} bytes, which there is no memory for") from None
+            raise ProtocolError(f"a message of {sum(sizes)} bytes, for which there is not enough memory") from None
         peer.partial[number] = _Partial(head, arrays)
 
     def _earn(self, source: int, peer: _Peer, amount: int) -> None:

@@ -130,7 +130,7 @@ class Server:
             self._cancelled_by_caller.add((peer, call))
             task.cancel()
         elif self._answering[peer] >= _ANSWERS_MAX:
-            raise ProtocolError(f"more than {_ANSWERS_MAX} calls given up that nobody has heard of")
+            raise ProtocolError(f"more than {_ANSWERS_MAX} cancellations of unknown calls at a time")
         else:
             self.answer(peer, call)
 
@@ -324,4 +324,4 @@ def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
         args, kwargs = value
         if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
             return args, kwargs
-    raise ProtocolError("not the arguments of a call")
+    raise ProtocolError("the body of a call is not a list of arguments")

@@ -65,7 +65,7 @@ class Function:
         if not callable(fn):
             raise UsageError(f"{name} must be a function, got {fn!r:.60}")
         if inspect.isgeneratorfunction(fn):
-            raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for who reads it")
+            raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for its reader")
         self.name = name
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
@@ -182,7 +182,9 @@ def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
     cls = thing if isinstance(thing, type) else type(thing)
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))]
     if not names:
-        raise UsageError(f"{thing!r:.60} is no function, and has no public methods that could be called")
+        raise UsageError(
+            f"{thing!r:.60} is not a function and has no public methods: register an object with public methods"
+        )
     return [(name, getattr(thing, name)) for name in names]
 
 

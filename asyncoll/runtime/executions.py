@@ -257,9 +257,7 @@ class Executions:
         link = self._links[source]
         link.early_bytes += _cost(payload)
         if link.early_bytes > WINDOW_BYTES:  # an honest peer waits for credit before
-            raise ProtocolError(
-                f"{link.early_bytes} bytes that nobody here has asked for, where {WINDOW_BYTES} are allowed"
-            )
+            raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
 
     def granted(self, source: int, header: wire.Header) -> None:
         """A GRANT message: world rank `source` has posted its receive for a long array."""
@@ -291,7 +289,7 @@ class Executions:
             return
         mine = execution.piggyback
         if mine is None or len(piggyback) != mine.nbytes:
-            text = f"{len(piggyback)} bytes go along with {execution.identity.describe()}"
+            text = f"a piggyback of {len(piggyback)} bytes, which does not fit {execution.identity.describe()}"
             self._failures.broken(source, ProtocolError(text))
             return
         np.maximum(mine, np.frombuffer(piggyback, np.uint8).view(mine.dtype), out=mine)
@@ -347,7 +345,7 @@ class Executions:
         known = (identity.members, identity.describe()) if identity else None
         if known is None and dispute.context in self._described:
             known = self._described[dispute.context](dispute.number)
-        members, mine = known or ((source,), "something long ago")
+        members, mine = known or ((source,), "another operation, long ago")
         text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)
 

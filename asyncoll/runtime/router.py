@@ -92,4 +92,4 @@ class Router:
     def _count_early(self) -> None:
         self._early_count += 1
         if self._early_count > _EARLY_MAX:
-            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that nobody here has opened")
+            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that this rank has not opened")
