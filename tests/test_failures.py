@@ -1,6 +1,6 @@
-"""What goes wrong, and that everybody hears of it: errors that name who and where, and never a hang.
+"""Failures: every failure reaches all ranks as an error that names its cause, and no rank hangs.
 
-Most worlds here are simulated: there a wait that nobody will end is a DeadlockError, not a test that hangs.
+Most worlds here are simulated. There a wait that never ends is a DeadlockError, not a test that hangs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def failures(
     return failures_in(size, act, run, survivors)
 
 
-# -- ranks that call different things ------------------------------------------------------------
+# -- mismatched calls ----------------------------------------------------------------------------
 
 
 async def skip_one(comm: Communicator) -> None:
@@ -94,7 +94,7 @@ async def other_order(comm: Communicator) -> None:
 def differ(zero: Callable[[Communicator], Any], others: Callable[[Communicator], Any]) -> Act:
     async def act(comm: Communicator) -> None:
         await (zero if comm.rank == 0 else others)(comm)
-        await comm.barrier()  # some ranks may have done their part before anybody can know
+        await comm.barrier()  # some ranks may complete the call before any rank can notice the mismatch
 
     return act
 
@@ -155,7 +155,7 @@ def test_a_mismatch_reaches_all_ranks_and_names_both_calls(kind, size, run):
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("late", range(3))
 def test_a_late_rank_raises_the_same_mismatch(kind, late, run):
-    """What its peers sent before it called belongs to something else, whatever its size: it must not be used."""
+    """Early messages of its peers belong to another call. It must not use them, whatever their size."""
 
     async def act(comm: Communicator) -> None:
         await asyncio.sleep(comm.rank == late)
@@ -222,7 +222,7 @@ def test_mismatched_wait_avoiding_options_reach_all_ranks(what, size, run):
 
     async def act(comm: Communicator) -> None:
         opening, options = (ours, our_options) if comm.rank == 0 else (theirs, their_options)
-        while True:  # a rank may have been in a round before it hears of the mismatch
+        while True:  # a rank may complete rounds before it learns of the mismatch
             given = {**SOLO, **options}
             await getattr(comm, f"{opening}_allreduce")(given.pop("x").copy(), **given)
 
@@ -234,7 +234,7 @@ def test_mismatched_wait_avoiding_options_reach_all_ranks(what, size, run):
         assert str(error).count("allreduce 'g'") == 2
 
 
-# -- after the end -------------------------------------------------------------------------------
+# -- use after the end ---------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Communicator], Any]] = {
     "allreduce": lambda c: c.allreduce(np.ones(2)),
@@ -268,13 +268,13 @@ def test_use_after_close(call):
 
         with pytest.raises(ClosedError):
             asyncio.run(late())
-        comm.abort("too late")  # says nothing to anybody
+        comm.abort("too late")  # sends nothing
         assert comm.statistics().rank == comm.rank
 
 
 @pytest.mark.parametrize("call", [*CALLS, "sparse"])
 def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
-    """It was numbered and then failed, so the other ranks waited for it at the end of the world."""
+    """A call that is numbered and then fails makes the other ranks wait for it at the end of the world."""
     without_a_loop = CALLS | {"sparse": lambda c: c.sparse_allreduce(np.ones(2), density=1)}
     refused = []
 
@@ -350,7 +350,7 @@ def test_the_error_of_a_rank_is_raised_unchanged(run):
 
 
 def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
-    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # also where they get little time
+    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # a busy machine gives the survivors little time
     told = []
 
     async def main(comm: Communicator) -> None:
@@ -392,7 +392,7 @@ def test_every_survivor_raises_after_a_crash(call, size, in_memory):
 
 
 def test_a_rank_that_has_caught_a_failure_may_leave():
-    """There is nothing left to serve. A rank that crashed has no result, the others have theirs."""
+    """No rank needs it any more. The crashed rank has no result; the others have theirs."""
 
     async def main(comm: Communicator) -> str:
         with pytest.raises(PeerLostError):
@@ -457,7 +457,7 @@ SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quoru
 @pytest.mark.parametrize("call", SYNCHRONOUS)
 def test_cancelling_a_collective_aborts_it_at_all_ranks(call, how, run):
     outcomes = set()
-    who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for others
+    who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for other ranks
 
     for seed in range(12):
         patience_s = random.Random(seed).uniform(0, 50e-6)
@@ -484,7 +484,7 @@ def test_cancelling_a_collective_aborts_it_at_all_ranks(call, how, run):
                 await asyncio.sleep(25e-6)
             while True:
                 await CALLS[call](comm)
-                await comm.barrier()  # what a root does alone takes no time
+                await comm.barrier()  # a root that waits for no rank completes at once
 
         raised = failures(3, act, run)
         assert sorted(raised) == [0, 1, 2]
@@ -528,7 +528,7 @@ SHORT, LONG = 1, 1 << 17  # elements: one rank sums the short ones, and long one
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, monkeypatch):
-    """Every contribution is a power of two of its own, so a sum shows which of them are in it, and how often."""
+    """Each contribution is another power of two, so a sum shows which are in it, and how often."""
     calls = 60 // size
     rounds: dict[int, set[int]] = {}
     publish = WaitAvoiding._publish
@@ -549,9 +549,9 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
                 await asyncio.wait_for(wait_avoiding(comm, opening, x), patience_s)
             except TimeoutError:
                 cancelled.append((comm.rank, call))
-            x[:] = -1  # ours again
+            x[:] = -1  # the memory is the caller's again
             await asyncio.sleep(draw.uniform(0, 100e-6))
-        await comm.barrier()  # all is staged: the round after next has all of it
+        await comm.barrier()  # all contributions are staged: the round after the next includes all of them
         newest = np.array([comm.statistics().operations["g"].rounds])
         last = int((await comm.allreduce(newest, MAX))[0]) + 2
         while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
@@ -683,8 +683,8 @@ def test_an_abort_with_an_empty_or_unusual_reason_reaches_all_ranks():
         assert {type(error) for error in raised.values()} == {AbortedError}
 
 
-def test_numpy_integers_are_accepted_as_ranks():
-    """A rank that came out of an array names the same execution as an int does."""
+def test_numpy_integers_are_accepted():
+    """A NumPy integer identifies the same execution as an int of the same value."""
 
     async def main(comm: Communicator) -> None:
         number = np.int64 if comm.rank == 0 else int
@@ -702,7 +702,7 @@ def test_numpy_integers_are_accepted_as_ranks():
     simulate(3, main)
 
 
-# -- bytes that nobody should have sent ----------------------------------------------------------
+# -- invalid bytes -------------------------------------------------------------------------------
 
 
 def routers_address(comm: Communicator, rank: int) -> str:
@@ -716,7 +716,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def visit(address: str, frames: list[bytes], done: Callable[[zmq.Socket], bool], identity: bytes = b"") -> None:
-    """Send `frames` as somebody from outside, and stay until `done`."""
+    """Send `frames` from a socket outside of the world, and stay connected until `done`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         if identity:
@@ -773,13 +773,13 @@ def test_an_unauthenticated_oversized_frame_ends_only_its_connection():
 
 @pytest.mark.slow
 def test_a_second_connection_cannot_send_as_a_connected_rank():
-    """ZeroMQ keeps the first connection of a routing id, and drops what comes on a second."""
+    """ZeroMQ keeps the first connection of a routing id, and drops messages of a second."""
 
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             identity = comm._core.member.endpoint.transport._routing_ids[2]
             frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
-            barriers: list[asyncio.Future[Any]] = []  # once it has come in
+            barriers: list[asyncio.Future[Any]] = []  # once the frame has arrived
 
             def over(monitor: zmq.Socket) -> bool:
                 if not barriers and happened(zmq.EVENT_HANDSHAKE_SUCCEEDED, monitor):
@@ -797,7 +797,7 @@ def test_a_second_connection_cannot_send_as_a_connected_rank():
 
 
 def announced(**fields: Any) -> list[bytes]:
-    """An announcement that is well-formed; `fields` make it impossible."""
+    """A well-formed announcement with impossible values in `fields`."""
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
     empty = {"str": "", "int": 0, "bool": False}
     values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
@@ -812,7 +812,7 @@ GARBAGE = {
     "too few frames": [wire.encode(wire.DATA)],
     "no msgpack": [wire.encode(wire.CONTROL), b"\xc1"],
     "wrong field": [wire.encode(wire.CONTROL), b"\x94\xa5Abort\x01\x02\x03"],
-    "credit out of nothing": [wire.encode(wire.CREDIT, number=1 << 40)],
+    "credit for unsent bytes": [wire.encode(wire.CREDIT, number=1 << 40)],
     "impossible dtype": announced(layout="float13:1"),
     "no layout": announced(layout=""),
     "half a layout": announced(layout="float32:1,int8"),
@@ -832,7 +832,7 @@ GARBAGE = {
 
 def sends(frames: list[bytes]) -> Act:
     async def act(comm: Communicator) -> None:
-        await comm.barrier()  # everybody has joined
+        await comm.barrier()  # all ranks have joined
         if comm.rank == 1:
             comm._core.member.endpoint.transport.send(2, frames)
         for _ in range(20):
@@ -845,7 +845,7 @@ def sends(frames: list[bytes]) -> Act:
 @pytest.mark.parametrize("what", GARBAGE)
 def test_the_error_names_a_rank_that_violates_the_protocol(what, run, caplog):
     raised: dict[int, Exception] = {}
-    end = asyncio.Barrier(3)  # whoever raises has the others stopped soon
+    end = asyncio.Barrier(3)  # a rank that raises makes the launcher of the ranks stop the others soon
 
     async def main(comm: Communicator) -> None:
         try:
@@ -863,7 +863,7 @@ def test_the_error_names_a_rank_that_violates_the_protocol(what, run, caplog):
 
 @pytest.mark.parametrize("what", ["garbage", "wrong field"])
 def test_a_protocol_violation_reaches_all_ranks(what):
-    """Also those that wait for the offended rank, even if it goes on."""
+    """Also ranks that wait for the rank that got the bytes."""
     raised = failures(3, sends(GARBAGE[what]))
     assert type(raised[2]) is ProtocolError
     assert {type(raised[rank]) for rank in (0, 1)} <= {ProtocolError, AbortedError, PeerLostError}
@@ -872,7 +872,7 @@ def test_a_protocol_violation_reaches_all_ranks(what):
 @pytest.mark.parametrize("first", ["posted", "arrived"])
 @pytest.mark.parametrize("payload", [b"", b"x" * 3, b"x" * 100], ids=len)
 def test_data_of_a_wrong_size_is_refused_before_and_after_the_receive(payload, first):
-    """The header is right: only the payload does not fit. Both a plain receive and a round's own buffer."""
+    """The header is valid, but the payload does not fit the receive of a round."""
 
     refused_in_a_round([payload], first)
 
@@ -883,7 +883,7 @@ def test_a_piggyback_of_a_wrong_size_is_refused(first):
 
 
 def refused_in_a_round(frames: list[bytes], first: str) -> None:
-    """Rank 1 sends these in the name of a round, before or after rank 0 has posted its receive."""
+    """Rank 1 sends `frames` as a part of a round, before or after rank 0 has posted its receive."""
 
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
@@ -916,11 +916,11 @@ def test_a_call_after_others_have_left_is_a_mismatch(size):
         simulate(size, main)
 
 
-# -- cancelled calls, and the next one -----------------------------------------------------------
+# -- calls after a cancelled one -----------------------------------------------------------------
 
 
 async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
-    """Whether `call` was cancelled, and had not been answered before."""
+    """Cancel `call` after `after_s`; return False if it has returned before."""
     try:
         await asyncio.wait_for(call, after_s)
     except TimeoutError:
@@ -947,7 +947,7 @@ def test_the_call_after_a_cancelled_one_gets_the_result_in_memory_of_its_own(ope
 
 @pytest.mark.parametrize("history", [0, 100])
 def test_the_next_call_reports_the_rounds_of_a_cancelled_one_as_missed_or_skipped(history):
-    """The answer is ready on the runtime's loop when the caller is cancelled."""
+    """The result is ready on the runtime's loop when the caller is cancelled."""
 
     async def main(comm: Communicator) -> list[tuple[int, int, int]]:
         told = []

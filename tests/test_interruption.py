@@ -1,4 +1,4 @@
-"""Exceptions that signal handlers raise in the main thread, between any two steps of Python."""
+"""Exceptions that signal handlers raise in the main thread, between any two bytecodes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_exception_just_after_the_acquisition_releases_the_lock(monkeypatch):
 
 
 def test_the_next_call_releases_a_lock_that_an_exception_kept():
-    """As when it comes before the first step of what would give it back."""
+    """The exception came before the first step of the code that would release the lock."""
     with local_world(2) as (mine, theirs):
         control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
         control_blocks[0]._mutex.acquire()
@@ -127,7 +127,7 @@ def test_an_error_of_the_library_in_a_critical_section_marks_nothing():
 
 
 def test_a_cancelled_caller_ends_although_its_wake_up_is_lost(monkeypatch):
-    """As when a signal handler raises in the callback, and the runtime stops before it has repeated it."""
+    """A signal handler raises in the callback, and the runtime stops before it repeats the callback."""
 
     def lost(*_):
         raise AlarmError
@@ -153,7 +153,7 @@ def test_a_cancelled_caller_ends_although_its_wake_up_is_lost(monkeypatch):
 
 
 class Strike:
-    """Raises AlarmError at the so many-th line of what the hooks of `forks` do in this thread."""
+    """A trace function that raises AlarmError at the given line of the hooks of `forks` in this thread."""
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -184,7 +184,7 @@ def test_an_exception_in_a_fork_hook_leaves_no_lock_and_no_pipe(hook):
             step()
             sys.settrace(outer)
         is_struck = strike.left <= 0
-        with ThreadPoolExecutor(1) as pool:  # which may fork now
+        with ThreadPoolExecutor(1) as pool:  # another thread may fork now
             assert pool.submit(forks._forking.acquire, timeout=0).result()
             pool.submit(forks._forking.release).result()
     forks.unregister(owner)
@@ -194,7 +194,7 @@ def test_an_exception_in_a_fork_hook_leaves_no_lock_and_no_pipe(hook):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# -- who may be interrupted ------------------------------------------------------------------------
+# -- threads and handlers --------------------------------------------------------------------------
 
 
 def test_handlers_of_loops_and_of_python_do_not_raise():
@@ -218,7 +218,7 @@ def test_only_the_main_thread_is_interrupted(handler):
     assert (may_interrupt(), handlers_may_raise(), answers) == (True, True, [False])
 
 
-# -- answers that nobody gets ----------------------------------------------------------------------
+# -- results without a receiver --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm"])

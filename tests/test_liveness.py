@@ -1,4 +1,4 @@
-"""Who is gone, frozen or late is named at every rank; who only computes is not."""
+"""Lost, frozen and late ranks are named at every rank; a rank that only computes is not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIZES = [2, 3, 4, 5, 8, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
 
 
-# -- gone -----------------------------------------------------------------------------------------
+# -- lost ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_loss_that_one_rank_notices_reaches_all_ranks(size):
-    """A frozen process is felt by its neighbours alone."""
+    """Only its neighbours exchange heartbeats with a frozen process."""
 
     async def act(comm: Communicator) -> None:
         await comm.barrier()
@@ -50,7 +50,7 @@ def test_a_loss_that_one_rank_notices_reaches_all_ranks(size):
 
 
 def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
-    """It takes time, while whoever waits in memory has just been told."""
+    """The check takes time, and the calls in shared memory have the error already."""
 
     async def act(comm: Communicator) -> None:
         endpoint = comm._core.member.endpoint
@@ -80,7 +80,7 @@ def test_the_error_names_the_last_known_call_of_the_lost_rank(size, simulated):
 
 @pytest.mark.parametrize(("at_s", "is_told"), [(7.5, True), (8.5, False), (9.5, False), (11.5, False)])
 def test_a_loss_after_the_last_call_of_all_ranks_is_not_reported(at_s, is_told):
-    """A message takes a second, and a barrier three: they join, call, agree that nobody calls again, and leave."""
+    """A message takes 1 s and a barrier 3 s. The barriers: joining, the call, the last call of all, leaving."""
 
     async def main(comm: Communicator) -> int:
         await comm.barrier()
@@ -96,7 +96,7 @@ def test_a_loss_after_the_last_call_of_all_ranks_is_not_reported(at_s, is_told):
         assert run() == [0, None, 2, 3, 4]
 
 
-# -- late -----------------------------------------------------------------------------------------
+# -- late ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -145,7 +145,7 @@ def test_the_error_of_a_pair_names_only_its_two_ranks(simulated):
 
 
 def test_a_rank_that_has_completed_the_call_has_arrived(simulated):
-    """Others of a reduction may have nothing more to wait for."""
+    """Some ranks of a reduction complete it before the others."""
 
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
@@ -256,7 +256,7 @@ def test_limits_in_the_environment():
 
 
 def told(transport: str, *arguments: object, **settings: str) -> dict[str, str]:
-    """What each of four ranks of a launched job prints last."""
+    """The last line that each of four ranks of a launched job prints, by rank."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
     environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -273,7 +273,7 @@ both = pytest.mark.parametrize("transport", ["shm", "zmq"])
 @both
 @pytest.mark.parametrize("elements", [3, 1_000_000])
 def test_every_survivor_names_a_dead_process(elements, transport):
-    """It ends with code 0, so that the launcher does not stop the others before they have said what they heard."""
+    """Rank 1 exits with code 0, so that the launcher does not stop the others before they print their errors."""
     assert told(transport, "exits", elements) == dict.fromkeys("023", "rank 1 is dead")
 
 
@@ -286,7 +286,7 @@ def test_every_survivor_names_a_process_that_died_before_it_registered_as_lock_o
 @both
 def test_every_survivor_names_a_stopped_process(transport):
     heard = told(transport, "stopped", 3, **FREEZE)
-    heard.pop("1", None)  # what that one hears depends on who is left to tell it
+    heard.pop("1", None)  # the error of the stopped rank depends on the ranks that are left when it continues
     assert heard == dict.fromkeys("023", "rank 1 is frozen")
 
 

@@ -1,4 +1,4 @@
-"""Posted receives meet arrived segments, in whatever order the two come."""
+"""Matching of posted receives with arriving segments, in any order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ add = combiner(ReduceOp.SUM, "int32")
 
 
 def segments(x: np.ndarray, cuts: list[int]) -> list[bytes]:
-    """`x` as its sender would cut it: never an empty piece, but one for an empty array."""
+    """The segments of `x`: none is empty, except the only one of an empty array."""
     return [piece.tobytes() for piece in np.split(x, sorted(set(cuts))) if piece.size] or [b""]
 
 
 class Posted:
-    """A receive, and how often it said that it is complete."""
+    """A receive, and a count of the calls of `on_complete`."""
 
     def __init__(self, count: int, combine=None) -> None:
         self.into = np.full(count, 100, "i4")
@@ -60,7 +60,7 @@ def test_any_interleaving_gives_the_same_arrays(data):
     ids=lambda pieces: "+".join(map(str, pieces)),
 )
 def test_segments_of_a_wrong_total_size_are_refused(pieces, posted_first):
-    """An array of three elements (12 bytes) is expected."""
+    """The receive expects three elements, 12 bytes."""
     mailbox, posted = Mailbox(), Posted(3)
     sizes = iter(pieces)
     if posted_first:
@@ -76,7 +76,7 @@ def test_segments_of_a_wrong_total_size_are_refused(pieces, posted_first):
         all_of_it()
         assert mailbox.waiting_for() == [(0, 0)]
     elif pieces == [8, 4, 4] and posted_first:
-        all_of_it()  # the third piece is for nobody yet
+        all_of_it()  # the third segment has no receive yet
         assert posted.completions == 1
     else:
         with pytest.raises(ProtocolError, match="a segment of"):

@@ -1,4 +1,4 @@
-"""Calls between ranks, in every world: what they carry, where they run, how they end, and what is refused."""
+"""RPC between ranks, in every world: values, threads, limits, ends of calls, and refused input."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Batch:
 
 
 @dataclasses.dataclass
-class Stranger:
+class Unexpected:
     x: int
 
 
 class Service:
-    """What ranks call here."""
+    """The functions that ranks call in these tests."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -105,7 +105,7 @@ class Service:
         raise LookupError("stumbled")
 
     async def bounce(self, times: int) -> int:
-        """Each rank calls the next, `times` times."""
+        """Make a chain of `times` nested calls, each from one rank to the next."""
         if not times:
             return 0
         return 1 + await self._comm.rpc.call((self._comm.rank + 1) % self._comm.size, "bounce", times - 1)
@@ -129,7 +129,7 @@ def served(act):
     return main
 
 
-# -- what a call does ----------------------------------------------------------------------------
+# -- calls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -212,7 +212,7 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
 
 
 def test_many_plain_functions_can_wait_for_each_other():
-    """More than the threads of a loop are."""
+    """There are more of them than threads in the default executor of a loop."""
     together = threading.Barrier(40, timeout=PATIENCE_S)
 
     async def main(comm):
@@ -357,7 +357,7 @@ def test_notifications_begin_in_order_and_are_bounded(run, caplog):
 
 
 def test_a_chain_of_notifications_may_be_infinite(simulated):
-    """Nobody waits for its end, as callers of callers do."""
+    """A notification has no waiting caller, so the limit of nested calls does not apply to it."""
 
     async def main(comm):
         arrived = asyncio.Event()
@@ -414,7 +414,7 @@ def test_any_async_iterator_streams(run):
         def __aiter__(self):
             return self
 
-        async def __anext__(self) -> int:  # and no `aclose`, which only generators have
+        async def __anext__(self) -> int:  # it has no `aclose`, unlike a generator
             if not self._left:
                 raise StopAsyncIteration
             self._left -= 1
@@ -569,7 +569,7 @@ def test_an_expired_deadline_sends_nothing(use):
             await asyncio.sleep(2)
             with pytest.raises(DeadlineError):
                 await use(comm.rpc)
-        await asyncio.sleep(1)  # what was sent would have come by then
+        await asyncio.sleep(1)  # a message would have arrived by then
 
     assert simulate(2, served(act)).results[1].begun == []
 
@@ -580,7 +580,7 @@ def test_a_function_has_only_the_deadline_of_its_caller(simulated):
             return remaining_s()
 
         with deadline(1):
-            comm.rpc.register(left)  # the first use of comm.rpc, which goes on when this is over
+            comm.rpc.register(left)  # the first use of comm.rpc, which continues after this block
         await comm.barrier()
         assert await comm.rpc.call(1 - comm.rank, "left") is None
         with deadline(100):
@@ -592,7 +592,7 @@ def test_a_function_has_only_the_deadline_of_its_caller(simulated):
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e3])
 def test_a_deadline_inside_the_function_is_a_remote_error(simulated, seconds):
-    """Its caller has none, or time left, and so was not late."""
+    """The caller has no deadline, or time left, so this is not the deadline of the caller."""
 
     async def act(comm, service, other):
         failed = pytest.raises(RemoteError, match="DeadlineError at rank 1: sleep at rank 1 did not answer")
@@ -611,7 +611,7 @@ def test_a_deadline_inside_the_function_is_a_remote_error(simulated, seconds):
 
 
 def test_an_infinite_deadline_is_no_deadline():
-    """No timer is set for it, which would hide that everything waits for ever."""
+    """It sets no timer: a timer would hide the deadlock."""
 
     async def main(comm):
         comm.rpc.register(asyncio.Event().wait, name="wait")
@@ -646,7 +646,7 @@ def test_streams_and_notifications_have_deadlines_too():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_call_after_a_cancelled_call_is_right(seed):
-    """25 calls a seed, cancelled at random points of virtual time: 1,000 in all, each followed by one that is right."""
+    """25 calls for each seed, 1,000 in all, cancelled at random points of virtual time."""
     draw = random.Random(seed)
 
     async def main(comm):
@@ -786,10 +786,10 @@ BAD = {
     "wrong": (("add", "x"), UsageError, r"rank 1: add: a must be int, got str"),
     "wrong more": (("add", 1, 2, 3.5), UsageError, r"rank 1: add: more must be int, got float"),
     "wrong dataclass": (("double", 3), UsageError, r"rank 1: double: batch must be Batch, got int"),
-    "stranger": (
-        ("echo", Stranger(1)),
+    "unexpected dataclass": (
+        ("echo", Unexpected(1)),
         UsageError,
-        r"rank 1: a dataclass Stranger was received, which no annotation here",
+        r"rank 1: a dataclass Unexpected was received, which no annotation here",
     ),
     "unsendable": (("echo", [object()]), UsageError, r"echo: argument 1\[0\] is a <class 'object'>"),
     "unsendable result": (
@@ -895,7 +895,7 @@ class Calculator:
 
 
 class RemoteCalculator(Protocol):
-    """The same, as it is called from elsewhere."""
+    """The same service, as a caller describes it."""
 
     async def add(self, a: int, b: int = 0) -> int: ...
 
@@ -946,7 +946,7 @@ def test_a_stub_stands_for_a_service(run):
 
 
 class Static:
-    """Methods of no object."""
+    """Methods that need no object."""
 
     @staticmethod
     async def double(x: int) -> int:
@@ -1065,7 +1065,7 @@ def test_a_call_to_a_rank_that_dies_raises():
 
 
 def test_the_task_that_notices_a_loss_is_not_cancelled():
-    """It ends all calls, and its own is under way."""
+    """It ends all calls of its rank, among them its own, which must raise and not be cancelled."""
     raised = []
 
     async def main(comm):
@@ -1075,13 +1075,13 @@ def test_the_task_that_notices_a_loss_is_not_cancelled():
             await comm.rpc.call(1, "echo", 1)
             inbox = comm.rpc._exchange._carrier._outboxes[1].inbox
             thread = threading.Thread(target=inbox.control_block.__enter__)
-            thread.start()  # to the kernel, a thread that ends is an owner that dies
+            thread.start()  # the kernel treats a thread that ends as an owner of the lock that dies
             thread.join()
             with pytest.raises(PeerLostError) as caught:
                 await comm.rpc.call(1, "echo", 1)
             raised.append(caught.value)
             assert not asyncio.current_task().cancelling()
-            await asyncio.sleep(0)  # or it would be raised here
+            await asyncio.sleep(0)  # a wrong cancellation would be raised here
         await comm.barrier()
 
     with pytest.raises(PeerLostError):
@@ -1099,7 +1099,7 @@ def test_a_call_that_waits_to_send_raises_after_a_loss():
                 with pytest.raises(AbortedError, match="enough"):
                     await call
         else:
-            await asyncio.sleep(10)  # it never comes to rpc
+            await asyncio.sleep(10)  # it never opens RPC
 
     simulate(2, main)
 
@@ -1176,11 +1176,11 @@ def test_invalid_calls_end_the_world(message):
         simulate(2, main, NETWORK)
 
 
-# -- what a reader of the code found -------------------------------------------------------------
+# -- regressions ---------------------------------------------------------------------------------
 
 
 def test_calls_that_end_in_one_turn_free_as_many_slots(run):
-    """More than may be under way, with handlers that all wait for the same."""
+    """There are more calls than slots, and all handlers wait for the same event."""
 
     async def main(comm):
         opened, waiting = asyncio.Event(), 0
@@ -1269,7 +1269,7 @@ class UtterError(BaseException):
 
 
 class HollowError(Exception):
-    """Whatever it is asked for, it looks for in what it has not."""
+    """An exception whose attributes cannot be read: `__getattr__` recurses without end."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -1299,7 +1299,7 @@ ODD = {
 @pytest.mark.parametrize(("function", "kind"), ODD.values(), ids=ODD.keys())
 def test_the_caller_is_answered_whatever_a_function_raises(run, caplog, function, kind):
     async def act(comm, service, other):
-        for _ in range(2):  # that rank goes on
+        for _ in range(2):  # the callee continues after the first exception
             with pytest.raises(RemoteError, match=kind), deadline(PATIENCE_S):
                 await comm.rpc.call(other, "raise_it")
 
@@ -1346,7 +1346,7 @@ def test_calls_have_the_deadline_of_the_world(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """The world's deadline is short at rank 0, and the others wait for it."""
+    """Worlds in which the deadline of rank 0 is short."""
     patience_s = property(lambda endpoint: math.inf if endpoint.rank else 0.5, lambda *_: None)
     monkeypatch.setattr(Endpoint, "patience_s", patience_s, raising=False)
 
@@ -1386,7 +1386,7 @@ def test_items_of_streams_have_the_deadline_of_the_world(impatient):
 
         if comm.rank == 0:
             items = comm.rpc.stream(1, "slow_down")
-            assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]  # longer than that in all
+            assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]  # takes longer than the deadline in total
             await anext(items)
             with pytest.raises(DeadlineError, match="slow_down at rank 1 did not answer before the deadline"):
                 await anext(items)

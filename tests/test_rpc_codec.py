@@ -1,4 +1,4 @@
-"""Values to bytes and back, and that bytes which no codec made are refused before they cost anything."""
+"""The codec of RPC: values round-trip, and invalid bytes are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ TYPES = hints.dataclasses_in([list[Path]])
 
 
 def through(value: object, types: codec.Types = TYPES) -> Any:
-    """`value` after its journey; its arrays arrive in memory of their own."""
+    """`value`, encoded and decoded; its arrays are copied in between, as a carrier does."""
     body, arrays = codec.encode(value)
     assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays)
     return codec.decode(body, [array.copy() for array in arrays], types)
 
 
 def same(a: object, b: object) -> bool:
-    """Equal, and of the same types throughout; NaN is NaN."""
+    """Whether two values are equal and of the same types at every level; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -167,7 +167,7 @@ def test_a_model():
     assert torch.equal(arrived["weight"], state["weight"])
 
 
-# -- what cannot be sent -------------------------------------------------------------------------
+# -- values that cannot be sent ------------------------------------------------------------------
 
 
 class Mine:
@@ -273,7 +273,7 @@ def test_two_dataclasses_of_one_name():
 
 
 def test_a_forwarded_failure_keeps_the_beginning_of_its_message():
-    """And of its traceback the end, where the cause is."""
+    """The traceback keeps its end, which names the cause."""
     there = RemoteError(2, "ValueError", "the root cause", "x" * 100_000)
     error = failure.decode(failure.encode(there), 1)
     assert error.message.startswith("ValueError at rank 2: the root cause")
@@ -281,7 +281,7 @@ def test_a_forwarded_failure_keeps_the_beginning_of_its_message():
     assert len(str(error)) < 11_000
 
 
-# -- what nobody sent ----------------------------------------------------------------------------
+# -- invalid bytes -------------------------------------------------------------------------------
 
 
 @given(st.binary(), st.lists(st.binary(max_size=64), max_size=3))
@@ -320,12 +320,12 @@ IMPOSSIBLE = {
         msgpack.packb([msgpack.ExtType(5, struct.pack("<BBBBQI", 0, FLOAT32, 0, 1, 2, 0))] * 2),
         1,
     ),
-    "an array nobody asked for": (msgpack.packb(1), 1),
+    "an array without a reference": (msgpack.packb(1), 1),
     "no such dtype": (an_array(struct.pack("<BBBBQI", 0, 99, 0, 1, 2, 0)), 1),
     "no such family": (an_array(struct.pack("<BBBBQI", 9, FLOAT32, 0, 1, 2, 0)), 1),
     "too many dimensions": (an_array(struct.pack("<BBBB", 0, FLOAT32, 0, 200) + bytes(8 * 200)), 0),
     "a scalar of several": (an_array(struct.pack("<BBBBQI", 2, FLOAT32, 0, 1, 2, 0)), 1),
-    "a cut form": (an_array(b"\0"), 0),
+    "a truncated header": (an_array(b"\0"), 0),
     "another kind": (msgpack.packb(msgpack.ExtType(99, b"")), 0),
     "a timestamp": (msgpack.packb(msgpack.ExtType(-1 & 0x7F, b"1234")), 0),
     "a tuple of no list": (msgpack.packb(msgpack.ExtType(1, msgpack.packb(1))), 0),

@@ -1,4 +1,4 @@
-"""The carrier in memory: what arrives, who waits, whose memory it is, and what peers cannot do."""
+"""The carrier of RPC in shared memory: delivery, flow control, ownership of memory, and untrusted peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's control_block
 
 
 class Mail(Keeper):
-    """What a carrier delivers."""
+    """Keeps the messages that a carrier delivers."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Mail(Keeper):
 
 
 class World:
-    """The carriers of the ranks, their arenas, and what they deliver."""
+    """The carriers of all ranks, with their arenas and their delivered messages."""
 
     def __init__(self, arenas, check):
         ranks = arenas[0].ranks
@@ -70,7 +70,7 @@ def nothing():
 
 
 def twin(size, main, check=nothing):
-    """In virtual time, where others come between whenever somebody waits."""
+    """Virtual time, where every wait lets other tasks run."""
     draw = np.random.default_rng(size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(whole(inproc.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
@@ -98,7 +98,7 @@ def run(request):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Little is long, and the window has room for four times as much."""
+    """Small limits: messages above 1,000 bytes are long, and the window holds 16,000 bytes."""
     monkeypatch.setattr(in_memory, "INLINE_BYTES", 1000)
     monkeypatch.setattr(in_memory, "WINDOW_BYTES", 16_000)
     monkeypatch.setattr(packing, "_PIECE", 700)
@@ -119,18 +119,18 @@ def lender(world, rank=0):
 
 async def until(condition):
     while not condition():
-        await asyncio.sleep(1e-6)  # a moment even in virtual time
+        await asyncio.sleep(1e-6)  # not 0, so that virtual time advances
 
 
 async def collect(world):
-    """Rank 1 gives back what it has dropped at the latest when it reads, and rank 0 collects it; returns the lender."""
+    """Return dropped memory from rank 1 to rank 0, whose lender is returned. Rank 1 does so when it reads."""
     await world.carriers[0].send(1, b"")
     await world.keepers[1].take()
     world.carriers[0]._lender._collect()
     return world.carriers[0]._lender
 
 
-# -- what arrives ---------------------------------------------------------------------------------
+# -- delivery -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -180,7 +180,7 @@ def test_arrays_of_all_lengths(run, lengths):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 1000, HEAD_BYTES - 1, HEAD_BYTES])
 def test_heads_of_all_lengths(run, nbytes):
-    """More than the ring holds, so they lie at its end in all ways."""
+    """More heads than the ring holds, so they wrap around its end at different offsets."""
 
     async def main(world):
         world.open(1)
@@ -223,7 +223,7 @@ STEPS = st.tuples(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(size=st.integers(2, 5), steps=st.lists(STEPS, max_size=60))
 def test_messages_arrive_in_order(small, size, steps):
-    """In order among the messages of each task, from its rank to another."""
+    """The messages of one task to one rank arrive in the order in which they were sent."""
 
     async def main(world):
         world.open(*range(size))
@@ -250,11 +250,11 @@ def test_messages_arrive_in_order(small, size, steps):
     twin(size, main)
 
 
-# -- who waits ------------------------------------------------------------------------------------
+# -- flow control ---------------------------------------------------------------------------------
 
 
 def test_a_slow_receiver_makes_senders_wait(run):
-    """Its inbox takes what fits into it, and the rest comes in order once it reads."""
+    """The inbox takes the messages that fit; the rest arrive in order once the receiver reads."""
     count, head = 400, 2000
     sent = []
 
@@ -309,7 +309,7 @@ def test_one_message_may_be_longer_than_the_window(run, small):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_send_to_all_more_than_the_inboxes_hold(run, small, size):
-    """Nobody reads before everybody waits to send; and then it comes to an end."""
+    """No rank reads before all ranks wait to send; then all messages arrive."""
 
     async def main(world):
         async def send(rank, dest):
@@ -380,7 +380,7 @@ def test_a_receiver_without_end_lets_other_tasks_run():
 
 
 def test_a_polling_reader_lets_its_loop_turn(monkeypatch):
-    """It looks for ever here, and the others, without whom it would see nothing, go on."""
+    """The reader polls without end here, and the other tasks of its loop run all the same."""
     monkeypatch.setattr(arena_module, "_TURNS_S", 1e9)
     monkeypatch.setattr(arena_module, "_TURNS_S_WITHOUT_CORES", 1e9)
     monkeypatch.setattr(arena_module, "_SLICE_S", 1e9)
@@ -396,11 +396,11 @@ def test_a_polling_reader_lets_its_loop_turn(monkeypatch):
     memory(2, main)
 
 
-# -- whose memory it is ---------------------------------------------------------------------------
+# -- ownership of memory --------------------------------------------------------------------------
 
 
 def test_memory_is_lent_again(run):
-    """Of so many messages one after the other, a few blocks carry all."""
+    """A few blocks carry many messages, one after the other."""
 
     async def main(world):
         world.open(1)
@@ -520,7 +520,7 @@ def test_send_without_free_memory_raises(run, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_cancelled_message_arrives_whole_or_not_at_all(small, seed):
-    """What was sent by others arrives in any case, and nothing is left over."""
+    """The messages of other tasks arrive in any case, and no lent memory remains."""
     draw = np.random.default_rng(seed)
     sent = []
 
@@ -593,7 +593,7 @@ def test_messages_after_the_end_are_dropped_and_their_memory_returned(run):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_waiting_senders_wake_at_the_end(run, small, who):
-    """Of a closed receiver they need not know; a closed sender is an error of theirs."""
+    """A message to a closed receiver is dropped; a send of a closed sender raises ClosedError."""
 
     async def main(world):
         async def send(nbytes):
@@ -667,7 +667,7 @@ def test_in_a_simulated_world():
     simulate(5, main, shared_memory=True)
 
 
-# -- what cannot be trusted -----------------------------------------------------------------------
+# -- untrusted peers ------------------------------------------------------------------------------
 
 
 def header(world, *fields):
@@ -685,8 +685,8 @@ BAD_HEADERS = {
     "no header": (-64, 0, 0, 0, 0, 0),
     "longer than the inbox": (64 * 21, 0, 0, 0, 0, 0),
     "endless": (1 << 62, 0, 0, 0, 0, 0),
-    "nobody": (64, 2, 0, 0, 0, 0),
-    "nobody at all": (64, -1, 0, 0, 0, 0),
+    "unknown rank": (64, 2, 0, 0, 0, 0),
+    "negative rank": (64, -1, 0, 0, 0, 0),
     "long head": (64, 0, 17, 0, 0, 0),
     "negative head": (64, 0, -1, 0, 0, 0),
     "huge head": (64, 0, (1 << 63) - 1, 0, 0, 0),
@@ -759,7 +759,7 @@ def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
 @pytest.mark.parametrize("tail", [-64, 1, RING_BYTES + 64, 1 << 62, -(1 << 63)])
 @pytest.mark.parametrize("word", [TAIL, HEAD])
 def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
-    """By its owner, who knows the head itself, nor by writers."""
+    """Neither the owner, which keeps its own copy of the head, nor a writer trusts them."""
 
     async def main(world):
         with world.carriers[1]._inbox.control_block as control_block:
@@ -781,7 +781,7 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     fields=st.tuples(*[st.sampled_from([0, 1, -1, 48, 64, 128, 1 << 17, 1 << 40, (1 << 63) - 1])] * 6),
 )
 def test_random_bytes_in_an_inbox(noise, blocks, fields):
-    """It is delivered if it looks like messages, and otherwise refused; nothing else happens."""
+    """The content is delivered if it is a valid message, and refused otherwise."""
 
     async def main(world):
         world.open(1)
@@ -816,7 +816,7 @@ def test_a_message_that_its_receiver_refuses(run):
 
 @pytest.mark.parametrize("address", [64, 1 << 17, 1 << 62, -1, "twice", "cycle"])
 def test_returned_addresses_are_not_trusted(run, caplog, address):
-    """What was not lent is not taken for free memory, and what was lent not twice."""
+    """Only memory that is lent is taken back, and only once."""
     held = []
 
     async def main(world):
@@ -843,12 +843,12 @@ def test_returned_addresses_are_not_trusted(run, caplog, address):
 
 
 def test_a_rank_that_died_with_the_lock_of_an_inbox():
-    """Whoever writes to it or reads it is told who; other inboxes go on."""
+    """Ranks that write or read the inbox raise an error that names the dead rank; other inboxes still work."""
 
     async def main(world):
         world.open(0, 1)
         thread = threading.Thread(target=world.carriers[2]._open_outbox(1).inbox.control_block.__enter__)
-        thread.start()  # to the kernel, a thread that ends is an owner that dies
+        thread.start()  # the kernel treats a thread that ends as an owner of the lock that dies
         thread.join()
         for rank in (0, 2):
             with pytest.raises(PeerLostError, match="rank 2 is gone"):

@@ -1,4 +1,4 @@
-"""Services outside of any world, over real sockets: who may come in, and what happens when either end is gone."""
+"""Services outside of a world, over real sockets: access control, hostile peers, and the loss of either end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class WrongService:
 
 @pytest.fixture(params=["ipc", "tcp", "curve"])
 def place(request, tmp_path):
-    """An address, and the key that goes with it."""
+    """An address, and the arguments with its key."""
     if request.param == "ipc":
         return f"ipc://{tmp_path}/s", {}
     return "tcp://127.0.0.1:0", {"key_file": a_key(tmp_path / "key")} if request.param == "curve" else {}
@@ -131,7 +131,10 @@ def run(main, loop_factory=uvloop.new_event_loop):
 
 
 def in_a_thread(act: Callable[[], None], release: Callable[[], None]) -> str:
-    """What `act` is refused for. Were it to block for ever, `release` would let it go, and the test would fail."""
+    """The text of the UsageError that `act` raises in a thread.
+
+    If `act` blocks, `release` ends it, and the test fails.
+    """
     refusals = []
 
     def keep():
@@ -249,7 +252,7 @@ def test_the_call_after_a_cancelled_call_is_right(ipc, loop_factory):
     run(main(), loop_factory)
 
 
-# -- either end is gone --------------------------------------------------------------------------
+# -- loss of either end --------------------------------------------------------------------------
 
 
 def test_calls_to_a_service_that_ends_raise(place):
@@ -270,7 +273,9 @@ def test_calls_to_a_service_that_ends_raise(place):
             for waiting in (call, read_on(items), client.call("echo", 1)):
                 with pytest.raises(ServiceLostError, match=r"the service at .* is gone: its connection closed"):
                     await waiting
-            async with serve(Service(), address, **key):  # a new one at the same place is no resurrection
+            async with serve(
+                Service(), address, **key
+            ):  # a new service at the same address does not revive the connection
                 with pytest.raises(ServiceLostError):
                     await client.call("echo", 1)
                 async with connect(address, **key) as again:
@@ -383,7 +388,9 @@ def test_lost_clients_leave_no_state(ipc):
                 for call in hanging:
                     call.cancel()
                 await asyncio.wait(hanging)
-                client._exchange.client._tell(protocol.CANCEL, 0, 0)  # as one does that crosses its answer
+                client._exchange.client._tell(
+                    protocol.CANCEL, 0, 0
+                )  # like a CANCEL that crosses the answer to its call
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
         while server._socket._clients or runs._tasks or server._carrier._segments._peers:
@@ -397,7 +404,7 @@ def test_lost_clients_leave_no_state(ipc):
 
 
 def test_a_service_that_is_cancelled_twice_is_closed(ipc):
-    """The second time while it waits for a function that takes its time to end."""
+    """The second cancellation arrives while it waits for a function to end."""
     is_there, serves, stops = Path(ipc.removeprefix("ipc://")).exists, asyncio.Event(), asyncio.Event()
 
     class Stubborn:
@@ -437,8 +444,8 @@ from asyncoll.rpc import serve
 
 def come_and_go(count):
     for _ in range(count):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(sys.argv[1].removeprefix("ipc://"))
+        with socket.socket(socket.AF_UNIX) as hostile:
+            hostile.connect(sys.argv[1].removeprefix("ipc://"))
 
 async def meet(count: int) -> None:
     come_and_go(count)
@@ -454,7 +461,7 @@ asyncio.run(main())
 
 
 def test_a_service_that_computes_survives_many_unauthenticated_peers(ipc):
-    """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
+    """The loop of the service is blocked, so it does not read the events of ZeroMQ."""
 
     async def main():
         async with connect(ipc) as client:
@@ -534,7 +541,7 @@ def test_a_silent_peer_at_the_address(tmp_path, monkeypatch):
 
 
 def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
-    """The kernel takes connections for it."""
+    """The kernel accepts connections for a stopped process."""
     monkeypatch.setattr(service_sockets, "_HANDSHAKE_MS", 50)
 
     async def main():
@@ -549,7 +556,7 @@ def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch)
 
 
 def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
-    """Or one that froze right after its answer would be waited for in vain."""
+    """Without a heartbeat, a service that freezes right after its answer would never be missed."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
 
@@ -562,7 +569,7 @@ def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
     run(main())
 
 
-# -- who may come in -----------------------------------------------------------------------------
+# -- access control ------------------------------------------------------------------------------
 
 
 BAD_ADDRESSES = {
@@ -651,10 +658,10 @@ def test_a_client_with_the_servers_public_key_only_is_refused(tmp_path, caplog):
 
     async def main():
         async with both("tcp://127.0.0.1:0", key_file=key) as (_, client, url):
-            with zmq.Context() as context, a_socket(context) as stranger:
-                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                stranger.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
-                stranger.connect(url)
+            with zmq.Context() as context, a_socket(context) as hostile:
+                hostile.curve_publickey, hostile.curve_secretkey = zmq.curve_keypair()
+                hostile.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
+                hostile.connect(url)
                 while "refused a client" not in caplog.text:
                     await asyncio.sleep(0.01)
             assert await client.call("echo", 1) == 1
@@ -770,7 +777,7 @@ def test_an_address_in_use_is_refused_and_a_stale_one_is_reused(ipc):
 
 
 def test_an_address_of_a_stopped_process_is_in_use(ipc):
-    """With as many who wait for it as there may be."""
+    """Its backlog is full, so a connection attempt blocks."""
     path = ipc.removeprefix("ipc://")
 
     def listen():
@@ -790,7 +797,7 @@ def test_an_address_of_a_stopped_process_is_in_use(ipc):
 
 
 def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
-    """One is about to bind when the other comes, which waits until that has been done."""
+    """The second service waits until the first, which has begun to bind, listens."""
     has_come, lock, outcomes = threading.Event(), fcntl.flock, []
 
     def waits(*arguments):
@@ -828,12 +835,12 @@ def whole(head: bytes) -> bytes:
     return service_sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
 
 
-async def with_stranger(ipc, act, caplog, expected):
-    """A service and a client go on while somebody else sends what nobody sends."""
+async def with_hostile_client(ipc, act, caplog, expected):
+    """A service and a client continue while a hostile client sends invalid messages."""
     async with both(ipc) as (_, client, _):
-        with zmq.Context() as context, a_socket(context) as stranger:
-            stranger.connect(ipc)
-            act(stranger)
+        with zmq.Context() as context, a_socket(context) as hostile:
+            hostile.connect(ipc)
+            act(hostile)
             while expected not in caplog.text:
                 assert await client.call("echo", 1) == 1
         assert await client.call("echo", 1) == 1
@@ -867,23 +874,23 @@ HOSTILE = {
 
 @pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_clients_are_dropped_and_logged(ipc, messages, caplog):
-    def act(stranger):
+    def act(hostile):
         for message in messages:
-            stranger.send_multipart(message)
+            hostile.send_multipart(message)
 
-    run(with_stranger(ipc, act, caplog, "dropped"))
+    run(with_hostile_client(ipc, act, caplog, "dropped"))
 
 
 def test_frames_that_are_too_long_end_the_connection(ipc):
     async def main():
         async with both(ipc) as (_, client, _):
-            with zmq.Context() as context, a_socket(context) as stranger:
-                monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                stranger.connect(ipc)
-                stranger.send(hello() + bytes(2 * SEGMENT_BYTES))
+            with zmq.Context() as context, a_socket(context) as hostile:
+                monitor = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                hostile.connect(ipc)
+                hostile.send(hello() + bytes(2 * SEGMENT_BYTES))
                 while not monitor.poll(0):
                     assert await client.call("echo", 1) == 1
-                stranger.disable_monitor()
+                hostile.disable_monitor()
                 monitor.close(linger=0)
 
     run(main())
@@ -893,13 +900,13 @@ def test_frames_that_are_too_long_end_the_connection(ipc):
 def test_random_segments(ipc, seed, caplog):
     draw = random.Random(seed)
 
-    def act(stranger):
-        stranger.send(hello())
+    def act(hostile):
+        hostile.send(hello())
         for _ in range(200):
             kind = draw.choice([segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(256)])
-            stranger.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
+            hostile.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
 
-    run(with_stranger(ipc, act, caplog, "dropped"))
+    run(with_hostile_client(ipc, act, caplog, "dropped"))
 
 
 def test_another_version(ipc, monkeypatch):
@@ -957,7 +964,7 @@ def test_a_client_above_the_limit_is_told_so(ipc, monkeypatch):
 
 
 class Losses:
-    """An owner that notes who comes and who is lost."""
+    """An owner of a socket that records lost peers."""
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
@@ -1025,7 +1032,7 @@ def test_keepalive_probes_detect_dead_hosts(place):
     run(main())
 
 
-def test_the_service_waits_for_a_client_that_reads_slowly(ipc):
+def test_a_stream_waits_for_a_client_that_does_not_read(ipc):
     async def main():
         async with both(ipc) as (service, client, _):
             items = client.stream("count", 10**9)
