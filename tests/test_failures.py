@@ -845,7 +845,7 @@ def sends(frames: list[bytes]) -> Act:
 @pytest.mark.parametrize("what", GARBAGE)
 def test_the_error_names_a_rank_that_violates_the_protocol(what, run, caplog):
     raised: dict[int, Exception] = {}
-    end = asyncio.Barrier(3)  # a rank that raises makes the launcher of the ranks stop the others soon
+    end = asyncio.Barrier(3)  # as soon as one rank raises, the others are stopped
 
     async def main(comm: Communicator) -> None:
         try:

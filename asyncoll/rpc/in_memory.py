@@ -300,7 +300,7 @@ class _Outbox:
         await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, turning=True)
 
     def _what(self) -> str:
-        return f"rank {self._rank} to read what it was sent"
+        return f"rank {self._rank} to read its messages"
 
 
 def _drop(source: int, head: bytes, arrays: Sequence[Array]) -> None:

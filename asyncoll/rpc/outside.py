@@ -52,7 +52,7 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
     - `tcp://address:port`: an IP address of this host. Port 0 means a free port; the yielded address names it. Without
       a key only a loopback address is allowed, and every user of this host can call every method: prefer ipc.
 
-    `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, tcp connections are
+    `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, connections are
     encrypted, and clients without the same key are refused.
 
     Raises UsageError if the address or the key file cannot be used. A client that violates the protocol is

@@ -54,8 +54,9 @@ class Rpc:
     of the callee's program, plain functions in threads. A callee that blocks its loop answers late, but is not taken
     for lost.
 
-    **Limits.** A rank has at most 256 calls and 64 MiB of arguments under way to one other rank; further calls wait.
-    Calls may be nested 32 deep: a function that is called may call others.
+    **Limits.** A rank has at most 256 calls and 64 MiB of arguments under way to one other rank, at each depth of
+    nested calls; further calls wait. A call with more arguments than that is under way alone. Calls may be nested 32
+    deep: a function that is called may call others.
 
     **Errors.** A call raises UsageError for a value that cannot be sent, an unknown function, or arguments that do not
     match the function's signature and annotations (the function has not run), and for a result with a dataclass that no

@@ -188,7 +188,7 @@ class Server:
         if task.cancelled():  # before its first step, or while it sent its answer
             self.answer(*key)
         elif (error := task.exception()) is not None:
-            logger.error("a call of peer %d ended in what is no Exception", key[0], exc_info=error)
+            logger.error("a call of peer %d ended with a BaseException", key[0], exc_info=error)
             self.answer(*key, protocol.ERROR, failure.encode(error))
 
     async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:

@@ -1,7 +1,7 @@
 """The runtime of one rank: endpoint, executions by message, pending calls, failures and progress thread.
 
-One `Endpoint` per rank holds all parts. Every part runs on one event loop, the runtime's loop. In a world of processes
-a thread of its own runs that loop (`progress.ProgressThread`); in the in-process worlds it is the caller's loop
+One `Endpoint` per rank holds all parts. Its parts run on one event loop, the runtime's loop. In a world of processes a
+thread of its own runs that loop (`progress.ProgressThread`); in the in-process worlds it is the caller's loop
 (`progress.SharedLoop`). A method that other threads may call says so in its docstring.
 
 Events that come in:

@@ -62,7 +62,7 @@ class Execution:
         self.early_piggybacks: list[tuple[int, Buffer]] = []  # source and bytes, before `open`
         self.early_fingerprints: dict[int, int] = {}  # by source, before `open`
         self.granted: set[Key] = set()  # destinations whose receive is posted
-        self.waits: dict[asyncio.Future[None], Key | None] = {}  # what awaits here; the key if it waits for a grant
+        self.waits: dict[asyncio.Future[None], Key | None] = {}  # the waits of this rank; the key if for a grant
 
 
 class _Link:
