@@ -732,7 +732,7 @@ def test_messages_of_ranks_outside_the_communicator_are_refused(run):
 def test_an_inbox_with_any_content_can_be_closed(run):
     async def main(world):
         await world.carriers[1].send(0, b"", [numbers(1, 50_000)])
-        header(world, *BAD_HEADERS["nobody"])
+        header(world, *BAD_HEADERS["unknown rank"])
         await world.carriers[1].close()
         assert world.keepers[1].broken == []
         assert lender(world, 1)._free_bytes == 0

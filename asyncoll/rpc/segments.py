@@ -100,7 +100,9 @@ class Segments:
         if len(first) + sum(sizes) <= _SHORT_BYTES:
             await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
-        async with peer.long:
+        async with (
+            peer.long
+        ):  # the receiver allocates the whole message at its first segment, so it allows few at a time
             await self._send_long(peer, dest, first, arrays)
 
     async def _send_long(self, peer: _Peer, dest: int, first: bytes, arrays: Sequence[Array]) -> None:
@@ -119,7 +121,7 @@ class Segments:
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
-        while peer.outstanding + cost > WINDOW_BYTES:
+        while peer.outstanding + cost > WINDOW_BYTES:  # again after a wake-up: credit wakes all waiters at once
             room = asyncio.get_running_loop().create_future()
             peer.waiters.append(room)
             await room

@@ -143,7 +143,7 @@ class Server:
     def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
         """Send the answer to a call without a task, in the background; by default a RESULT without a body."""
         key = (peer, -1 - call)  # numbers of calls are not negative, so this is none of them
-        if key not in self._tasks and not self._closed:
+        if key not in self._tasks and not self._closed:  # otherwise this answer is on its way already
             task = self._tasks[key] = self._loop.create_task(self._send(peer, kind, call, body))
             self._answering[peer] += 1
             task.add_done_callback(lambda _: self._answered(key))
@@ -199,7 +199,7 @@ class Server:
         except ProtocolError as error:
             self._broken(peer, error)
             return
-        except Exception as error:
+        except Exception as error:  # CallerError, or an error of the user's dataclasses
             await self._fail(peer, message, error)
             return
         try:

@@ -147,7 +147,7 @@ class Executions:
             self._failures.broken(source, error)
             self._failures.check(identity.communicator)
             raise
-        if receive.into.nbytes > SEGMENT_BYTES:
+        if receive.into.nbytes > SEGMENT_BYTES:  # the sender waits for this, so no segment of it can be early
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
         else:
@@ -230,7 +230,7 @@ class Executions:
 
     def _break_off(self, failure: Failure, communicator: int) -> None:
         """End every wait of `communicator`; WORLD means all of them."""
-        for execution in self._current.values():
+        for execution in self._current.values():  # not changed meanwhile: tasks wake in a later turn of the loop
             if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
                 for future in execution.waits:
                     break_off(future, failure)
@@ -247,7 +247,7 @@ class Executions:
             return
         if piggyback is not None:
             self._merge_piggyback(source, execution, piggyback)
-        receive = execution.mailbox.posted.get((source, header.step))
+        receive = execution.mailbox.posted.get((source, header.step))  # `arrive` removes it once it is complete
         if execution.mailbox.arrive((source, header.step), payload):
             assert receive is not None
             _check_whole(receive)

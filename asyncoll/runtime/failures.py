@@ -87,6 +87,7 @@ class Failures:
         if self.has_failed(communicator):
             return
         self._first[communicator] = failure
+        # A future wakes its task in a later turn of the loop. So no context of `watch` ends during this iteration.
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 break_off(future, failure)
