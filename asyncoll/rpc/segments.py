@@ -100,9 +100,8 @@ class Segments:
         if len(first) + sum(sizes) <= _SHORT_BYTES:
             await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
-        async with (
-            peer.long
-        ):  # the receiver allocates the whole message at its first segment, so it allows few at a time
+        # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
+        async with peer.long:
             await self._send_long(peer, dest, first, arrays)
 
     async def _send_long(self, peer: _Peer, dest: int, first: bytes, arrays: Sequence[Array]) -> None:

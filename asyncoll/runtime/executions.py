@@ -147,7 +147,7 @@ class Executions:
             self._failures.broken(source, error)
             self._failures.check(identity.communicator)
             raise
-        if receive.into.nbytes > SEGMENT_BYTES:  # the sender waits for this, so no segment of it can be early
+        if receive.into.nbytes > SEGMENT_BYTES:  # the sender waits for this grant
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
         else:
