@@ -50,9 +50,8 @@ def test_only_the_addressed_rank_answers():
             pending = comm._calls._pending
             asking = asyncio.ensure_future(pending._ask((0, 1)))
             await asyncio.sleep(0)
-            pending._on_answer(
-                2, Here(comm._core.member.group.communicator, 0, "", "late")
-            )  # an answer to an earlier question
+            # An answer to an earlier question.
+            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "late"))
             await asking
             assert 1 in pending._answers
         await comm.barrier()

@@ -273,9 +273,8 @@ def test_calls_to_a_service_that_ends_raise(place):
             for waiting in (call, read_on(items), client.call("echo", 1)):
                 with pytest.raises(ServiceLostError, match=r"the service at .* is gone: its connection closed"):
                     await waiting
-            async with serve(
-                Service(), address, **key
-            ):  # a new service at the same address does not revive the connection
+            # A new service at the same address does not revive the connection.
+            async with serve(Service(), address, **key):
                 with pytest.raises(ServiceLostError):
                     await client.call("echo", 1)
                 async with connect(address, **key) as again:
@@ -388,9 +387,8 @@ def test_lost_clients_leave_no_state(ipc):
                 for call in hanging:
                     call.cancel()
                 await asyncio.wait(hanging)
-                client._exchange.client._tell(
-                    protocol.CANCEL, 0, 0
-                )  # like a CANCEL that crosses the answer to its call
+                # Like a CANCEL that crosses the answer to its call.
+                client._exchange.client._tell(protocol.CANCEL, 0, 0)
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
         while server._socket._clients or runs._tasks or server._carrier._segments._peers:

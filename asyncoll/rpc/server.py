@@ -33,9 +33,8 @@ _CALLS_MAX = 2 * protocol.CALLS_MAX
 _ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)  # answers to CANCEL on their way to one peer
 _ENDING_S = 1.0  # longest time between the end of a program's tasks and the end of its world
 _AHEAD_BYTES = 1 << 23  # items of a stream that have been sent and not taken
-depth: contextvars.ContextVar[int] = contextvars.ContextVar(
-    "depth", default=0
-)  # the nested calls that wait for this code
+# How many nested calls wait for the code that runs in this context.
+depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
 logger = logging.getLogger("asyncoll")
 
 

@@ -39,9 +39,8 @@ def handlers_may_raise() -> bool:
 
 
 def _may_raise(handler: Callable[..., Any] | int | None) -> bool:
-    if (
-        not callable(handler) or handler is signal.default_int_handler
-    ):  # Python's own handler of SIGINT ends the program
+    # Python's own handler of SIGINT does raise, but it ends the program.
+    if not callable(handler) or handler is signal.default_int_handler:
         return False
     function = handler.func if isinstance(handler, functools.partial) else handler
     return not str(getattr(function, "__module__", "")).startswith(_LOOPS)
