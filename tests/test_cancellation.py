@@ -1,4 +1,4 @@
-"""Calls that are cancelled at random points, a thousand of each: the next is right, and nothing is left of them."""
+"""A thousand calls of each kind, cancelled at random points: the next call is right, and no wait remains."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
 WAIT_AVOIDING = ("solo", "majority", "quorum", "group", "synchronous_solo", "eager_step")
 SYNCHRONOUS = [name for name in OPERATIONS if name not in (*WAIT_AVOIDING, "rpc")]
 THOUSAND = 1000
-TIMES = 20  # in one world of virtual time; a real one takes longer to begin and to end
+TIMES = 20  # calls in one world of virtual time; real worlds take longer to start and to end
 REAL_TIMES = 120
 
 memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
 
 
 async def cancelled(call, delay_s: float) -> bool:
-    """Whether `call` was cancelled after so long, and was not over by then."""
+    """Cancel `call` after `delay_s`; return False if it was over by then."""
     task = asyncio.ensure_future(call)
     await asyncio.sleep(delay_s)
     task.cancel()
@@ -38,13 +38,13 @@ async def cancelled(call, delay_s: float) -> bool:
         await task
     except asyncio.CancelledError:
         return True
-    except AbortedError:  # because another rank was quicker
+    except AbortedError:  # another rank has cancelled first
         pass
     return False
 
 
 def delay_s(random) -> float:
-    """From the first steps of a call to well after its end."""
+    """A random delay in seconds, from the first steps of a call to well after its end."""
     return float(10 ** random.uniform(-7, -3))
 
 
@@ -52,15 +52,14 @@ async def nothing_is_pending(comm: Communicator) -> None:
     async def look() -> list[str]:
         return comm._core.member.endpoint.waiting() + list(map(str, comm._calls._pending._pending))
 
-    assert (
-        await comm._core.member.runner.start(look()) == []
-    )  # on the runtime's loop: it goes on while a caller's thread looks
+    # On the runtime's loop: its state changes while another thread reads it.
+    assert await comm._core.member.runner.start(look()) == []
 
 
 async def interrupt(comm: Communicator, seed: int, times: int, cancel) -> int:
-    """Of so many collectives, cancel each at one of the ranks; returns in how many it was this one, in time.
+    """Make `times` collectives, each cancelled at one rank. Returns how many this rank has cancelled in time.
 
-    A cancelled collective ends its communicator, and none but that.
+    A cancelled collective ends its communicator, and no other.
     """
     count, common = 0, np.random.default_rng(seed)
     for _ in range(times):
@@ -91,10 +90,9 @@ def test_after_a_cancelled_collective_the_next_is_right(memory):
 
 
 async def contribute(comm: Communicator, random, cancel, times: int = TIMES) -> tuple[int, int, int]:
-    """What this rank gives and gets in all its calls, and how many of them it cancels.
+    """The sums that this rank contributes and receives in all its calls, and how many of them it cancels.
 
-    A solo round waits for nobody, so ranks may cancel as they like. (Where rounds wait, the laws of wait-avoiding
-    collectives cancel too: see test_laws.)
+    A solo round waits for no rank, so any rank may cancel. Rounds that wait are cancelled in test_laws.
     """
     given = got = count = 0
 
@@ -111,7 +109,7 @@ async def contribute(comm: Communicator, random, cancel, times: int = TIMES) -> 
             count += await cancel(call(value))
         else:
             await call(value)
-    for _ in range(3):  # the first may be late for a round, the next takes all that is staged, the last is told of it
+    for _ in range(3):  # late for a round; includes all staged contributions; returns that result
         await comm.barrier()
         await call(0)
     await comm.barrier()
@@ -120,14 +118,14 @@ async def contribute(comm: Communicator, random, cancel, times: int = TIMES) -> 
 
 
 def check_contributions(results) -> int:
-    """Everybody was given what everybody gave, once."""
+    """Every rank has received each contribution of every rank once."""
     given, got, counts = zip(*results, strict=True)
     assert set(got) == {sum(given)}
     return sum(counts)
 
 
 @memory
-def test_after_a_cancelled_wait_the_round_goes_on_and_the_next_call_is_right(memory):
+def test_after_a_cancelled_wait_the_round_continues_and_the_next_call_is_right(memory):
     async def main(comm: Communicator, seed: int) -> tuple[int, int, int]:
         random = np.random.default_rng([seed, comm.rank])
         return await contribute(comm, random, lambda call: cancelled(call, delay_s(random)))
@@ -140,7 +138,7 @@ def test_after_a_cancelled_wait_the_round_goes_on_and_the_next_call_is_right(mem
 
 
 async def cancelled_in_turn(call, turns: int) -> bool:
-    """The same after so many turns of the loop."""
+    """Cancel `call` after `turns` turns of the loop; return False if it was over by then."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -193,7 +191,7 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_collectives_are_cancelled_across_threads_and_processes(transport, loop, tmp_path):
-    """There the runtime has a loop of its own."""
+    """In a world of processes the runtime has a loop and a thread of its own."""
     program = [str(Path(__file__).parent / "scripts" / "cancellations.py"), loop, "200"]
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout"]
     launch.append(str(PATIENCE_S))

@@ -1,6 +1,6 @@
-"""What goes wrong, and that everybody hears of it: errors that name who and where, and never a hang.
+"""Failures: every failure reaches all ranks as an error that names its cause, and no rank hangs.
 
-Most worlds here are simulated: there a wait that nobody will end is a DeadlockError, not a test that hangs.
+Most worlds here are simulated. There a wait that never ends is a DeadlockError, not a test that hangs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def failures(
     return failures_in(size, act, run, survivors)
 
 
-# -- ranks that call different things ------------------------------------------------------------
+# -- mismatched calls ----------------------------------------------------------------------------
 
 
 async def skip_one(comm: Communicator) -> None:
@@ -94,7 +94,7 @@ async def other_order(comm: Communicator) -> None:
 def differ(zero: Callable[[Communicator], Any], others: Callable[[Communicator], Any]) -> Act:
     async def act(comm: Communicator) -> None:
         await (zero if comm.rank == 0 else others)(comm)
-        await comm.barrier()  # some ranks may have done their part before anybody can know
+        await comm.barrier()  # some ranks may complete the call before any rank can notice the mismatch
 
     return act
 
@@ -138,7 +138,7 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
 @anyhow
 @pytest.mark.parametrize("size", [3, 4, 7])
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size, run):
+def test_a_mismatch_reaches_all_ranks_and_names_both_calls(kind, size, run):
     act, zero, others = MISMATCHES[kind]
     raised = failures(size, act, run)
     assert sorted(raised) == list(range(size))
@@ -154,8 +154,8 @@ def test_a_mismatch_is_told_to_everybody_with_both_sides(kind, size, run):
 @anyhow
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("late", range(3))
-def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(kind, late, run):
-    """What its peers sent before it called belongs to something else, whatever its size: it must not be used."""
+def test_a_late_rank_raises_the_same_mismatch(kind, late, run):
+    """Early messages of its peers belong to another call. It must not use them, whatever their size."""
 
     async def act(comm: Communicator) -> None:
         await asyncio.sleep(comm.rank == late)
@@ -217,12 +217,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 @anyhow
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("what", OPTIONS)
-def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size, run):
+def test_mismatched_wait_avoiding_options_reach_all_ranks(what, size, run):
     ours, our_options, theirs, their_options = OPTIONS[what]
 
     async def act(comm: Communicator) -> None:
         opening, options = (ours, our_options) if comm.rank == 0 else (theirs, their_options)
-        while True:  # a rank may have been in a round before it hears of the mismatch
+        while True:  # a rank may complete rounds before it learns of the mismatch
             given = {**SOLO, **options}
             await getattr(comm, f"{opening}_allreduce")(given.pop("x").copy(), **given)
 
@@ -234,7 +234,7 @@ def test_mismatched_wait_avoiding_options_are_told_to_everybody(what, size, run)
         assert str(error).count("allreduce 'g'") == 2
 
 
-# -- after the end -------------------------------------------------------------------------------
+# -- use after the end ---------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Communicator], Any]] = {
     "allreduce": lambda c: c.allreduce(np.ones(2)),
@@ -268,13 +268,13 @@ def test_use_after_close(call):
 
         with pytest.raises(ClosedError):
             asyncio.run(late())
-        comm.abort("too late")  # says nothing to anybody
+        comm.abort("too late")  # sends nothing
         assert comm.statistics().rank == comm.rank
 
 
 @pytest.mark.parametrize("call", [*CALLS, "sparse"])
 def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
-    """It was numbered and then failed, so the other ranks waited for it at the end of the world."""
+    """A call that is numbered and then fails makes the other ranks wait for it at the end of the world."""
     without_a_loop = CALLS | {"sparse": lambda c: c.sparse_allreduce(np.ones(2), density=1)}
     refused = []
 
@@ -313,7 +313,7 @@ def test_abort_ends_every_call_everywhere(call, run):
         assert (error.rank, error.reason) == (2, "enough")
 
 
-def test_abort_of_a_part_is_its_own():
+def test_abort_of_a_split_communicator_ends_only_that():
     async def main(comm: Communicator) -> None:
         part = await comm.split(comm.rank % 2)
         assert part is not None
@@ -332,7 +332,7 @@ def test_abort_of_a_part_is_its_own():
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_zmq, run_simulated], ids=["inproc", "zmq", "simulated"])
-def test_the_error_of_a_rank_is_raised_as_it_is(run):
+def test_the_error_of_a_rank_is_raised_unchanged(run):
     class OwnError(Exception):
         pass
 
@@ -349,8 +349,8 @@ def test_the_error_of_a_rank_is_raised_as_it_is(run):
     assert caught.value is original
 
 
-def test_survivors_are_told_why_before_they_are_stopped(monkeypatch):
-    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # also where they get little time
+def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
+    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # a busy machine gives the survivors little time
     told = []
 
     async def main(comm: Communicator) -> None:
@@ -375,7 +375,7 @@ def test_survivors_are_told_why_before_they_are_stopped(monkeypatch):
 @pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_crash_is_told_to_every_survivor(call, size, in_memory):
+def test_every_survivor_raises_after_a_crash(call, size, in_memory):
     async def act(comm: Communicator) -> None:
         while True:
             await CALLS[call](comm)
@@ -391,8 +391,8 @@ def test_a_crash_is_told_to_every_survivor(call, size, in_memory):
         assert (error.rank, error.cause) == (1, "it crashed")
 
 
-def test_who_has_handled_a_failure_may_leave():
-    """There is nothing left to serve. A rank that crashed has no result, the others have theirs."""
+def test_a_rank_that_has_caught_a_failure_may_leave():
+    """No rank needs it any more. The crashed rank has no result; the others have theirs."""
 
     async def main(comm: Communicator) -> str:
         with pytest.raises(PeerLostError):
@@ -403,7 +403,7 @@ def test_who_has_handled_a_failure_may_leave():
     assert report.results == ["saved what there was", None, "saved what there was"]
 
 
-def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
+def test_a_permanent_cut_is_a_deadlock_whose_report_lists_the_waits():
     async def main(comm: Communicator) -> None:
         await asyncio.sleep(1)
         if comm.rank == 0:
@@ -419,7 +419,7 @@ def test_a_cut_for_ever_is_a_deadlock_that_tells_who_waits_for_what():
     assert "rank 0: the end of its program #1" in text
 
 
-def test_a_deadlock_names_long_sends_and_rounds_too():
+def test_the_report_of_a_deadlock_lists_long_sends_and_rounds():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             await comm.send(np.ones(1 << 18), 1)
@@ -436,7 +436,7 @@ def test_a_deadlock_names_long_sends_and_rounds_too():
 
 
 @pytest.mark.parametrize("fault", [Pause(1, 0.0, 2.0), Cut(0, 1, 0.0, 2.0)], ids=["pause", "cut"])
-def test_a_pause_or_a_cut_that_heals_only_delays(fault):
+def test_a_pause_or_a_temporary_cut_only_delays(fault):
     async def main(comm: Communicator) -> list[float]:
         sums = [(await comm.allreduce(np.full(2, comm.rank + 1.0)))[0] for _ in range(5)]
         return [*sums, (await comm.solo_allreduce(np.ones(1), sync_every=1)).active]
@@ -455,9 +455,9 @@ SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quoru
 @anyhow
 @pytest.mark.parametrize("how", ["wait_for", "cancel"])
 @pytest.mark.parametrize("call", SYNCHRONOUS)
-def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
+def test_cancelling_a_collective_aborts_it_at_all_ranks(call, how, run):
     outcomes = set()
-    who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for others
+    who = 0 if call in ("reduce", "gather") else 1  # a rank that waits for other ranks
 
     for seed in range(12):
         patience_s = random.Random(seed).uniform(0, 50e-6)
@@ -484,7 +484,7 @@ def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
                 await asyncio.sleep(25e-6)
             while True:
                 await CALLS[call](comm)
-                await comm.barrier()  # what a root does alone takes no time
+                await comm.barrier()  # a root that waits for no rank completes at once
 
         raised = failures(3, act, run)
         assert sorted(raised) == [0, 1, 2]
@@ -495,7 +495,7 @@ def test_cancelling_a_collective_aborts_it_for_everybody(call, how, run):
     assert "cancelled" in outcomes
 
 
-def test_what_was_cancelled_no_longer_touches_the_callers_memory():
+def test_a_cancelled_call_no_longer_uses_the_callers_memory():
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
         if comm.rank == 1:
@@ -528,7 +528,7 @@ SHORT, LONG = 1, 1 << 17  # elements: one rank sums the short ones, and long one
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, monkeypatch):
-    """Every contribution is a power of two of its own, so a sum shows which of them are in it, and how often."""
+    """Each contribution is another power of two, so a sum shows which are in it, and how often."""
     calls = 60 // size
     rounds: dict[int, set[int]] = {}
     publish = WaitAvoiding._publish
@@ -549,9 +549,9 @@ def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, 
                 await asyncio.wait_for(wait_avoiding(comm, opening, x), patience_s)
             except TimeoutError:
                 cancelled.append((comm.rank, call))
-            x[:] = -1  # ours again
+            x[:] = -1  # the memory is the caller's again
             await asyncio.sleep(draw.uniform(0, 100e-6))
-        await comm.barrier()  # all is staged: the round after next has all of it
+        await comm.barrier()  # all contributions are staged: the round after the next includes all of them
         newest = np.array([comm.statistics().operations["g"].rounds])
         last = int((await comm.allreduce(newest, MAX))[0]) + 2
         while (await wait_avoiding(comm, opening, np.zeros(count, np.int64))).round < last:
@@ -660,7 +660,7 @@ def test_bad_input_is_refused_with_advice_and_takes_no_number(what):
     simulate(3, main)
 
 
-def test_scatter_asks_the_root_alone_for_its_parts():
+def test_scatter_needs_parts_at_the_root_only():
     async def main(comm: Communicator) -> None:
         for parts in (None, [np.ones(1)]):
             if comm.rank == 0:
@@ -671,7 +671,7 @@ def test_scatter_asks_the_root_alone_for_its_parts():
     simulate(3, main)
 
 
-def test_an_abort_without_words_or_with_strange_ones_is_told_all_the_same():
+def test_an_abort_with_an_empty_or_unusual_reason_reaches_all_ranks():
     for reason in ["", "caf\udce9", "x" * 100_000, ValueError("an object")]:
 
         async def act(comm: Communicator, reason: Any = reason) -> None:
@@ -683,8 +683,8 @@ def test_an_abort_without_words_or_with_strange_ones_is_told_all_the_same():
         assert {type(error) for error in raised.values()} == {AbortedError}
 
 
-def test_numbers_of_numpy_are_numbers():
-    """A rank that came out of an array names the same execution as an int does."""
+def test_numpy_integers_are_accepted():
+    """A NumPy integer identifies the same execution as an int of the same value."""
 
     async def main(comm: Communicator) -> None:
         number = np.int64 if comm.rank == 0 else int
@@ -702,7 +702,7 @@ def test_numbers_of_numpy_are_numbers():
     simulate(3, main)
 
 
-# -- bytes that nobody should have sent ----------------------------------------------------------
+# -- invalid bytes -------------------------------------------------------------------------------
 
 
 def routers_address(comm: Communicator, rank: int) -> str:
@@ -716,7 +716,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def visit(address: str, frames: list[bytes], done: Callable[[zmq.Socket], bool], identity: bytes = b"") -> None:
-    """Send `frames` as somebody from outside, and stay until `done`."""
+    """Send `frames` from a socket outside of the world, and stay connected until `done`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         if identity:
@@ -761,7 +761,7 @@ def test_unauthenticated_are_dropped_and_logged(what, identity, caplog):
 
 
 @pytest.mark.slow
-def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else():
+def test_an_unauthenticated_oversized_frame_ends_only_its_connection():
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             ended = partial(happened, zmq.EVENT_DISCONNECTED)
@@ -772,14 +772,14 @@ def test_a_unauthenticated_oversized_frame_ends_its_connection_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_nobody_can_speak_for_a_rank_that_is_there():
-    """ZeroMQ keeps the first connection of a routing id, and drops what comes on a second."""
+def test_a_second_connection_cannot_send_as_a_connected_rank():
+    """ZeroMQ keeps the first connection of a routing id, and drops messages of a second."""
 
     async def main(comm: Communicator) -> None:
         if comm.rank == 0:
             identity = comm._core.member.endpoint.transport._routing_ids[2]
             frames = wire.encode_control(wire.Abort(0, 2, "I am not rank 2"))
-            barriers: list[asyncio.Future[Any]] = []  # once it has come in
+            barriers: list[asyncio.Future[Any]] = []  # once the frame has arrived
 
             def over(monitor: zmq.Socket) -> bool:
                 if not barriers and happened(zmq.EVENT_HANDSHAKE_SUCCEEDED, monitor):
@@ -797,7 +797,7 @@ def test_nobody_can_speak_for_a_rank_that_is_there():
 
 
 def announced(**fields: Any) -> list[bytes]:
-    """An announcement that is well-formed; `fields` make it impossible."""
+    """A well-formed announcement with impossible values in `fields`."""
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
     empty = {"str": "", "int": 0, "bool": False}
     values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
@@ -812,7 +812,7 @@ GARBAGE = {
     "too few frames": [wire.encode(wire.DATA)],
     "no msgpack": [wire.encode(wire.CONTROL), b"\xc1"],
     "wrong field": [wire.encode(wire.CONTROL), b"\x94\xa5Abort\x01\x02\x03"],
-    "credit out of nothing": [wire.encode(wire.CREDIT, number=1 << 40)],
+    "credit for unsent bytes": [wire.encode(wire.CREDIT, number=1 << 40)],
     "impossible dtype": announced(layout="float13:1"),
     "no layout": announced(layout=""),
     "half a layout": announced(layout="float32:1,int8"),
@@ -832,7 +832,7 @@ GARBAGE = {
 
 def sends(frames: list[bytes]) -> Act:
     async def act(comm: Communicator) -> None:
-        await comm.barrier()  # everybody has joined
+        await comm.barrier()  # all ranks have joined
         if comm.rank == 1:
             comm._core.member.endpoint.transport.send(2, frames)
         for _ in range(20):
@@ -843,9 +843,9 @@ def sends(frames: list[bytes]) -> Act:
 
 @pytest.mark.parametrize("run", [run_simulated, pytest.param(run_zmq, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", GARBAGE)
-def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, caplog):
+def test_the_error_names_a_rank_that_violates_the_protocol(what, run, caplog):
     raised: dict[int, Exception] = {}
-    end = asyncio.Barrier(3)  # whoever raises has the others stopped soon
+    end = asyncio.Barrier(3)  # as soon as one rank raises, the others are stopped
 
     async def main(comm: Communicator) -> None:
         try:
@@ -862,8 +862,8 @@ def test_a_rank_that_breaks_the_protocol_is_named_and_nobody_hangs(what, run, ca
 
 
 @pytest.mark.parametrize("what", ["garbage", "wrong field"])
-def test_all_ranks_hear_of_a_broken_protocol(what):
-    """Also those that wait for the offended rank, even if it goes on."""
+def test_a_protocol_violation_reaches_all_ranks(what):
+    """Also ranks that wait for the rank that got the bytes."""
     raised = failures(3, sends(GARBAGE[what]))
     assert type(raised[2]) is ProtocolError
     assert {type(raised[rank]) for rank in (0, 1)} <= {ProtocolError, AbortedError, PeerLostError}
@@ -871,8 +871,8 @@ def test_all_ranks_hear_of_a_broken_protocol(what):
 
 @pytest.mark.parametrize("first", ["posted", "arrived"])
 @pytest.mark.parametrize("payload", [b"", b"x" * 3, b"x" * 100], ids=len)
-def test_data_of_a_wrong_size_is_refused_wherever_it_meets_its_receive(payload, first):
-    """The header is right: only the payload does not fit. Both a plain receive and a round's own buffer."""
+def test_data_of_a_wrong_size_is_refused_before_and_after_the_receive(payload, first):
+    """The header is valid, but the payload does not fit the receive of a round."""
 
     refused_in_a_round([payload], first)
 
@@ -883,7 +883,7 @@ def test_a_piggyback_of_a_wrong_size_is_refused(first):
 
 
 def refused_in_a_round(frames: list[bytes], first: str) -> None:
-    """Rank 1 sends these in the name of a round, before or after rank 0 has posted its receive."""
+    """Rank 1 sends `frames` as a part of a round, before or after rank 0 has posted its receive."""
 
     async def act(comm: Communicator) -> None:
         x = np.ones(1 << 17)
@@ -904,7 +904,7 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_to_call_on_when_others_have_left_is_a_mismatch(size):
+def test_a_call_after_others_have_left_is_a_mismatch(size):
     async def main(comm: Communicator) -> None:
         await comm.barrier()
         if comm.rank == 0:
@@ -916,11 +916,11 @@ def test_to_call_on_when_others_have_left_is_a_mismatch(size):
         simulate(size, main)
 
 
-# -- cancelled calls, and the next one -----------------------------------------------------------
+# -- calls after a cancelled one -----------------------------------------------------------------
 
 
 async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
-    """Whether `call` was cancelled, and had not been answered before."""
+    """Cancel `call` after `after_s`; return False if it has returned before."""
     try:
         await asyncio.wait_for(call, after_s)
     except TimeoutError:
@@ -930,7 +930,7 @@ async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
-def test_the_call_after_a_cancelled_one_is_given_the_result_and_not_the_callers_memory(opening, count):
+def test_the_call_after_a_cancelled_one_gets_the_result_in_memory_of_its_own(opening, count):
     async def main(comm: Communicator) -> tuple[int, float]:
         x = np.full(count, 1.0 + comm.rank)
         if comm.rank == 0:
@@ -946,8 +946,8 @@ def test_the_call_after_a_cancelled_one_is_given_the_result_and_not_the_callers_
 
 
 @pytest.mark.parametrize("history", [0, 100])
-def test_rounds_that_a_cancelled_call_was_given_are_missed_or_skipped_by_the_next(history):
-    """The answer is ready on the runtime's loop when the caller is cancelled."""
+def test_the_next_call_reports_the_rounds_of_a_cancelled_one_as_missed_or_skipped(history):
+    """The result is ready on the runtime's loop when the caller is cancelled."""
 
     async def main(comm: Communicator) -> list[tuple[int, int, int]]:
         told = []
@@ -970,7 +970,7 @@ def test_rounds_that_a_cancelled_call_was_given_are_missed_or_skipped_by_the_nex
 
 
 @pytest.mark.slow
-def test_no_round_goes_untold_when_calls_time_out_over_real_sockets():
+def test_every_round_is_reported_when_calls_time_out_over_real_sockets():
     async def main(comm: Communicator) -> None:
         last = 0
         for _ in range(100):

@@ -1,4 +1,4 @@
-"""A rank that forks: its child disturbs nobody, and its death is told although the child lives."""
+"""Ranks that fork: the child does not disturb the world, and the death of the rank is noticed while the child lives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 
 def launched(transport: str, *arguments: str, **settings: str) -> list[str]:
-    """What three ranks print, in any order."""
+    """The sorted lines that three ranks print."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, SCRIPT, *arguments]
     environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -37,7 +37,7 @@ def launched(transport: str, *arguments: str, **settings: str) -> list[str]:
 
 
 def in_a_child(act) -> str:
-    """What `act()` returns in a forked child of this process, or the error that it raises."""
+    """The result of `act()` in a forked child of this process, or its error, as text."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -68,7 +68,7 @@ def test_every_survivor_names_a_dead_rank_whose_child_lives(how, freeze_s, trans
 
 @pytest.mark.slow
 def test_a_dead_rank_of_another_host_is_named_although_its_child_lives():
-    """No rank can watch a process there: the child must have closed its connections."""
+    """No rank can watch a process of another host, so the child must have closed its connections."""
     with reserve_port() as port:
         place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
         place["ASYNCOLL_FREEZE_S"] = "0"
@@ -110,7 +110,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
-def test_a_client_hears_of_a_dead_service_whose_child_lives(url, tmp_path):
+def test_a_client_notices_a_dead_service_whose_child_lives(url, tmp_path):
     url = f"ipc://{tmp_path}/s" if url == "ipc" else url
 
     async def main(address: str) -> int:
@@ -134,7 +134,7 @@ def test_a_client_hears_of_a_dead_service_whose_child_lives(url, tmp_path):
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("how", [(), ("connect",)], ids=["run", "connect"])
-def test_a_child_leaves_at_once_and_its_parent_goes_on(how, transport):
+def test_a_child_leaves_at_once_and_its_parent_continues(how, transport):
     told = launched(transport, "leaves", *how)
     assert told == ["0: rank 0 left", "1: rank 1 left", "1: the child left with code 7", "2: rank 2 left"]
 
@@ -147,7 +147,7 @@ def test_ranks_with_loaders_train_and_end(transport):
 
 @pytest.mark.slow
 @both
-def test_a_program_that_a_rank_starts_is_not_that_rank_again(transport):
+def test_a_program_that_a_rank_starts_cannot_join_as_that_rank(transport):
     told = launched(transport, "starts")
     assert told == [
         "0: rank 0 left",
@@ -185,7 +185,7 @@ def test_a_child_cannot_call_its_parents_communicator(call, transport):
 
     told = run_ranks(2, main, transport)[1]
     if call == "empty" and transport != "shm":
-        assert told.startswith("[")  # it is ordinary memory
+        assert told.startswith("[")  # the tensors are ordinary memory in the child
     else:
         assert told.startswith(f"UsageError: this communicator belongs to process {os.getpid()}, and process ")
 
@@ -204,7 +204,7 @@ def test_a_child_cannot_call_functions_of_ranks():
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("count", [3, 5000, 1_000_000])
 def test_a_child_has_a_copy_of_registered_tensors(count, transport):
-    """As they were at the fork: it sees nothing that its parent writes later, and its parent nothing that it writes."""
+    """The copy has the values at the fork. Later writes of the parent and of the child are not seen by the other."""
 
     async def main(comm: Communicator) -> tuple[str, float]:
         x, neighbour = comm.empty(count, "float64"), comm.empty(3, torch.float32)
@@ -231,7 +231,7 @@ def test_a_child_has_a_copy_of_registered_tensors(count, transport):
 
 
 def in_a_child_after(act, meanwhile, writer: int) -> str:
-    """The same as `in_a_child`; the parent does `meanwhile` once the child is there, and then closes `writer`."""
+    """Like `in_a_child`; after the fork the parent calls `meanwhile` and then closes `writer`."""
     result_reader, result_writer = os.pipe()
     child = os.fork()
     if not child:
@@ -246,8 +246,8 @@ def in_a_child_after(act, meanwhile, writer: int) -> str:
     return told
 
 
-def test_a_child_has_a_copy_of_what_was_received():
-    """It is in the memory of the sender, who is given it back, and uses it again."""
+def test_a_child_has_a_copy_of_received_arrays():
+    """Received arrays are in memory of the sender, which is returned to the sender and used again."""
 
     async def main(comm: Communicator) -> str:
         comm.rpc.register(lambda: np.full(100_000, 5.0), name="five")
@@ -260,7 +260,7 @@ def test_a_child_has_a_copy_of_what_was_received():
     assert run_ranks(2, main, "shm")[1] == "[np.float64(5.0), None, np.float64(9.0)] 5"
 
 
-def test_a_model_that_outlives_its_world_is_the_parents_alone():
+def test_a_child_has_its_own_copy_of_a_model_that_outlives_its_world():
     async def main(comm: Communicator) -> np.ndarray:
         x = comm.empty(5000, "float64")
         x[:] = 5
@@ -286,8 +286,8 @@ def test_a_child_of_a_child_has_copies_too():
     assert run_ranks(2, main, "shm") == ["[6.0, None] 6 5"] * 2
 
 
-def test_where_there_is_no_room_for_copies_a_child_may_not_read_them(monkeypatch, caplog):
-    """A fork that takes memory which nobody has would get some process killed."""
+def test_a_child_cannot_read_tensors_without_memory_for_copies(monkeypatch, caplog):
+    """A fork that copied more than the free memory would make the kernel kill some process."""
 
     def refuse(nbytes: int) -> None:
         raise UsageError(f"no room for {nbytes}")

@@ -1,4 +1,4 @@
-"""Exceptions that signal handlers raise in the main thread, between any two steps of Python."""
+"""Exceptions that signal handlers raise in the main thread, between any two bytecodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def launched(transport: str, script: str, *arguments: object) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize(("seed", "elements"), [(1, 8), (2, 8), (3, 200_000)])
-def test_rounds_go_on_while_a_signal_handler_raises(transport, seed, elements):
+def test_rounds_continue_while_a_signal_handler_raises(transport, seed, elements):
     told = launched(transport, "alarms.py", seed, elements)
     assert [line.split()[0] for line in told] == ["0", "1", "2"]
     assert all(line.endswith("[3.0, 3.0, 3.0]") for line in told)
@@ -83,7 +83,7 @@ def refused_by(control_block) -> str:
     return refusal.value.cause
 
 
-def test_an_exception_in_a_section_marks_the_control_block_for_all():
+def test_an_exception_in_a_critical_section_marks_the_control_block_for_all_ranks():
     with local_world(2) as (mine, theirs):
         with pytest.raises(AlarmError), mine.control_block(1, 4):
             raise AlarmError
@@ -91,7 +91,7 @@ def test_an_exception_in_a_section_marks_the_control_block_for_all():
         assert "an exception interrupted it" in refused_by(mine.control_block(1, 4))
 
 
-def test_an_exception_just_after_the_lock_was_taken_does_not_keep_it(monkeypatch):
+def test_an_exception_just_after_the_acquisition_releases_the_lock(monkeypatch):
     def take_and_raise(address):
         assert take(address) == 0
         raise AlarmError
@@ -106,8 +106,8 @@ def test_an_exception_just_after_the_lock_was_taken_does_not_keep_it(monkeypatch
         assert "an exception interrupted it" in refused_by(control_blocks[1])
 
 
-def test_a_lock_that_an_exception_kept_is_let_go_of_with_the_next_call():
-    """As when it comes before the first step of what would give it back."""
+def test_the_next_call_releases_a_lock_that_an_exception_kept():
+    """The exception came before the first step of the code that would release the lock."""
     with local_world(2) as (mine, theirs):
         control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
         control_blocks[0]._mutex.acquire()
@@ -115,7 +115,7 @@ def test_a_lock_that_an_exception_kept_is_let_go_of_with_the_next_call():
         assert "an exception interrupted it" in refused_by(control_blocks[1])
 
 
-def test_an_error_of_the_library_in_a_section_changes_nothing():
+def test_an_error_of_the_library_in_a_critical_section_marks_nothing():
     with local_world(2) as (mine, theirs):
         with pytest.raises(UsageError), mine.control_block(1, 4):
             raise UsageError("as intended")
@@ -126,8 +126,8 @@ def test_an_error_of_the_library_in_a_section_changes_nothing():
 # -- wake-ups and forks ----------------------------------------------------------------------------
 
 
-def test_a_caller_that_gives_up_ends_although_its_wake_up_is_lost(monkeypatch):
-    """As when a signal handler raises in the callback, and the runtime stops before it has repeated it."""
+def test_a_cancelled_caller_ends_although_its_wake_up_is_lost(monkeypatch):
+    """A signal handler raises in the callback, and the runtime stops before it repeats the callback."""
 
     def lost(*_):
         raise AlarmError
@@ -153,7 +153,7 @@ def test_a_caller_that_gives_up_ends_although_its_wake_up_is_lost(monkeypatch):
 
 
 class Strike:
-    """Raises AlarmError at the so many-th line of what the hooks of `forks` do in this thread."""
+    """A trace function that raises AlarmError at the given line of the hooks of `forks` in this thread."""
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -168,7 +168,7 @@ class Strike:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("hook", [forks._before, forks._after_in_parent])
-def test_an_exception_in_a_hook_of_forks_leaves_no_lock_and_no_pipe(hook):
+def test_an_exception_in_a_fork_hook_leaves_no_lock_and_no_pipe(hook):
     class Owner:
         def abandon(self, parent):
             pass
@@ -184,7 +184,7 @@ def test_an_exception_in_a_hook_of_forks_leaves_no_lock_and_no_pipe(hook):
             step()
             sys.settrace(outer)
         is_struck = strike.left <= 0
-        with ThreadPoolExecutor(1) as pool:  # which may fork now
+        with ThreadPoolExecutor(1) as pool:  # another thread may fork now
             assert pool.submit(forks._forking.acquire, timeout=0).result()
             pool.submit(forks._forking.release).result()
     forks.unregister(owner)
@@ -194,7 +194,7 @@ def test_an_exception_in_a_hook_of_forks_leaves_no_lock_and_no_pipe(hook):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# -- who may be interrupted ------------------------------------------------------------------------
+# -- threads and handlers --------------------------------------------------------------------------
 
 
 def test_handlers_of_loops_and_of_python_do_not_raise():
@@ -210,7 +210,7 @@ def test_handlers_of_loops_and_of_python_do_not_raise():
             assert not runner.run(main())
 
 
-def test_the_main_thread_alone_is_interrupted(handler):
+def test_only_the_main_thread_is_interrupted(handler):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(may_interrupt()))
     thread.start()
@@ -218,12 +218,12 @@ def test_the_main_thread_alone_is_interrupted(handler):
     assert (may_interrupt(), handlers_may_raise(), answers) == (True, True, [False])
 
 
-# -- answers that nobody gets ----------------------------------------------------------------------
+# -- results without a receiver --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_round_of_a_call_that_nobody_awaits_is_told_by_the_next(transport, size):
+def test_the_next_call_reports_the_round_of_a_call_that_was_not_awaited(transport, size):
     async def main(comm):
         comm.solo_allreduce(np.ones(3), sync_every=1, history=4)
         reduction = await comm.solo_allreduce(np.ones(3), sync_every=1, history=4)
@@ -233,7 +233,7 @@ def test_the_round_of_a_call_that_nobody_awaits_is_told_by_the_next(transport, s
         assert run_ranks(size, main, transport=transport) == [(2, 1, 0)] * size
 
 
-def test_what_is_taken_back_before_it_is_given_is_taken_back_once():
+def test_a_result_that_is_returned_before_its_delivery_is_returned_once():
     taken = []
 
     class Operation:

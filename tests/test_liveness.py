@@ -1,4 +1,4 @@
-"""Who is gone, frozen or late is named at every rank; who only computes is not."""
+"""Lost, frozen and late ranks are named at every rank; a rank that only computes is not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIZES = [2, 3, 4, 5, 8, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
 
 
-# -- gone -----------------------------------------------------------------------------------------
+# -- lost ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_one_rank_notices_all_are_told(size):
-    """A frozen process is felt by its neighbours alone."""
+def test_a_loss_that_one_rank_notices_reaches_all_ranks(size):
+    """Only its neighbours exchange heartbeats with a frozen process."""
 
     async def act(comm: Communicator) -> None:
         await comm.barrier()
@@ -49,8 +49,8 @@ def test_what_one_rank_notices_all_are_told(size):
         )
 
 
-def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
-    """It takes time, while whoever waits in memory has just been told."""
+def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
+    """The check takes time, and the calls in shared memory have the error already."""
 
     async def act(comm: Communicator) -> None:
         endpoint = comm._core.member.endpoint
@@ -63,7 +63,7 @@ def test_nobody_is_looked_for_once_it_is_known_who_is_gone(monkeypatch):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
+def test_the_error_names_the_last_known_call_of_the_lost_rank(size, simulated):
     async def act(comm: Communicator) -> None:
         await comm.allreduce(np.ones(3))
         await comm.allgather(np.ones(2))
@@ -79,8 +79,8 @@ def test_the_last_call_that_was_heard_of_is_in_the_error(size, simulated):
 
 
 @pytest.mark.parametrize(("at_s", "is_told"), [(7.5, True), (8.5, False), (9.5, False), (11.5, False)])
-def test_a_loss_after_everybody_has_made_the_last_call_is_not_told(at_s, is_told):
-    """A message takes a second, and a barrier three: they join, call, agree that nobody calls again, and leave."""
+def test_a_loss_after_the_last_call_of_all_ranks_is_not_reported(at_s, is_told):
+    """A message takes 1 s and a barrier 3 s. The barriers: joining, the call, the last call of all, leaving."""
 
     async def main(comm: Communicator) -> int:
         await comm.barrier()
@@ -96,12 +96,12 @@ def test_a_loss_after_everybody_has_made_the_last_call_is_not_told(at_s, is_told
         assert run() == [0, None, 2, 3, 4]
 
 
-# -- late -----------------------------------------------------------------------------------------
+# -- late ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_deadline_names_who_has_come_and_who_has_not(size, late, simulated):
+def test_a_deadline_error_names_the_arrived_and_the_missing_ranks(size, late, simulated):
     async def act(comm: Communicator) -> None:
         await comm.barrier()
         if comm.rank == late:
@@ -119,7 +119,7 @@ def test_a_deadline_names_who_has_come_and_who_has_not(size, late, simulated):
         assert f"missing: rank {late}, in its own code for 3.0 s, after barrier #1 at test_liveness.py" in str(error)
 
 
-def test_who_waits_elsewhere_is_missing_and_the_error_says_where(simulated):
+def test_a_rank_in_another_call_is_missing_and_the_error_names_the_call(simulated):
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
             await comm.recv(np.ones(1), 1)
@@ -132,7 +132,7 @@ def test_who_waits_elsewhere_is_missing_and_the_error_says_where(simulated):
     assert "rank 2, in send/recv #1 of 1 float64, from rank 1 to rank 2, tag 0 at test_liveness.py" in str(raised[0])
 
 
-def test_of_two_ranks_that_talk_only_the_two_are_named(simulated):
+def test_the_error_of_a_pair_names_only_its_two_ranks(simulated):
     async def act(comm: Communicator) -> None:
         if comm.rank == 0:
             with asyncoll.deadline(1):
@@ -144,8 +144,8 @@ def test_of_two_ranks_that_talk_only_the_two_are_named(simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0,), (2,))}
 
 
-def test_who_is_done_with_the_call_has_come(simulated):
-    """Others of a reduction may have nothing more to wait for."""
+def test_a_rank_that_has_completed_the_call_has_arrived(simulated):
+    """Some ranks of a reduction complete it before the others."""
 
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
@@ -159,7 +159,7 @@ def test_who_is_done_with_the_call_has_come(simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 1, 3), (2,))}
 
 
-def test_who_does_not_answer_is_missing():
+def test_a_rank_that_does_not_answer_is_missing():
     async def act(comm: Communicator) -> None:
         await comm.barrier()
         await asyncio.sleep(2)
@@ -173,7 +173,7 @@ def test_who_does_not_answer_is_missing():
 
 
 @pytest.mark.parametrize("opening", ["majority", "quorum"])
-def test_a_deadline_holds_for_rounds_too(opening, simulated):
+def test_a_deadline_applies_to_rounds(opening, simulated):
     async def act(comm: Communicator) -> None:
         rules: dict[str, Any] = {"quorum": 3} if opening == "quorum" else {"candidates": 3}
         if comm.rank == 1:
@@ -185,7 +185,7 @@ def test_a_deadline_holds_for_rounds_too(opening, simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 2), (1,))}
 
 
-def test_a_call_in_time_is_not_affected_and_neither_is_the_next(simulated):
+def test_a_call_before_its_deadline_and_the_next_are_not_affected(simulated):
     async def main(comm: Communicator) -> float:
         for seconds in (3, 100):
             with asyncoll.deadline(seconds):
@@ -197,7 +197,7 @@ def test_a_call_in_time_is_not_affected_and_neither_is_the_next(simulated):
     assert simulated(2, main).results == [2, 2]
 
 
-def test_of_nested_deadlines_the_earliest_holds(simulated):
+def test_of_nested_deadlines_the_earliest_applies(simulated):
     async def act(comm: Communicator) -> None:
         with asyncoll.deadline(1), asyncoll.deadline(50):
             await asyncio.sleep(20 * comm.rank)
@@ -256,7 +256,7 @@ def test_limits_in_the_environment():
 
 
 def told(transport: str, *arguments: object, **settings: str) -> dict[str, str]:
-    """What each of four ranks of a launched job prints last."""
+    """The last line that each of four ranks of a launched job prints, by rank."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
     environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -273,12 +273,12 @@ both = pytest.mark.parametrize("transport", ["shm", "zmq"])
 @both
 @pytest.mark.parametrize("elements", [3, 1_000_000])
 def test_every_survivor_names_a_dead_process(elements, transport):
-    """It ends with code 0, so that the launcher does not stop the others before they have said what they heard."""
+    """Rank 1 exits with code 0, so that the launcher does not stop the others before they print their errors."""
     assert told(transport, "exits", elements) == dict.fromkeys("023", "rank 1 is dead")
 
 
 @pytest.mark.slow
-def test_every_survivor_names_a_process_that_died_with_a_lock_on_which_another_name_stands():
+def test_every_survivor_names_a_process_that_died_before_it_registered_as_lock_owner():
     assert told("shm", "exits with a lock", 3) == dict.fromkeys("023", "rank 1 is dead")
 
 
@@ -286,18 +286,18 @@ def test_every_survivor_names_a_process_that_died_with_a_lock_on_which_another_n
 @both
 def test_every_survivor_names_a_stopped_process(transport):
     heard = told(transport, "stopped", 3, **FREEZE)
-    heard.pop("1", None)  # what that one hears depends on who is left to tell it
+    heard.pop("1", None)  # the error of the stopped rank depends on the ranks that are left when it continues
     assert heard == dict.fromkeys("023", "rank 1 is frozen")
 
 
 @pytest.mark.slow
 @both
-def test_who_holds_the_gil_is_not_frozen(transport):
+def test_a_rank_that_holds_the_gil_is_not_frozen(transport):
     assert told(transport, "holds the GIL", 3, **FREEZE) == dict.fromkeys("0123", "all 4 are there")
 
 
 @pytest.mark.slow
 @both
-def test_who_computes_says_so_when_a_deadline_has_passed(transport):
+def test_a_rank_that_computes_answers_after_a_deadline(transport):
     heard = told(transport, "is late", 3, ASYNCOLL_DEADLINE_S="3")
     assert heard == dict.fromkeys("0123", "arrived (0, 1, 3), missing (2,) in its own code")

@@ -1,4 +1,4 @@
-"""Posted receives meet arrived segments, in whatever order the two come."""
+"""Matching of posted receives with arriving segments, in any order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ add = combiner(ReduceOp.SUM, "int32")
 
 
 def segments(x: np.ndarray, cuts: list[int]) -> list[bytes]:
-    """`x` as its sender would cut it: never an empty piece, but one for an empty array."""
+    """The segments of `x`: none is empty, except the only one of an empty array."""
     return [piece.tobytes() for piece in np.split(x, sorted(set(cuts))) if piece.size] or [b""]
 
 
 class Posted:
-    """A receive, and how often it said that it is complete."""
+    """A receive, and a count of the calls of `on_complete`."""
 
     def __init__(self, count: int, combine=None) -> None:
         self.into = np.full(count, 100, "i4")
@@ -59,8 +59,8 @@ def test_any_interleaving_gives_the_same_arrays(data):
     [[4], [16], [8, 8], [8, 0], [3], [8, 5], [8, 4, 4], [0]],
     ids=lambda pieces: "+".join(map(str, pieces)),
 )
-def test_other_sizes_than_posted_never_complete_quietly(pieces, posted_first):
-    """An array of three elements (12 bytes) is expected."""
+def test_segments_of_a_wrong_total_size_are_refused(pieces, posted_first):
+    """The receive expects three elements, 12 bytes."""
     mailbox, posted = Mailbox(), Posted(3)
     sizes = iter(pieces)
     if posted_first:
@@ -76,7 +76,7 @@ def test_other_sizes_than_posted_never_complete_quietly(pieces, posted_first):
         all_of_it()
         assert mailbox.waiting_for() == [(0, 0)]
     elif pieces == [8, 4, 4] and posted_first:
-        all_of_it()  # the third piece is for nobody yet
+        all_of_it()  # the third segment has no receive yet
         assert posted.completions == 1
     else:
         with pytest.raises(ProtocolError, match="a segment of"):
@@ -84,7 +84,7 @@ def test_other_sizes_than_posted_never_complete_quietly(pieces, posted_first):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_piece_of_an_element_is_refused(dtype):
+def test_a_part_of_an_element_is_refused(dtype):
     width = storage(dtype).itemsize
     receive = Receive(np.zeros(4, storage(dtype)))
     receive.take(bytes(width))
@@ -95,7 +95,7 @@ def test_a_piece_of_an_element_is_refused(dtype):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_empty_array_comes_as_one_empty_segment(early):
+def test_an_empty_array_is_one_empty_segment(early):
     mailbox, posted = Mailbox(), Posted(0)
     if early:
         assert not mailbox.arrive((0, 0), b"")
@@ -113,7 +113,7 @@ def test_an_empty_array_takes_no_elements():
         Receive(np.zeros(0, "i4")).take(bytes(4))
 
 
-def test_one_receive_for_one_array():
+def test_a_second_receive_for_one_key_is_refused():
     mailbox = Mailbox()
     mailbox.post((0, 0), Posted(1).receive)
     with pytest.raises(AssertionError, match="two receives"):

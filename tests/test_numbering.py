@@ -20,7 +20,7 @@ near = st.sampled_from([*range(-4, 9), LEAST, LEAST + 1, LEAST + 2, GREATEST - 2
 
 
 @given(st.lists(near, max_size=120), st.integers(0, 4))
-def test_every_tag_counts_for_itself(tags, recent):
+def test_each_tag_has_its_own_count(tags, recent):
     expected, numbers = Counter(), Numbering()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbering, "_RECENT_MAX", recent)
@@ -30,7 +30,7 @@ def test_every_tag_counts_for_itself(tags, recent):
 
 
 def test_tags_that_count_steps_take_no_memory():
-    """Each took 150 bytes for ever, at either end."""
+    """A dict entry for each tag would take 150 bytes for ever, at both ends."""
 
     async def main(comm):
         async def pass_on(tags):
@@ -41,7 +41,7 @@ def test_tags_that_count_steps_take_no_memory():
                     await comm.recv(np.ones(1), 0, tag)
             await comm.barrier()
 
-        await pass_on(range(1100))  # until all that is bounded has been filled
+        await pass_on(range(1100))  # fills all caches of bounded size
         before = traced()
         await pass_on(range(1100, 1800))
         return traced() - before
@@ -51,10 +51,10 @@ def test_tags_that_count_steps_take_no_memory():
         grown = run_ranks(2, main)
     finally:
         tracemalloc.stop()
-    assert max(grown) < 2 * 700 * 30  # at both ranks together, with room for what grows and shrinks
+    assert max(grown) < 2 * 700 * 30  # at both ranks together, with room for fluctuations
 
 
 def traced() -> int:
-    """The bytes of Python's memory that are in use."""
+    """The bytes of memory that Python has allocated."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]

@@ -1,4 +1,4 @@
-"""Calls between ranks, in every world: what they carry, where they run, how they end, and what is refused."""
+"""RPC between ranks, in every world: values, threads, limits, ends of calls, and refused input."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Batch:
 
 
 @dataclasses.dataclass
-class Stranger:
+class Unexpected:
     x: int
 
 
 class Service:
-    """What ranks call here."""
+    """The functions that ranks call in these tests."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -105,7 +105,7 @@ class Service:
         raise LookupError("stumbled")
 
     async def bounce(self, times: int) -> int:
-        """Each rank calls the next, `times` times."""
+        """Make a chain of `times` nested calls, each from one rank to the next."""
         if not times:
             return 0
         return 1 + await self._comm.rpc.call((self._comm.rank + 1) % self._comm.size, "bounce", times - 1)
@@ -129,11 +129,11 @@ def served(act):
     return main
 
 
-# -- what a call does ----------------------------------------------------------------------------
+# -- calls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_values_go_and_come(run, size):
+def test_values_round_trip(run, size):
     value = {"t": torch.arange(12.0).reshape(3, 4).t(), "n": [np.ones((2, 3)), np.float16(3)], ("k", 1): {1, 2.5, b"x"}}
 
     async def act(comm, service, other):
@@ -168,7 +168,7 @@ def test_long_structures(run):
     run(2, served(act))
 
 
-def test_whoever_calls_itself_gets_copies(run):
+def test_a_call_of_a_rank_to_itself_copies(run):
     async def act(comm, service, other):
         x = {"x": np.ones(3), "long": np.ones(100_000)}
         arrived = await comm.rpc.call(0, "echo", x)
@@ -179,7 +179,7 @@ def test_whoever_calls_itself_gets_copies(run):
     run(1, served(act))
 
 
-def test_dataclasses_come_where_annotations_name_them(run):
+def test_dataclasses_arrive_where_annotations_name_them(run):
     async def act(comm, service, other):
         doubled = await comm.rpc.call(other, "double", Batch(torch.ones(2), ["a"]))
         assert isinstance(doubled, Batch)
@@ -211,8 +211,8 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     run_ranks(1, main)
 
 
-def test_many_plain_functions_may_wait_for_each_other():
-    """More than the threads of a loop are."""
+def test_many_plain_functions_can_wait_for_each_other():
+    """There are more of them than threads in the default executor of a loop."""
     together = threading.Barrier(40, timeout=PATIENCE_S)
 
     async def main(comm):
@@ -247,7 +247,7 @@ def test_a_coroutine_function_behind_a_plain_decorator_is_awaited(run):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_everybody_calls_everybody_at_once(run, size):
+def test_all_ranks_call_all_ranks_at_once(run, size):
     async def main(comm):
         comm.rpc.register(Service(comm))
         found = await comm.rpc.call_all(range(comm.size), "add", comm.rank, b=10)
@@ -257,7 +257,7 @@ def test_everybody_calls_everybody_at_once(run, size):
     run(size, main)
 
 
-def test_errors_of_calls_to_many_come_together(run):
+def test_call_all_raises_all_errors_as_one_group(run):
     async def main(comm):
         @comm.rpc.register
         async def odd() -> None:
@@ -275,7 +275,7 @@ def test_errors_of_calls_to_many_come_together(run):
     run(5, main)
 
 
-def test_nobody_is_called_twice_by_a_call_to_many():
+def test_call_all_refuses_a_rank_named_twice():
     async def act(comm, service, other):
         with pytest.raises(UsageError, match="sleep: rank 1 is named 2 times"):
             await comm.rpc.call_all([0, 1, 1], "sleep", 0)
@@ -283,7 +283,7 @@ def test_nobody_is_called_twice_by_a_call_to_many():
     assert simulate(2, served(act)).results[1].begun == []
 
 
-def test_a_rank_that_has_not_come_to_rpc_is_waited_for():
+def test_a_call_waits_for_a_rank_that_has_not_opened_rpc():
     async def main(comm):
         if comm.rank == 1:
             await asyncio.sleep(5)
@@ -295,7 +295,7 @@ def test_a_rank_that_has_not_come_to_rpc_is_waited_for():
     simulate(2, main)
 
 
-def test_a_rank_that_never_does_answers_in_the_end():
+def test_a_rank_that_never_opens_rpc_answers_as_it_leaves():
     async def main(comm):
         if comm.rank == 0:
             with pytest.raises(UsageError, match="rank 1: no function 'add': nothing is registered there"):
@@ -304,7 +304,7 @@ def test_a_rank_that_never_does_answers_in_the_end():
     simulate(2, main)
 
 
-def test_functions_of_communicators_are_apart(run):
+def test_each_communicator_has_its_own_functions(run):
     async def main(comm):
         comm.rpc.register(lambda: None, name="whole")
         half = await comm.split(comm.rank % 2)
@@ -356,8 +356,8 @@ def test_notifications_begin_in_order_and_are_bounded(run, caplog):
     caplog.clear()  # its traceback holds the world
 
 
-def test_a_notification_may_be_passed_on_for_ever(simulated):
-    """Nobody waits for its end, as callers of callers do."""
+def test_a_chain_of_notifications_may_be_infinite(simulated):
+    """A notification has no waiting caller, so the limit of nested calls does not apply to it."""
 
     async def main(comm):
         arrived = asyncio.Event()
@@ -378,7 +378,7 @@ def test_a_notification_may_be_passed_on_for_ever(simulated):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_what_ranks_notify_of_begins_before_they_have_left(run, size):
+def test_notifications_begin_before_their_sender_has_left(run, size):
     async def main(comm):
         begun = []
 
@@ -414,7 +414,7 @@ def test_any_async_iterator_streams(run):
         def __aiter__(self):
             return self
 
-        async def __anext__(self) -> int:  # and no `aclose`, which only generators have
+        async def __anext__(self) -> int:  # it has no `aclose`, unlike a generator
             if not self._left:
                 raise StopAsyncIteration
             self._left -= 1
@@ -532,7 +532,7 @@ def test_a_deadline_ends_the_call_at_both_ends():
     assert report.virtual_s < 4
 
 
-def test_deadlines_are_handed_on():
+def test_nested_calls_inherit_the_deadline():
     ends = {}
 
     async def main(comm):
@@ -563,24 +563,24 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_a_deadline_that_is_over_sends_nothing(use):
+def test_an_expired_deadline_sends_nothing(use):
     async def act(comm, service, other):
         with deadline(1):
             await asyncio.sleep(2)
             with pytest.raises(DeadlineError):
                 await use(comm.rpc)
-        await asyncio.sleep(1)  # what was sent would have come by then
+        await asyncio.sleep(1)  # a message would have arrived by then
 
     assert simulate(2, served(act)).results[1].begun == []
 
 
-def test_a_function_has_no_deadline_but_its_callers(simulated):
+def test_a_function_has_only_the_deadline_of_its_caller(simulated):
     async def main(comm):
         async def left() -> float | None:
             return remaining_s()
 
         with deadline(1):
-            comm.rpc.register(left)  # the first use of comm.rpc, which goes on when this is over
+            comm.rpc.register(left)  # the first use of comm.rpc, which continues after this block
         await comm.barrier()
         assert await comm.rpc.call(1 - comm.rank, "left") is None
         with deadline(100):
@@ -591,8 +591,8 @@ def test_a_function_has_no_deadline_but_its_callers(simulated):
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e3])
-def test_a_deadline_of_the_functions_own_is_its_own_affair(simulated, seconds):
-    """Its caller has none, or time left, and so was not late."""
+def test_a_deadline_inside_the_function_is_a_remote_error(simulated, seconds):
+    """The caller has no deadline, or time left, so this is not the deadline of the caller."""
 
     async def act(comm, service, other):
         failed = pytest.raises(RemoteError, match="DeadlineError at rank 1: sleep at rank 1 did not answer")
@@ -610,8 +610,8 @@ def test_a_deadline_of_the_functions_own_is_its_own_affair(simulated, seconds):
     simulated(2, main)
 
 
-def test_a_deadline_at_infinity_is_none():
-    """No timer is set for it, which would hide that everything waits for ever."""
+def test_an_infinite_deadline_is_no_deadline():
+    """It sets no timer: a timer would hide the deadlock."""
 
     async def main(comm):
         comm.rpc.register(asyncio.Event().wait, name="wait")
@@ -645,8 +645,8 @@ def test_streams_and_notifications_have_deadlines_too():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_cancelling_anywhere_never_harms_the_next_call(seed):
-    """25 calls a seed, cancelled at random points of virtual time: 1,000 in all, each followed by one that is right."""
+def test_the_call_after_a_cancelled_call_is_right(seed):
+    """25 calls for each seed, 1,000 in all, cancelled at random points of virtual time."""
     draw = random.Random(seed)
 
     async def main(comm):
@@ -705,7 +705,7 @@ async def use(comm, other, kind, x):
 # -- bounds --------------------------------------------------------------------------------------
 
 
-def test_a_rank_runs_a_bounded_number_of_calls_for_each_other():
+def test_calls_under_way_to_one_rank_are_bounded():
     async def main(comm):
         running = most = 0
 
@@ -725,7 +725,7 @@ def test_a_rank_runs_a_bounded_number_of_calls_for_each_other():
     assert simulate(2, main).results[1] == protocol.CALLS_MAX
 
 
-def test_arguments_on_the_way_to_a_slow_rank_are_bounded():
+def test_arguments_under_way_to_a_slow_rank_are_bounded():
     async def main(comm):
         held = most = 0
 
@@ -763,7 +763,7 @@ def test_endless_recursion_is_an_error():
     simulate(2, served(act))
 
 
-def test_nested_calls_do_not_wait_for_what_waits_for_them():
+def test_nested_calls_do_not_deadlock_over_slots():
     async def act(comm, service, other):
         calls = (comm.rpc.call(other, "bounce", 5) for _ in range(2 * protocol.CALLS_MAX))
         assert set(await asyncio.gather(*calls)) == {5}
@@ -786,7 +786,11 @@ BAD = {
     "wrong": (("add", "x"), UsageError, r"rank 1: add: a must be int, got str"),
     "wrong more": (("add", 1, 2, 3.5), UsageError, r"rank 1: add: more must be int, got float"),
     "wrong dataclass": (("double", 3), UsageError, r"rank 1: double: batch must be Batch, got int"),
-    "stranger": (("echo", Stranger(1)), UsageError, r"rank 1: a dataclass Stranger came, which no annotation here"),
+    "unexpected dataclass": (
+        ("echo", Unexpected(1)),
+        UsageError,
+        r"rank 1: a dataclass Unexpected was received, which no annotation here",
+    ),
     "unsendable": (("echo", [object()]), UsageError, r"echo: argument 1\[0\] is a <class 'object'>"),
     "unsendable result": (
         ("unsendable",),
@@ -849,7 +853,7 @@ def test_ranks_may_be_numbers_of_numpy(run):
     run(2, served(act))
 
 
-def test_what_a_function_raises_is_its_own_affair():
+def test_an_exception_of_a_function_is_a_remote_error():
     async def main(comm):
         @comm.rpc.register
         async def deceive() -> None:
@@ -891,7 +895,7 @@ class Calculator:
 
 
 class RemoteCalculator(Protocol):
-    """The same, as it is called from elsewhere."""
+    """The same service, as a caller describes it."""
 
     async def add(self, a: int, b: int = 0) -> int: ...
 
@@ -942,7 +946,7 @@ def test_a_stub_stands_for_a_service(run):
 
 
 class Static:
-    """Methods of no object."""
+    """Methods that need no object."""
 
     @staticmethod
     async def double(x: int) -> int:
@@ -980,7 +984,7 @@ class SpeltOtherwise(Protocol):
     async def first(self, x: int | None, more: list[int]) -> dict[str, int]: ...
 
 
-def test_a_stub_may_spell_its_types_otherwise():
+def test_a_stub_may_spell_its_types_differently():
     async def main(comm):
         comm.rpc.register(Spelt())
         await comm.barrier()
@@ -1007,7 +1011,7 @@ def test_a_stub_that_does_not_match(stub):
     simulate(2, main)
 
 
-def test_results_that_are_not_what_the_service_says():
+def test_results_that_do_not_match_their_annotations():
     class Liar:
         async def add(self, a: int) -> int:
             return "no"  # type: ignore[return-value]
@@ -1036,7 +1040,7 @@ def test_methods_are_found():
 # -- when the world ends -------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_rank_that_dies_hears_of_it():
+def test_a_call_to_a_rank_that_dies_raises():
     raised = []
 
     async def main(comm):
@@ -1060,8 +1064,8 @@ def test_who_waits_for_a_rank_that_dies_hears_of_it():
     assert sorted(raised, key=str) == [(0, PeerLostError, 1), (2, PeerLostError, 1)]
 
 
-def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
-    """It ends all calls, and its own is under way."""
+def test_the_task_that_notices_a_loss_is_not_cancelled():
+    """It ends all calls of its rank, among them its own, which must raise and not be cancelled."""
     raised = []
 
     async def main(comm):
@@ -1071,13 +1075,13 @@ def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
             await comm.rpc.call(1, "echo", 1)
             inbox = comm.rpc._exchange._carrier._outboxes[1].inbox
             thread = threading.Thread(target=inbox.control_block.__enter__)
-            thread.start()  # to the kernel, a thread that ends is an owner that dies
+            thread.start()  # the kernel treats a thread that ends as an owner of the lock that dies
             thread.join()
             with pytest.raises(PeerLostError) as caught:
                 await comm.rpc.call(1, "echo", 1)
             raised.append(caught.value)
             assert not asyncio.current_task().cancelling()
-            await asyncio.sleep(0)  # or it would be raised here
+            await asyncio.sleep(0)  # a wrong cancellation would be raised here
         await comm.barrier()
 
     with pytest.raises(PeerLostError):
@@ -1085,7 +1089,7 @@ def test_who_finds_out_that_a_rank_has_died_is_not_cancelled():
     assert raised
 
 
-def test_who_waits_to_send_hears_of_it_too():
+def test_a_call_that_waits_to_send_raises_after_a_loss():
     async def main(comm):
         if comm.rank == 0:
             calls = [asyncio.ensure_future(comm.rpc.call(1, "x", np.ones(30 << 20, np.uint8))) for _ in range(5)]
@@ -1095,12 +1099,12 @@ def test_who_waits_to_send_hears_of_it_too():
                 with pytest.raises(AbortedError, match="enough"):
                     await call
         else:
-            await asyncio.sleep(10)  # it never comes to rpc
+            await asyncio.sleep(10)  # it never opens RPC
 
     simulate(2, main)
 
 
-def test_what_runs_when_the_world_ends_is_cancelled(run):
+def test_functions_that_run_at_the_end_of_the_world_are_cancelled(run):
     services = {}
 
     async def main(comm):
@@ -1134,7 +1138,7 @@ def test_what_runs_when_the_world_ends_is_cancelled(run):
     ],
     ids=repr,
 )
-def test_segments_that_nobody_sends_end_the_world(segment):
+def test_invalid_segments_end_the_world(segment):
     async def main(comm):
         assert comm.rpc
         kind, number, payload = segment
@@ -1159,7 +1163,7 @@ def test_segments_that_nobody_sends_end_the_world(segment):
     ],
     ids=repr,
 )
-def test_calls_that_nobody_makes_end_the_world(message):
+def test_invalid_calls_end_the_world(message):
     async def main(comm):
         comm.rpc.register(Service(comm))
         kind, call, body, name = message
@@ -1172,11 +1176,11 @@ def test_calls_that_nobody_makes_end_the_world(message):
         simulate(2, main, NETWORK)
 
 
-# -- what a reader of the code found -------------------------------------------------------------
+# -- regressions ---------------------------------------------------------------------------------
 
 
-def test_calls_that_end_in_one_turn_make_room_for_as_many_again(run):
-    """More than may be under way, with handlers that all wait for the same."""
+def test_calls_that_end_in_one_turn_free_as_many_slots(run):
+    """There are more calls than slots, and all handlers wait for the same event."""
 
     async def main(comm):
         opened, waiting = asyncio.Event(), 0
@@ -1202,7 +1206,7 @@ def test_calls_that_end_in_one_turn_make_room_for_as_many_again(run):
     run(2, main)
 
 
-def test_a_call_that_gives_up_waiting_for_room_lets_those_behind_it_go(run):
+def test_a_call_cancelled_in_the_queue_does_not_block_the_next(run):
     async def main(comm):
         release = asyncio.Event()
 
@@ -1240,7 +1244,7 @@ class Moody:
             raise ValueError("never below 0")
 
 
-def test_a_dataclass_that_refuses_what_came_is_the_callers_fault(run):
+def test_a_dataclass_that_refuses_its_fields_is_a_usage_error(run):
     async def main(comm):
         @comm.rpc.register
         async def take(moody: Moody) -> int:
@@ -1250,7 +1254,10 @@ def test_a_dataclass_that_refuses_what_came_is_the_callers_fault(run):
         if comm.rank == 0:
             moody = Moody(1)
             moody.value = -1
-            with pytest.raises(UsageError, match=r"no .*Moody can be made of what came: ValueError\('never below 0'\)"):
+            with pytest.raises(
+                UsageError,
+                match=r"no .*Moody can be made of the fields that were received: ValueError\('never below 0'\)",
+            ):
                 await comm.rpc.call(1, "take", moody)
             assert await comm.rpc.call(1, "take", Moody(2)) == 2
 
@@ -1262,7 +1269,7 @@ class UtterError(BaseException):
 
 
 class HollowError(Exception):
-    """Whatever it is asked for, it looks for in what it has not."""
+    """An exception whose attributes cannot be read: `__getattr__` recurses without end."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -1290,9 +1297,9 @@ ODD = {
 
 
 @pytest.mark.parametrize(("function", "kind"), ODD.values(), ids=ODD.keys())
-def test_whatever_a_function_raises_its_caller_is_answered(run, caplog, function, kind):
+def test_the_caller_is_answered_whatever_a_function_raises(run, caplog, function, kind):
     async def act(comm, service, other):
-        for _ in range(2):  # that rank goes on
+        for _ in range(2):  # the callee continues after the first exception
             with pytest.raises(RemoteError, match=kind), deadline(PATIENCE_S):
                 await comm.rpc.call(other, "raise_it")
 
@@ -1306,7 +1313,7 @@ def test_whatever_a_function_raises_its_caller_is_answered(run, caplog, function
 
 
 @pytest.mark.parametrize("name", ["\ud800", "", "a b", "a..b", "x" * 10_000, 5])
-def test_a_name_that_is_none_takes_no_room(name):
+def test_an_invalid_name_takes_no_slot(name):
     async def main(comm):
         @comm.rpc.register
         async def fine() -> int:
@@ -1322,7 +1329,7 @@ def test_a_name_that_is_none_takes_no_room(name):
     run_ranks(2, main)
 
 
-def test_calls_have_the_worlds_deadline(monkeypatch):
+def test_calls_have_the_deadline_of_the_world(monkeypatch):
     monkeypatch.setattr(Endpoint, "patience_s", property(lambda _: 0.5, lambda *_: None), raising=False)
 
     async def main(comm):
@@ -1339,13 +1346,13 @@ def test_calls_have_the_worlds_deadline(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """The world's deadline is short at rank 0, and the others wait for it."""
+    """Worlds in which the deadline of rank 0 is short."""
     patience_s = property(lambda endpoint: math.inf if endpoint.rank else 0.5, lambda *_: None)
     monkeypatch.setattr(Endpoint, "patience_s", patience_s, raising=False)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_who_waits_for_a_slot_has_the_worlds_deadline(impatient, use):
+def test_a_call_that_waits_for_a_slot_has_the_deadline_of_the_world(impatient, use):
     async def main(comm):
         service = Service(comm)
         comm.rpc.register(service)
@@ -1369,7 +1376,7 @@ def test_a_stream_that_waits_for_a_slot_has_its_callers_deadline():
     assert simulate(2, served(act)).results[1].begun == [100] * protocol.CALLS_MAX
 
 
-def test_items_of_streams_have_the_worlds_deadline(impatient):
+def test_items_of_streams_have_the_deadline_of_the_world(impatient):
     async def main(comm):
         @comm.rpc.register
         async def slow_down() -> AsyncIterator[int]:
@@ -1379,7 +1386,7 @@ def test_items_of_streams_have_the_worlds_deadline(impatient):
 
         if comm.rank == 0:
             items = comm.rpc.stream(1, "slow_down")
-            assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]  # longer than that in all
+            assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]  # takes longer than the deadline in total
             await anext(items)
             with pytest.raises(DeadlineError, match="slow_down at rank 1 did not answer before the deadline"):
                 await anext(items)

@@ -1,4 +1,4 @@
-"""Values to bytes and back, and that bytes which no codec made are refused before they cost anything."""
+"""The codec of RPC: values round-trip, and invalid bytes are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ TYPES = hints.dataclasses_in([list[Path]])
 
 
 def through(value: object, types: codec.Types = TYPES) -> Any:
-    """`value` after its journey; its arrays arrive in memory of their own."""
+    """`value`, encoded and decoded; its arrays are copied in between, as a carrier does."""
     body, arrays = codec.encode(value)
     assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays)
     return codec.decode(body, [array.copy() for array in arrays], types)
 
 
 def same(a: object, b: object) -> bool:
-    """Equal, and of the same types throughout; NaN is NaN."""
+    """Whether two values are equal and of the same types at every level; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -107,7 +107,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_values_come_back_as_they_were(value):
+def test_values_round_trip(value):
     assert same(through(value), value)
 
 
@@ -150,7 +150,7 @@ def test_a_long_contiguous_tensor_is_not_copied():
     assert flat.ctypes.data == x.data_ptr()
 
 
-def test_what_arrives_can_be_written_and_lies_where_it_arrived():
+def test_decoded_tensors_are_writable_views_of_the_received_arrays():
     body, arrays = codec.encode((torch.ones(10_000), np.ones(3)))
     memory = [array.copy() for array in arrays]
     long, short = codec.decode(body, memory)
@@ -167,7 +167,7 @@ def test_a_model():
     assert torch.equal(arrived["weight"], state["weight"])
 
 
-# -- what cannot be sent -------------------------------------------------------------------------
+# -- values that cannot be sent ------------------------------------------------------------------
 
 
 class Mine:
@@ -197,12 +197,12 @@ UNSENDABLE = {
 
 
 @pytest.mark.parametrize(("value", "message"), UNSENDABLE.values(), ids=UNSENDABLE.keys())
-def test_what_cannot_be_sent_is_named_with_its_path(value, message):
+def test_the_error_names_the_path_of_a_value_that_cannot_be_sent(value, message):
     with pytest.raises(UsageError, match=message):
         codec.encode(value, "result")
 
 
-def test_tuples_in_tuples_end_somewhere():
+def test_nested_tuples_are_bounded():
     value: tuple[Any, ...] = ()
     for _ in range(codec.MAX_DEPTH + 2):
         value = (value,)
@@ -218,9 +218,11 @@ def test_too_many_arrays():
 # -- dataclasses ---------------------------------------------------------------------------------
 
 
-def test_only_expected_dataclasses_come():
+def test_only_expected_dataclasses_are_decoded():
     body, _ = codec.encode([Point(1.0)])
-    with pytest.raises(UsageError, match="dataclass Point came, which no annotation here names; those that are: none"):
+    with pytest.raises(
+        UsageError, match="dataclass Point was received, which no annotation here names; those named here: none"
+    ):
         codec.decode(body)
 
 
@@ -229,7 +231,7 @@ def test_only_expected_dataclasses_come():
     [(Box[int], Box(1), 1), (Place, Point(1.0), 1.0), (Marked, {"at": Point(1.0)}, {"to": Point(1.0)})],
     ids=repr,
 )
-def test_annotations_that_name_a_dataclass_in_other_words(annotation, value, wrong):
+def test_annotations_that_name_a_dataclass_indirectly(annotation, value, wrong):
     arrived, check = through(value, hints.dataclasses_in([annotation])), hints.checker(annotation)
     assert arrived == value
     check(arrived, "it")
@@ -247,14 +249,16 @@ def test_fields_are_checked():
         codec.decode(body, (), TYPES)
 
 
-def test_a_dataclass_that_has_changed_on_the_way():
+def test_a_dataclass_with_other_fields_is_refused():
     @dataclasses.dataclass
     class Point:
         z: int
 
     Point.__qualname__ = "Point"
     body, _ = codec.encode(Point(1))
-    with pytest.raises(UsageError, match=r"a Point has the fields \['label', 'x', 'y'\] here, but \['z'\] came"):
+    with pytest.raises(
+        UsageError, match=r"a Point has the fields \['label', 'x', 'y'\] here, but was received with \['z'\]"
+    ):
         codec.decode(body, (), TYPES)
 
 
@@ -268,8 +272,8 @@ def test_two_dataclasses_of_one_name():
 # -- failures ------------------------------------------------------------------------------------
 
 
-def test_a_failure_that_is_passed_on_keeps_the_beginning_of_its_message():
-    """And of its traceback the end, where the cause is."""
+def test_a_forwarded_failure_keeps_the_beginning_of_its_message():
+    """The traceback keeps its end, which names the cause."""
     there = RemoteError(2, "ValueError", "the root cause", "x" * 100_000)
     error = failure.decode(failure.encode(there), 1)
     assert error.message.startswith("ValueError at rank 2: the root cause")
@@ -277,7 +281,7 @@ def test_a_failure_that_is_passed_on_keeps_the_beginning_of_its_message():
     assert len(str(error)) < 11_000
 
 
-# -- what nobody sent ----------------------------------------------------------------------------
+# -- invalid bytes -------------------------------------------------------------------------------
 
 
 @given(st.binary(), st.lists(st.binary(max_size=64), max_size=3))
@@ -288,7 +292,7 @@ def test_random_bytes_are_refused_or_are_values(body, parts):
 
 
 @given(values, st.data())
-def test_bytes_changed_on_the_way_are_refused_or_are_values(value, data):
+def test_changed_bytes_are_refused_or_are_values(value, data):
     body, arrays = codec.encode(value)
     position = data.draw(st.integers(0, len(body) - 1))
     changed = body[:position] + bytes([data.draw(st.integers(0, 255))]) + body[position + 1 :]
@@ -316,12 +320,12 @@ IMPOSSIBLE = {
         msgpack.packb([msgpack.ExtType(5, struct.pack("<BBBBQI", 0, FLOAT32, 0, 1, 2, 0))] * 2),
         1,
     ),
-    "an array nobody asked for": (msgpack.packb(1), 1),
+    "an array without a reference": (msgpack.packb(1), 1),
     "no such dtype": (an_array(struct.pack("<BBBBQI", 0, 99, 0, 1, 2, 0)), 1),
     "no such family": (an_array(struct.pack("<BBBBQI", 9, FLOAT32, 0, 1, 2, 0)), 1),
     "too many dimensions": (an_array(struct.pack("<BBBB", 0, FLOAT32, 0, 200) + bytes(8 * 200)), 0),
     "a scalar of several": (an_array(struct.pack("<BBBBQI", 2, FLOAT32, 0, 1, 2, 0)), 1),
-    "a cut form": (an_array(b"\0"), 0),
+    "a truncated header": (an_array(b"\0"), 0),
     "another kind": (msgpack.packb(msgpack.ExtType(99, b"")), 0),
     "a timestamp": (msgpack.packb(msgpack.ExtType(-1 & 0x7F, b"1234")), 0),
     "a tuple of no list": (msgpack.packb(msgpack.ExtType(1, msgpack.packb(1))), 0),
@@ -337,7 +341,7 @@ def test_impossible_values(body, count):
         codec.decode(body, [np.zeros(8, np.uint8) for _ in range(count)], TYPES)
 
 
-def test_extensions_in_extensions_end_somewhere():
+def test_nested_extensions_are_bounded():
     body = msgpack.packb([])
     for _ in range(codec.MAX_DEPTH + 1):
         body = msgpack.packb([msgpack.ExtType(1, body)])
@@ -345,7 +349,7 @@ def test_extensions_in_extensions_end_somewhere():
         codec.decode(body)
 
 
-def test_announced_counts_cost_nothing_before_they_are_true():
+def test_false_lengths_cost_no_memory():
     lists = (b"\xdd" + struct.pack(">I", 60_000)) * 400 + b"\xc0" * 60_000
     tracemalloc.start()
     with pytest.raises(ProtocolError):
@@ -355,7 +359,7 @@ def test_announced_counts_cost_nothing_before_they_are_true():
     assert peak < 1 << 20
 
 
-def test_a_bool_is_nothing_but_0_or_1():
+def test_bools_are_normalized_to_0_and_1():
     form = struct.pack("<BBBBQ", 1, DTYPES.index("bool"), 1, 1, 2) + b"\x02\xff"
     assert codec.decode(an_array(form)).view(torch.uint8).tolist() == [1, 1]
 
@@ -364,7 +368,7 @@ def test_a_bool_is_nothing_but_0_or_1():
 
 
 @given(st.sampled_from(range(protocol.CALL, protocol.ITEM + 1)), st.integers(0, (1 << 64) - 1), st.text(max_size=200))
-def test_messages_come_back(kind, call, name):
+def test_messages_round_trip(kind, call, name):
     head, arrays = protocol.encode(kind, call, b"body", name=name, number=3, seconds=1.5)
     message, rest = protocol.decode(head, arrays)
     assert message == (kind, call, 3, 1.5, name, b"body")
@@ -382,7 +386,7 @@ def test_a_long_body_travels_beside_the_head():
 
 
 @pytest.mark.parametrize("change", [(0, 99), (1, 0), (1, 99), (3, 99)], ids=["version", "kind", "kinds", "number"])
-def test_messages_that_nobody_sends(change):
+def test_invalid_messages_are_refused(change):
     head = bytearray(protocol.encode(protocol.CALL, 1, name="f")[0])
     head[change[0]] = change[1]
     with pytest.raises(ProtocolError):

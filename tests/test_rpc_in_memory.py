@@ -1,4 +1,4 @@
-"""The carrier in memory: what arrives, who waits, whose memory it is, and what peers cannot do."""
+"""The carrier of RPC in shared memory: delivery, flow control, ownership of memory, and untrusted peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's control_block
 
 
 class Mail(Keeper):
-    """What a carrier delivers."""
+    """Keeps the messages that a carrier delivers."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Mail(Keeper):
 
 
 class World:
-    """The carriers of the ranks, their arenas, and what they deliver."""
+    """The carriers of all ranks, with their arenas and their delivered messages."""
 
     def __init__(self, arenas, check):
         ranks = arenas[0].ranks
@@ -70,7 +70,7 @@ def nothing():
 
 
 def twin(size, main, check=nothing):
-    """In virtual time, where others come between whenever somebody waits."""
+    """Virtual time, where every wait lets other tasks run."""
     draw = np.random.default_rng(size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(whole(inproc.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
@@ -98,7 +98,7 @@ def run(request):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Little is long, and the window has room for four times as much."""
+    """Small limits: messages above 1,000 bytes are long, and the window holds 16,000 bytes."""
     monkeypatch.setattr(in_memory, "INLINE_BYTES", 1000)
     monkeypatch.setattr(in_memory, "WINDOW_BYTES", 16_000)
     monkeypatch.setattr(packing, "_PIECE", 700)
@@ -119,22 +119,22 @@ def lender(world, rank=0):
 
 async def until(condition):
     while not condition():
-        await asyncio.sleep(1e-6)  # a moment even in virtual time
+        await asyncio.sleep(1e-6)  # not 0, so that virtual time advances
 
 
 async def collect(world):
-    """Rank 1 gives back what it has dropped at the latest when it reads, and rank 0 collects it; returns the lender."""
+    """Return dropped memory from rank 1 to rank 0, whose lender is returned. Rank 1 does so when it reads."""
     await world.carriers[0].send(1, b"")
     await world.keepers[1].take()
     world.carriers[0]._lender._collect()
     return world.carriers[0]._lender
 
 
-# -- what arrives ---------------------------------------------------------------------------------
+# -- delivery -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_everybody_reaches_everybody(run, size):
+def test_all_ranks_send_to_all_ranks(run, size):
     async def main(world):
         world.open(*range(size))
         for rank, carrier in enumerate(world.carriers):
@@ -180,7 +180,7 @@ def test_arrays_of_all_lengths(run, lengths):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 1000, HEAD_BYTES - 1, HEAD_BYTES])
 def test_heads_of_all_lengths(run, nbytes):
-    """More than the ring holds, so they lie at its end in all ways."""
+    """More heads than the ring holds, so they wrap around its end at different offsets."""
 
     async def main(world):
         world.open(1)
@@ -193,7 +193,7 @@ def test_heads_of_all_lengths(run, nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [100, 50_000])
-def test_what_is_delivered_is_its_receivers_own(run, nbytes):
+def test_delivered_arrays_belong_to_the_receiver(run, nbytes):
     async def main(world):
         world.open(1)
         sent = numbers(1, nbytes)
@@ -222,8 +222,8 @@ STEPS = st.tuples(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(size=st.integers(2, 5), steps=st.lists(STEPS, max_size=60))
-def test_whatever_is_sent_arrives_in_order(small, size, steps):
-    """In order among the messages of each task, from its rank to another."""
+def test_messages_arrive_in_order(small, size, steps):
+    """The messages of one task to one rank arrive in the order in which they were sent."""
 
     async def main(world):
         world.open(*range(size))
@@ -250,11 +250,11 @@ def test_whatever_is_sent_arrives_in_order(small, size, steps):
     twin(size, main)
 
 
-# -- who waits ------------------------------------------------------------------------------------
+# -- flow control ---------------------------------------------------------------------------------
 
 
 def test_a_slow_receiver_makes_senders_wait(run):
-    """Its inbox takes what fits into it, and the rest comes in order once it reads."""
+    """The inbox takes the messages that fit; the rest arrive in order once the receiver reads."""
     count, head = 400, 2000
     sent = []
 
@@ -276,7 +276,7 @@ def test_a_slow_receiver_makes_senders_wait(run):
 
 
 @pytest.mark.parametrize("tasks", [1, 30])
-def test_little_is_lent_to_a_slow_receiver(run, small, tasks):
+def test_lent_memory_is_bounded_for_a_slow_receiver(run, small, tasks):
     async def main(world):
         async def send(task):
             for _ in range(20):
@@ -308,8 +308,8 @@ def test_one_message_may_be_longer_than_the_window(run, small):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_send_to_all_more_than_inboxes_hold(run, small, size):
-    """Nobody reads before everybody waits to send; and then it comes to an end."""
+def test_all_send_to_all_more_than_the_inboxes_hold(run, small, size):
+    """No rank reads before all ranks wait to send; then all messages arrive."""
 
     async def main(world):
         async def send(rank, dest):
@@ -340,7 +340,7 @@ def test_a_short_message_need_not_wait_behind_a_long_one(run, small):
     run(2, main)
 
 
-def test_whoever_sends_without_end_lets_others_have_turns(run):
+def test_a_sender_without_end_lets_other_tasks_run(run):
     async def main(world):
         turns = 0
 
@@ -359,7 +359,7 @@ def test_whoever_sends_without_end_lets_others_have_turns(run):
     run(2, main)
 
 
-def test_whoever_receives_without_end_lets_others_have_turns():
+def test_a_receiver_without_end_lets_other_tasks_run():
     async def main(world):
         turns = []
 
@@ -379,8 +379,8 @@ def test_whoever_receives_without_end_lets_others_have_turns():
     memory(2, main)
 
 
-def test_a_reader_that_looks_lets_its_loop_turn(monkeypatch):
-    """It looks for ever here, and the others, without whom it would see nothing, go on."""
+def test_a_polling_reader_lets_its_loop_turn(monkeypatch):
+    """The reader polls without end here, and the other tasks of its loop run all the same."""
     monkeypatch.setattr(arena_module, "_YIELDING_POLL_S", 1e9)
     monkeypatch.setattr(arena_module, "_YIELDING_POLL_S_OVERSUBSCRIBED", 1e9)
     monkeypatch.setattr(arena_module, "_SLICE_S", 1e9)
@@ -396,11 +396,11 @@ def test_a_reader_that_looks_lets_its_loop_turn(monkeypatch):
     memory(2, main)
 
 
-# -- whose memory it is ---------------------------------------------------------------------------
+# -- ownership of memory --------------------------------------------------------------------------
 
 
 def test_memory_is_lent_again(run):
-    """Of so many messages one after the other, a few blocks carry all."""
+    """A few blocks carry many messages, one after the other."""
 
     async def main(world):
         world.open(1)
@@ -416,7 +416,7 @@ def test_memory_is_lent_again(run):
     run(2, main)
 
 
-def test_what_is_held_stays_as_it_is(run):
+def test_held_arrays_do_not_change(run):
     async def main(world):
         world.open(1)
         for number in range(30):
@@ -444,7 +444,7 @@ def test_what_is_held_stays_as_it_is(run):
     ],
     ids=["slice", "dtype", "buffer", "torch", "asarray"],
 )
-def test_whoever_holds_a_part_holds_all(run, part_of):
+def test_a_reference_to_a_part_keeps_the_whole_block(run, part_of):
     async def main(world):
         world.open(1)
         await world.carriers[0].send(1, b"", [np.zeros(48_000, np.uint8), numbers(1, 17)])
@@ -458,7 +458,7 @@ def test_whoever_holds_a_part_holds_all(run, part_of):
     run(2, main)
 
 
-def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
+def test_arrays_may_be_dropped_in_other_threads_and_under_the_lock():
     async def main(world):
         world.open(1)
         for _ in range(20):
@@ -478,7 +478,7 @@ def test_it_may_be_dropped_in_other_threads_and_under_the_lock():
     memory(2, main)
 
 
-def test_only_so_much_is_kept(run, monkeypatch):
+def test_kept_free_memory_is_bounded(run, monkeypatch):
     monkeypatch.setattr(lending, "KEPT_BYTES", 100_000)
 
     async def main(world):
@@ -494,7 +494,7 @@ def test_only_so_much_is_kept(run, monkeypatch):
     run(2, main)
 
 
-def test_without_memory_senders_are_told(run, monkeypatch):
+def test_send_without_free_memory_raises(run, monkeypatch):
     async def main(world):
         world.open(1)
         await world.carriers[0].send(1, b"", [numbers(1, 40_000)])
@@ -519,8 +519,8 @@ def test_without_memory_senders_are_told(run, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_cancelled_at_any_time_it_arrives_whole_or_not_at_all(small, seed):
-    """What was sent by others arrives in any case, and nothing is left over."""
+def test_a_cancelled_message_arrives_whole_or_not_at_all(small, seed):
+    """The messages of other tasks arrive in any case, and no lent memory remains."""
     draw = np.random.default_rng(seed)
     sent = []
 
@@ -559,7 +559,7 @@ def test_cancelled_at_any_time_it_arrives_whole_or_not_at_all(small, seed):
 # -- the end --------------------------------------------------------------------------------------
 
 
-def test_what_is_held_outlives_the_carriers(run):
+def test_held_arrays_outlive_the_carriers(run):
     async def main(world):
         world.open(1)
         await world.carriers[0].send(1, b"", [numbers(1, 50_000)])
@@ -575,7 +575,7 @@ def test_what_is_held_outlives_the_carriers(run):
     run(2, main)
 
 
-def test_what_is_received_after_the_end_is_dropped_and_given_back(run):
+def test_messages_after_the_end_are_dropped_and_their_memory_returned(run):
     async def main(world):
         for _ in range(40):
             await world.carriers[0].send(1, b"", [numbers(1, 40_000)])
@@ -592,8 +592,8 @@ def test_what_is_received_after_the_end_is_dropped_and_given_back(run):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_waiting_senders_hear_of_the_end(run, small, who):
-    """Of a closed receiver they need not know; a closed sender is an error of theirs."""
+def test_waiting_senders_wake_at_the_end(run, small, who):
+    """A message to a closed receiver is dropped; a send of a closed sender raises ClosedError."""
 
     async def main(world):
         async def send(nbytes):
@@ -609,7 +609,7 @@ def test_waiting_senders_hear_of_the_end(run, small, who):
     run(2, main)
 
 
-def test_waiting_senders_and_readers_hear_of_the_worlds_failure(run, small):
+def test_waiting_senders_and_readers_wake_at_a_failure_of_the_world(run, small):
     failure = []
 
     def check():
@@ -667,7 +667,7 @@ def test_in_a_simulated_world():
     simulate(5, main, shared_memory=True)
 
 
-# -- what cannot be trusted -----------------------------------------------------------------------
+# -- untrusted peers ------------------------------------------------------------------------------
 
 
 def header(world, *fields):
@@ -685,8 +685,8 @@ BAD_HEADERS = {
     "no header": (-64, 0, 0, 0, 0, 0),
     "longer than the inbox": (64 * 21, 0, 0, 0, 0, 0),
     "endless": (1 << 62, 0, 0, 0, 0, 0),
-    "nobody": (64, 2, 0, 0, 0, 0),
-    "nobody at all": (64, -1, 0, 0, 0, 0),
+    "unknown rank": (64, 2, 0, 0, 0, 0),
+    "negative rank": (64, -1, 0, 0, 0, 0),
     "long head": (64, 0, 17, 0, 0, 0),
     "negative head": (64, 0, -1, 0, 0, 0),
     "huge head": (64, 0, (1 << 63) - 1, 0, 0, 0),
@@ -717,7 +717,7 @@ def test_headers_are_not_trusted(run, fields):
     run(2, main)
 
 
-def test_who_takes_no_part_is_not_heard(run):
+def test_messages_of_ranks_outside_the_communicator_are_refused(run):
     async def main(world):
         world.carriers[1]._ranks = (0, 1)
         world.open(1)
@@ -729,10 +729,10 @@ def test_who_takes_no_part_is_not_heard(run):
     run(3, main)
 
 
-def test_whatever_lies_in_an_inbox_it_can_be_closed(run):
+def test_an_inbox_with_any_content_can_be_closed(run):
     async def main(world):
         await world.carriers[1].send(0, b"", [numbers(1, 50_000)])
-        header(world, *BAD_HEADERS["nobody"])
+        header(world, *BAD_HEADERS["unknown rank"])
         await world.carriers[1].close()
         assert world.keepers[1].broken == []
         assert lender(world, 1)._free_bytes == 0
@@ -759,7 +759,7 @@ def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
 @pytest.mark.parametrize("tail", [-64, 1, RING_BYTES + 64, 1 << 62, -(1 << 63)])
 @pytest.mark.parametrize("word", [TAIL, HEAD])
 def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
-    """By its owner, who knows the head itself, nor by writers."""
+    """Neither the owner, which keeps its own copy of the head, nor a writer trusts them."""
 
     async def main(world):
         with world.carriers[1]._inbox.control_block as control_block:
@@ -780,8 +780,8 @@ def test_the_ends_of_the_ring_are_not_trusted(run, word, tail):
     blocks=st.integers(0, 12),
     fields=st.tuples(*[st.sampled_from([0, 1, -1, 48, 64, 128, 1 << 17, 1 << 40, (1 << 63) - 1])] * 6),
 )
-def test_noise_in_an_inbox(noise, blocks, fields):
-    """It is delivered if it looks like messages, and otherwise refused; nothing else happens."""
+def test_random_bytes_in_an_inbox(noise, blocks, fields):
+    """The content is delivered if it is a valid message, and refused otherwise."""
 
     async def main(world):
         world.open(1)
@@ -815,8 +815,8 @@ def test_a_message_that_its_receiver_refuses(run):
 
 
 @pytest.mark.parametrize("address", [64, 1 << 17, 1 << 62, -1, "twice", "cycle"])
-def test_what_comes_back_is_not_trusted(run, caplog, address):
-    """What was not lent is not taken for free memory, and what was lent not twice."""
+def test_returned_addresses_are_not_trusted(run, caplog, address):
+    """Only memory that is lent is taken back, and only once."""
     held = []
 
     async def main(world):
@@ -839,16 +839,16 @@ def test_what_comes_back_is_not_trusted(run, caplog, address):
         ]
 
     run(2, main)
-    assert "came back that was not lent" in caplog.text
+    assert "was returned that was not lent" in caplog.text
 
 
-def test_a_rank_that_died_over_an_inbox():
-    """Whoever writes to it or reads it is told who; other inboxes go on."""
+def test_a_rank_that_died_with_the_lock_of_an_inbox():
+    """Ranks that write or read the inbox raise an error that names the dead rank; other inboxes still work."""
 
     async def main(world):
         world.open(0, 1)
-        thread = threading.Thread(target=world.carriers[2]._meet(1).inbox.control_block.__enter__)
-        thread.start()  # to the kernel, a thread that ends is an owner that dies
+        thread = threading.Thread(target=world.carriers[2]._open_outbox(1).inbox.control_block.__enter__)
+        thread.start()  # the kernel treats a thread that ends as an owner of the lock that dies
         thread.join()
         for rank in (0, 2):
             with pytest.raises(PeerLostError, match="rank 2 is gone"):

@@ -1,4 +1,4 @@
-"""Services outside of any world, over real sockets: who may come in, and what happens when either end is gone."""
+"""Services outside of a world, over real sockets: access control, hostile peers, and the loss of either end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class WrongService:
 
 @pytest.fixture(params=["ipc", "tcp", "curve"])
 def place(request, tmp_path):
-    """An address, and the key that goes with it."""
+    """An address, and the arguments with its key."""
     if request.param == "ipc":
         return f"ipc://{tmp_path}/s", {}
     return "tcp://127.0.0.1:0", {"key_file": a_key(tmp_path / "key")} if request.param == "curve" else {}
@@ -131,7 +131,10 @@ def run(main, loop_factory=uvloop.new_event_loop):
 
 
 def in_a_thread(act: Callable[[], None], release: Callable[[], None]) -> str:
-    """What `act` is refused for. Were it to block for ever, `release` would let it go, and the test would fail."""
+    """The text of the UsageError that `act` raises in a thread.
+
+    If `act` blocks, `release` ends it, and the test fails.
+    """
     refusals = []
 
     def keep():
@@ -222,7 +225,7 @@ def test_many_clients_at_once(ipc):
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_cancelling_anywhere_never_harms_the_next_call(ipc, loop_factory):
+def test_the_call_after_a_cancelled_call_is_right(ipc, loop_factory):
     draw = random.Random(1)
 
     async def main():
@@ -249,10 +252,10 @@ def test_cancelling_anywhere_never_harms_the_next_call(ipc, loop_factory):
     run(main(), loop_factory)
 
 
-# -- either end is gone --------------------------------------------------------------------------
+# -- loss of either end --------------------------------------------------------------------------
 
 
-def test_what_waits_for_a_service_that_ends_is_told(place):
+def test_calls_to_a_service_that_ends_raise(place):
     url, key = place
 
     async def main():
@@ -270,7 +273,8 @@ def test_what_waits_for_a_service_that_ends_is_told(place):
             for waiting in (call, read_on(items), client.call("echo", 1)):
                 with pytest.raises(ServiceLostError, match=r"the service at .* is gone: its connection closed"):
                     await waiting
-            async with serve(Service(), address, **key):  # a new one at the same place is no resurrection
+            # A new service at the same address does not revive the connection.
+            async with serve(Service(), address, **key):
                 with pytest.raises(ServiceLostError):
                     await client.call("echo", 1)
                 async with connect(address, **key) as again:
@@ -319,7 +323,7 @@ def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["call", "stream"])
-def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
+def test_calls_of_a_lost_client_are_cancelled(place, what):
     url, key = place
 
     async def main():
@@ -342,7 +346,7 @@ def test_what_runs_for_a_client_that_is_gone_is_cancelled(place, what):
     run(main())
 
 
-def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
+def test_notifications_begin_before_their_client_has_left_and_continue(ipc):
     begun, ended = [], []
 
     class Notes:
@@ -370,7 +374,7 @@ def test_what_clients_notify_of_begins_before_they_have_left_and_goes_on(ipc):
     run(main())
 
 
-def test_nothing_is_kept_of_clients_that_are_gone(ipc):
+def test_lost_clients_leave_no_state(ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
@@ -383,7 +387,8 @@ def test_nothing_is_kept_of_clients_that_are_gone(ipc):
                 for call in hanging:
                     call.cancel()
                 await asyncio.wait(hanging)
-                client._exchange.client._tell(protocol.CANCEL, 0, 0)  # as one does that crosses its answer
+                # Like a CANCEL that crosses the answer to its call.
+                client._exchange.client._tell(protocol.CANCEL, 0, 0)
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
         while server._socket._clients or runs._tasks or server._carrier._segments._peers:
@@ -397,7 +402,7 @@ def test_nothing_is_kept_of_clients_that_are_gone(ipc):
 
 
 def test_a_service_that_is_cancelled_twice_is_closed(ipc):
-    """The second time while it waits for a function that takes its time to end."""
+    """The second cancellation arrives while it waits for a function to end."""
     is_there, serves, stops = Path(ipc.removeprefix("ipc://")).exists, asyncio.Event(), asyncio.Event()
 
     class Stubborn:
@@ -437,8 +442,8 @@ from asyncoll.rpc import serve
 
 def come_and_go(count):
     for _ in range(count):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(sys.argv[1].removeprefix("ipc://"))
+        with socket.socket(socket.AF_UNIX) as hostile:
+            hostile.connect(sys.argv[1].removeprefix("ipc://"))
 
 async def meet(count: int) -> None:
     come_and_go(count)
@@ -453,8 +458,8 @@ asyncio.run(main())
 """
 
 
-def test_a_crowd_of_unauthenticated_peers_while_a_service_computes_harms_nobody(ipc):
-    """Its loop stands still, and reads nothing of what ZeroMQ tells of them."""
+def test_a_service_that_computes_survives_many_unauthenticated_peers(ipc):
+    """The loop of the service is blocked, so it does not read the events of ZeroMQ."""
 
     async def main():
         async with connect(ipc) as client:
@@ -472,7 +477,7 @@ def test_a_crowd_of_unauthenticated_peers_while_a_service_computes_harms_nobody(
             service.kill()
 
 
-def test_what_is_on_its_way_to_a_client_that_is_gone_is_dropped(ipc):
+def test_messages_to_a_lost_client_are_dropped(ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
@@ -510,7 +515,7 @@ def test_a_client_that_is_killed(ipc):
     run(main(), asyncio.new_event_loop)
 
 
-def test_nobody_is_there(tmp_path):
+def test_no_service_at_the_address(tmp_path):
     async def main():
         for url in (f"ipc://{tmp_path}/none", "tcp://127.0.0.1:1"):
             with pytest.raises(ServiceLostError, match="no service at"):
@@ -520,21 +525,21 @@ def test_nobody_is_there(tmp_path):
     run(main())
 
 
-def test_somebody_who_says_nothing(tmp_path, monkeypatch):
+def test_a_silent_peer_at_the_address(tmp_path, monkeypatch):
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
 
     async def main():
         with zmq.Context() as context, a_socket(context, zmq.ROUTER) as silent:
             silent.bind(f"ipc://{tmp_path}/s")
-            with pytest.raises(ServiceLostError, match="nobody answers at"):
+            with pytest.raises(ServiceLostError, match="no answer from"):
                 async with connect(f"ipc://{tmp_path}/s"):
                     raise AssertionError
 
     run(main())
 
 
-def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
-    """The kernel takes connections for it."""
+def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
+    """The kernel accepts connections for a stopped process."""
     monkeypatch.setattr(service_sockets, "_HANDSHAKE_MS", 50)
 
     async def main():
@@ -548,21 +553,21 @@ def test_a_service_that_is_stopped_is_said_not_to_answer(ipc, monkeypatch):
     run(main())
 
 
-def test_a_service_without_a_heartbeat_is_not_connected_to(ipc, monkeypatch):
-    """Or one that froze right after its answer would be waited for in vain."""
+def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
+    """Without a heartbeat, a service that freezes right after its answer would never be missed."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
 
     async def main():
         async with serve(Service(), ipc):
-            with pytest.raises(ServiceLostError, match="nobody answers at"):
+            with pytest.raises(ServiceLostError, match="no answer from"):
                 async with connect(ipc):
                     raise AssertionError
 
     run(main())
 
 
-# -- who may come in -----------------------------------------------------------------------------
+# -- access control ------------------------------------------------------------------------------
 
 
 BAD_ADDRESSES = {
@@ -619,7 +624,7 @@ def test_keys_that_are_refused(tmp_path, mode, nbytes, message):
     run(main())
 
 
-def test_a_key_that_is_a_pipe_is_refused_at_once(tmp_path):
+def test_a_pipe_as_key_file_is_refused_at_once(tmp_path):
     path = tmp_path / "key"
     os.mkfifo(path, 0o600)
 
@@ -632,7 +637,7 @@ def test_a_key_that_is_a_pipe_is_refused_at_once(tmp_path):
     )
 
 
-def test_who_has_not_the_key_is_refused(tmp_path, caplog):
+def test_a_client_without_the_key_is_refused(tmp_path, caplog):
     right, wrong = a_key(tmp_path / "right"), a_key(tmp_path / "wrong")
 
     async def main():
@@ -646,15 +651,15 @@ def test_who_has_not_the_key_is_refused(tmp_path, caplog):
     run(main())
 
 
-def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
+def test_a_client_with_the_servers_public_key_only_is_refused(tmp_path, caplog):
     key = a_key(tmp_path / "key")
 
     async def main():
         async with both("tcp://127.0.0.1:0", key_file=key) as (_, client, url):
-            with zmq.Context() as context, a_socket(context) as stranger:
-                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                stranger.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
-                stranger.connect(url)
+            with zmq.Context() as context, a_socket(context) as hostile:
+                hostile.curve_publickey, hostile.curve_secretkey = zmq.curve_keypair()
+                hostile.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
+                hostile.connect(url)
                 while "refused a client" not in caplog.text:
                     await asyncio.sleep(0.01)
             assert await client.call("echo", 1) == 1
@@ -662,7 +667,7 @@ def test_who_knows_the_server_but_is_not_allowed_is_refused(tmp_path, caplog):
     run(main())
 
 
-def test_a_socket_is_its_users_alone(ipc):
+def test_a_socket_is_accessible_to_its_user_only(ipc):
     async def main():
         async with serve(Service(), ipc):
             mode = os.stat(ipc.removeprefix("ipc://")).st_mode
@@ -699,7 +704,7 @@ def test_another_user_is_refused(tmp_path):
     run(main())
 
 
-def test_what_is_not_this_users_socket_is_not_connected_to(ipc):
+def test_connect_refuses_a_socket_of_another_user(ipc):
     path = Path(ipc.removeprefix("ipc://"))
     path.write_text("a file")
 
@@ -720,7 +725,7 @@ def test_what_is_not_this_users_socket_is_not_connected_to(ipc):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_who_listens_is_found_out(tmp_path):
+def test_connect_notices_a_listening_process_of_another_user(tmp_path):
     path = tmp_path / "s"
     script = (
         "import os, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\nos.setuid(65534)\n"
@@ -738,7 +743,7 @@ def test_another_user_who_listens_is_found_out(tmp_path):
         run(main())
 
 
-def test_a_place_that_is_taken_or_left_behind(ipc):
+def test_an_address_in_use_is_refused_and_a_stale_one_is_reused(ipc):
     path = Path(ipc.removeprefix("ipc://"))
     left = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
 
@@ -769,8 +774,8 @@ def test_a_place_that_is_taken_or_left_behind(ipc):
     run(welcome())
 
 
-def test_a_place_where_a_stopped_process_listens_is_taken(ipc):
-    """With as many who wait for it as there may be."""
+def test_an_address_of_a_stopped_process_is_in_use(ipc):
+    """Its backlog is full, so a connection attempt blocks."""
     path = ipc.removeprefix("ipc://")
 
     def listen():
@@ -789,8 +794,8 @@ def test_a_place_where_a_stopped_process_listens_is_taken(ipc):
         assert "it is there already, and in use" in in_a_thread(listen, stopped.close)
 
 
-def test_of_two_that_begin_to_listen_at_one_place_one_finds_the_other(ipc, monkeypatch):
-    """One is about to bind when the other comes, which waits until that has been done."""
+def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
+    """The second service waits until the first, which has begun to bind, listens."""
     has_come, lock, outcomes = threading.Event(), fcntl.flock, []
 
     def waits(*arguments):
@@ -828,12 +833,12 @@ def whole(head: bytes) -> bytes:
     return service_sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
 
 
-async def with_stranger(ipc, act, caplog, expected):
-    """A service and a client go on while somebody else sends what nobody sends."""
+async def with_hostile_client(ipc, act, caplog, expected):
+    """A service and a client continue while a hostile client sends invalid messages."""
     async with both(ipc) as (_, client, _):
-        with zmq.Context() as context, a_socket(context) as stranger:
-            stranger.connect(ipc)
-            act(stranger)
+        with zmq.Context() as context, a_socket(context) as hostile:
+            hostile.connect(ipc)
+            act(hostile)
             while expected not in caplog.text:
                 assert await client.call("echo", 1) == 1
         assert await client.call("echo", 1) == 1
@@ -866,24 +871,24 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_clients_are_dropped_with_a_line_in_the_log(ipc, messages, caplog):
-    def act(stranger):
+def test_hostile_clients_are_dropped_and_logged(ipc, messages, caplog):
+    def act(hostile):
         for message in messages:
-            stranger.send_multipart(message)
+            hostile.send_multipart(message)
 
-    run(with_stranger(ipc, act, caplog, "dropped"))
+    run(with_hostile_client(ipc, act, caplog, "dropped"))
 
 
 def test_frames_that_are_too_long_end_the_connection(ipc):
     async def main():
         async with both(ipc) as (_, client, _):
-            with zmq.Context() as context, a_socket(context) as stranger:
-                monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                stranger.connect(ipc)
-                stranger.send(hello() + bytes(2 * SEGMENT_BYTES))
+            with zmq.Context() as context, a_socket(context) as hostile:
+                monitor = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                hostile.connect(ipc)
+                hostile.send(hello() + bytes(2 * SEGMENT_BYTES))
                 while not monitor.poll(0):
                     assert await client.call("echo", 1) == 1
-                stranger.disable_monitor()
+                hostile.disable_monitor()
                 monitor.close(linger=0)
 
     run(main())
@@ -893,13 +898,13 @@ def test_frames_that_are_too_long_end_the_connection(ipc):
 def test_random_segments(ipc, seed, caplog):
     draw = random.Random(seed)
 
-    def act(stranger):
-        stranger.send(hello())
+    def act(hostile):
+        hostile.send(hello())
         for _ in range(200):
             kind = draw.choice([segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(256)])
-            stranger.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
+            hostile.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
 
-    run(with_stranger(ipc, act, caplog, "dropped"))
+    run(with_hostile_client(ipc, act, caplog, "dropped"))
 
 
 def test_another_version(ipc, monkeypatch):
@@ -943,7 +948,7 @@ def test_a_client_that_is_dropped_is_told_why(place):
     run(main())
 
 
-def test_a_client_too_many_is_told_so(ipc, monkeypatch):
+def test_a_client_above_the_limit_is_told_so(ipc, monkeypatch):
     monkeypatch.setattr(service_sockets, "_CLIENTS_MAX", 1)
 
     async def main():
@@ -957,7 +962,7 @@ def test_a_client_too_many_is_told_so(ipc, monkeypatch):
 
 
 class Losses:
-    """An owner that notes who comes and who is lost."""
+    """An owner of a socket that records lost peers."""
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
@@ -980,7 +985,7 @@ async def send_until_lost(socket, owner):
     assert owner.lost_ones == [(0, "it does not read what it is sent")]
 
 
-def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog):
+def test_a_client_that_never_reads_is_dropped(ipc, monkeypatch, caplog):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
@@ -998,7 +1003,7 @@ def test_a_client_that_reads_nothing_is_dropped_at_last(ipc, monkeypatch, caplog
     run(main())
 
 
-def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
+def test_a_service_that_never_reads_is_lost(ipc, monkeypatch):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
 
     async def main():
@@ -1012,7 +1017,7 @@ def test_a_service_that_reads_nothing_is_lost_at_last(ipc, monkeypatch):
     run(main())
 
 
-def test_dead_hosts_are_looked_for(place):
+def test_keepalive_probes_detect_dead_hosts(place):
     url, key = place
 
     async def main():
@@ -1025,7 +1030,7 @@ def test_dead_hosts_are_looked_for(place):
     run(main())
 
 
-def test_a_client_that_does_not_read_is_waited_for(ipc):
+def test_a_stream_waits_for_a_client_that_does_not_read(ipc):
     async def main():
         async with both(ipc) as (service, client, _):
             items = client.stream("count", 10**9)

@@ -1,4 +1,4 @@
-"""Schedules of consumable operations, and the activation tree that is made of them."""
+"""Schedules of consumable operations, and the activation tree that is built on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation
 from asyncoll.runtime.schedule import Schedule
 
 
-def test_all_predecessors_or_any_one():
+def test_an_operation_fires_after_all_or_after_any_predecessor():
     schedule: Schedule[str] = Schedule()
     for op in "ab":
         schedule.add(op)
@@ -24,16 +24,16 @@ def test_all_predecessors_or_any_one():
     assert schedule.fire("b") == ["b", "both"]
 
 
-def test_what_fires_is_consumed():
+def test_an_operation_fires_once():
     schedule: Schedule[str] = Schedule()
     schedule.add("a")
     schedule.add("b", after=["a"])
-    assert schedule.fire("b") == ["b"]  # the outside may go ahead
+    assert schedule.fire("b") == ["b"]  # a caller may fire an operation before its predecessors
     assert schedule.fire("a") == ["a"]
     assert schedule.fire("a") == schedule.fire("b") == []
 
 
-def test_firing_goes_all_the_way_down():
+def test_fire_returns_all_operations_that_become_ready():
     schedule: Schedule[int] = Schedule()
     schedule.add(0)
     for op in range(1, 50):
@@ -53,18 +53,18 @@ def test_bad_graphs_are_refused():
         with pytest.raises(ValueError, match="'c', which is not in the schedule"):
             schedule.add("b", **{how: ["a", "c"]})
     assert "b" not in schedule
-    schedule.add("b", after=["a"])  # what was refused has left nothing behind
+    schedule.add("b", after=["a"])  # a refused operation leaves no state
     assert schedule.fire("a") == ["a", "b"]
 
 
-def test_a_predecessor_counts_once_however_often_it_is_named():
+def test_a_predecessor_named_twice_counts_once():
     schedule: Schedule[str] = Schedule()
     schedule.add("a")
     schedule.add("b", after=["a", "a"])
     assert schedule.fire("a") == ["a", "b"]
 
 
-def test_fresh_schedules_share_nothing_that_fires():
+def test_fresh_schedules_fire_independently():
     plan = activation(5)
     first, second = plan.fresh(), plan.fresh()
     assert REDUCE in first.fire(OPEN)
@@ -97,7 +97,10 @@ def test_in_a_synchronous_round_no_rank_reduces_before_every_rank_has_opened_it(
 
 
 def spread(size: int, initiators: list[int], seed: int, partner: Partner) -> tuple[set[int], Counter]:
-    """Open a round at `initiators` and deliver in random order; the ranks that take part, and messages by edge."""
+    """Open a round at `initiators` and deliver messages in random order.
+
+    Returns the ranks that take part, and the number of messages by edge.
+    """
     draw = random.Random(seed)
     ranks = [activation(size).fresh() for _ in range(size)]
     flying = [(rank, OPEN) for rank in initiators]
@@ -113,7 +116,7 @@ def spread(size: int, initiators: list[int], seed: int, partner: Partner) -> tup
 
 
 @pytest.mark.parametrize("size", range(1, 34))
-def test_activation_reaches_everyone_with_one_message_an_edge(size):
+def test_activation_reaches_all_ranks_with_one_message_per_edge(size):
     for seed in range(20):
         draw = random.Random(seed)
         initiators = draw.sample(range(size), draw.randint(1, size) if seed % 2 else 1)
@@ -124,15 +127,18 @@ def test_activation_reaches_everyone_with_one_message_an_edge(size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
-def test_the_papers_partners_reach_everyone_on_powers_of_two(size):
+def test_the_partners_of_the_paper_reach_all_ranks_on_powers_of_two(size):
     for seed in range(20):
         reached, _ = spread(size, [seed % size], seed, lambda rank, edge: rank ^ (1 << edge))
         assert reached == set(range(size))
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13, 17, 33])
-def test_the_papers_partners_lose_ranks_on_other_sizes(size):
-    """Why the tree is not theirs. Of 3, rank 2 would tell rank 3, which is not there, and rank 0, which tells none."""
+def test_the_partners_of_the_paper_miss_ranks_on_other_sizes(size):
+    """The reason why this library uses another tree.
+
+    Of 3 ranks, rank 2 would send to rank 3, which does not exist, and to rank 0, which sends to no other.
+    """
     lost = [
         set(range(size)) - spread(size, [root], 0, lambda rank, edge: rank ^ (1 << edge))[0] for root in range(size)
     ]
@@ -145,13 +151,13 @@ def test_the_papers_partners_lose_ranks_on_other_sizes(size):
 
 
 class AnySchedule(RuleBasedStateMachine):
-    """Any graph, and copies of it that fire in any order, beside a model of plain sets."""
+    """Any graph, and copies of it that fire in any order, compared with a model of plain sets."""
 
     @initialize(data=st.data(), count=st.integers(1, 12))
     def build(self, data: st.DataObject, count: int) -> None:
         self.plan: Schedule[int] = Schedule()
-        self.rules: list[tuple[bool, frozenset[int]]] = []  # of each operation: needs all, its predecessors
-        self.copies: list[tuple[Schedule[int], set[int]]] = []  # and what has fired in it, as the model has it
+        self.rules: list[tuple[bool, frozenset[int]]] = []  # by operation: whether it needs all predecessors, and these
+        self.copies: list[tuple[Schedule[int], set[int]]] = []  # and the operations that have fired in it by the model
         for op in range(count):
             before = data.draw(st.frozensets(st.integers(0, op - 1))) if op else frozenset()
             needs_all = data.draw(st.booleans())
@@ -190,7 +196,7 @@ class AnySchedule(RuleBasedStateMachine):
 
 
 class Activation(RuleBasedStateMachine):
-    """A round among any number of ranks: who opens it, and in which order its messages arrive, is for fate to say."""
+    """A round among any number of ranks, with random initiators and a random order of messages."""
 
     @initialize(size=st.integers(2, 17), opener=st.integers(0, 16))
     def begin(self, size: int, opener: int) -> None:
@@ -223,7 +229,7 @@ class Activation(RuleBasedStateMachine):
         assert {*self.joined.values(), *self.sent.values()} == {1}
 
     def teardown(self) -> None:
-        """In the end, when all that was sent has arrived, everybody has joined."""
+        """Once all messages have arrived, all ranks take part."""
         while self.flying:
             rank, edge = self.flying.pop()
             self.fire(rank, heard(edge))

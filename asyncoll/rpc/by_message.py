@@ -1,7 +1,8 @@
-"""RPC between any ranks, as signals of the router, which lives on the runtime's loop; everything else is here.
+"""The carrier of RPC between any ranks: segments as signals of the router.
 
-In a process world that is another thread. So each segment crosses over twice, at its sender and at its receiver; what
-has come is handed over together, with one wake-up.
+The router runs on the runtime's loop, this carrier on the caller's loop. In a world of processes these are two threads.
+So each segment changes threads twice, at its sender and at its receiver. Segments that have arrived are handed over
+together, with one wake-up of the caller's loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asyncoll.transport.wire import Buffer
 
 
 class MessageCarrier:
-    """A `Carrier` between the ranks of a group, by their ranks in the world."""
+    """A `Carrier` between the ranks of a group. Peers are world ranks."""
 
     def __init__(
         self,
@@ -32,11 +33,11 @@ class MessageCarrier:
         post: Callable[[Callable[[], None]], None],
         broken: Callable[[int, ProtocolError], None],
     ) -> None:
-        """`post` calls on the runtime's loop, soon. `broken` is told of a rank that broke the protocol."""
+        """`post` schedules a callback on the runtime's loop. `broken` handles a rank that violates the protocol."""
         self._router = router
         self._ranks = frozenset(group.ranks)
         self._context = digest(group.communicator, "rpc")
-        self._run_there = post
+        self._post_to_runtime = post
         self._broken = broken
         self._arrived: deque[tuple[int, int, int, Buffer]] = deque()
         self._is_handing_over = False
@@ -45,7 +46,7 @@ class MessageCarrier:
     def open(self, deliver: Deliver) -> None:
         self._loop = asyncio.get_running_loop()
         self._segments = Segments(self, deliver)
-        self._run_there(partial(self._router.on_signal, self._context, self._heard))
+        self._post_to_runtime(partial(self._router.on_signal, self._context, self._on_signal))
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         await self._segments.send(dest, head, arrays)
@@ -54,41 +55,44 @@ class MessageCarrier:
         self._is_closed = True
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
+        """As `segments.Link.post`."""
         if not self._is_closed:
             signal = self._router.signal
-            self._run_there(lambda: signal(dest, self._context, number, kind, 0, payload))
+            self._post_to_runtime(lambda: signal(dest, self._context, number, kind, 0, payload))
 
     async def flush(self) -> None:
+        """As `segments.Link.flush`: the router copies a payload when it sends it, on the runtime's loop, in order."""
         if self._is_closed:
             return
         passed = self._loop.create_future()
-        self._run_there(lambda: self._here(_settle, passed))
+        self._post_to_runtime(lambda: self._post_to_caller(_settle, passed))
         await passed
 
-    def _heard(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
-        """On the runtime's loop."""
+    def _on_signal(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
+        """A segment has arrived. On the runtime's loop."""
         self._arrived.append((source, step, number, payload))
         if not self._is_handing_over:
             self._is_handing_over = True
-            self._here(self._hand_over)
+            self._post_to_caller(self._hand_over)
 
-    def _here(self, what: Callable[..., None], *args: object) -> None:
-        """Call on the caller's loop, soon, from the runtime's."""
+    def _post_to_caller(self, callback: Callable[..., None], *args: object) -> None:
+        """Schedule `callback` on the caller's loop. On the runtime's loop."""
         if asyncio.get_running_loop() is self._loop:
-            self._loop.call_soon(what, *args)
+            self._loop.call_soon(callback, *args)
         else:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(what, *args)
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there is no receiver
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def _hand_over(self) -> None:
-        self._is_handing_over = False  # before looking: what comes from now on is handed over once more
+        """Process the segments that have arrived. On the caller's loop."""
+        self._is_handing_over = False  # before reading `_arrived`: a segment that comes meanwhile schedules another run
         while self._arrived:
             source, kind, number, payload = self._arrived.popleft()
             if self._is_closed:
                 continue
             try:
                 if source not in self._ranks:
-                    raise ProtocolError("a call on a communicator that it is not part of")
+                    raise ProtocolError("a message on a communicator that it does not belong to")
                 self._segments.received(source, kind, number, payload)
             except ProtocolError as error:
                 self._broken(source, error)

@@ -1,4 +1,4 @@
-"""RPC between a service and its clients: segments over sockets."""
+"""The carrier of RPC between a service and its clients: segments over a socket."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from asyncoll.transport.wire import Buffer
 
 
 class Socket(Protocol):
-    """A server's or a client's."""
+    """The socket of a service or of a client (`transport.messages.service_sockets`)."""
 
-    def has(self, peer: int) -> bool: ...
+    def has(self, peer: int) -> bool:
+        """Whether `peer` is connected."""
 
-    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None: ...
+    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """Send one segment. Never waits; copies the payload."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all connections."""
 
 
 class SocketCarrier:
-    """A `Carrier` over one socket, whose owner it is."""
+    """A `Carrier` over one socket, which it owns. The socket calls `received` and `lost`."""
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class SocketCarrier:
         broken: Callable[[int, ProtocolError], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """`broken` and `lost` are told of peers that are no honest ones, or gone."""
+        """`make` opens the socket. `broken` handles peers that violate the protocol, `lost` peers that are gone."""
         self._make = make
         self._broken = broken
         self._lost = lost
@@ -41,6 +44,7 @@ class SocketCarrier:
         self.socket = self._make(self)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
+        """As `Carrier.send`. A message to a peer that is gone is dropped."""
         if self.socket.has(dest):
             await self._segments.send(dest, head, arrays)
 
@@ -51,18 +55,20 @@ class SocketCarrier:
         self.socket.send(dest, kind, number, payload)
 
     async def flush(self) -> None:
-        """What has been posted has been copied."""
+        """Nothing to wait for: `Socket.send` has copied all payloads."""
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """The socket has received a segment."""
         try:
             self._segments.received(peer, kind, number, payload)
         except ProtocolError as error:
             self._broken(peer, error)
 
     def forget(self, peer: int) -> None:
-        """Nothing more is sent to that peer."""
+        """Drop the state of a peer that the owner has disconnected."""
         self._segments.forget(peer)
 
     def lost(self, peer: int, cause: str) -> None:
+        """The socket has lost a peer."""
         self._segments.forget(peer)
         self._lost(peer, cause)

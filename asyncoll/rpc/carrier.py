@@ -1,4 +1,4 @@
-"""The seam under RPC: who carries a message to another rank, or between a service and its clients."""
+"""The interface below RPC: a carrier moves messages between ranks, or between a service and its clients."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Protocol
 
 from asyncoll.tensors.reductions import Array
 
-HEAD_BYTES = 1 << 16  # the most that the structured part of a message may take; arrays go beside it
-ARRAYS_MAX = 1 << 16  # beside one head
+HEAD_BYTES = 1 << 16  # the largest head of a message; arrays travel beside it
+ARRAYS_MAX = 1 << 16  # the most arrays beside one head
 
 Deliver = Callable[[int, bytes, Sequence[Array]], None]  # source, head, arrays
 
 
 class Carrier(Protocol):
-    """Moves messages between peers, which are numbers: ranks of the world, or clients in the order they came.
+    """Moves messages between peers. A peer is a number: a world rank, or a client in the order of connections.
 
-    Reliable. A message whose `send` has returned is delivered before any that is sent after that. Everything is called
-    on the caller's loop, and what comes is delivered there. It bounds what it holds for each peer: whoever sends to a
-    slow one waits.
+    Reliable. A message whose `send` has returned is delivered before any message that is sent later. All methods are
+    called on the caller's loop, and messages are delivered there. A carrier bounds the memory that it holds for each
+    peer, so `send` to a slow peer waits.
     """
 
     def open(self, deliver: Deliver) -> None:
-        """Begin to receive. The arrays that are delivered are flat, of bytes, writable, and their receiver's own.
+        """Begin to receive. `deliver` gets the source, the head and the arrays of each message.
 
-        If `deliver` raises ProtocolError, the peer has broken the rules of RPC: nothing more is delivered from it.
+        The arrays are flat, of dtype uint8, writable, and belong to the receiver. If `deliver` raises ProtocolError,
+        the peer has violated the protocol: no later message of it is delivered.
         """
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message: `head`, of at most HEAD_BYTES, and flat uint8 arrays of any length.
 
-        Returns once the arrays may be reused. If it is cancelled, the message arrives whole or not at all.
+        Returns once the arrays may be changed. If `send` is cancelled, the message arrives whole or not at all.
         """
 
     async def close(self) -> None:
-        """Stop. Idempotent. What is received later is dropped."""
+        """Stop. Idempotent. Messages that arrive later are dropped."""

@@ -1,7 +1,8 @@
-"""Calls from here that have not been answered.
+"""The client of RPC: calls from here, until they are answered.
 
-Each has a number of its own, so that an answer to one that nobody waits for any more cannot be taken for another's.
-It keeps its slot until it is answered, even then: what it was sent for goes on there until it has heard of that.
+Each call has a number of its own, so a late answer to a cancelled call cannot be mistaken for the answer to another
+call. A call keeps its slot until it is answered, also after its caller was cancelled, because the function runs at the
+peer until the CANCEL message arrives there. The peer answers every CANCEL.
 """
 
 from __future__ import annotations
@@ -37,48 +38,55 @@ FOREIGN_LOOP = (
 
 
 class _Pending:
-    """One call. `answer` is what waits for it, `items` is what has come of a stream; neither if nobody waits."""
+    """One call that is not answered. `answer` and `items` are None if there is no waiter (any more)."""
 
-    __slots__ = ("answer", "is_word", "items", "nbytes", "peer", "slots")
+    __slots__ = ("answer", "is_notification", "items", "nbytes", "peer", "slots")
 
-    def __init__(self, peer: int, slots: Slots, nbytes: int, *, is_word: bool) -> None:
+    def __init__(self, peer: int, slots: Slots, nbytes: int, *, is_notification: bool) -> None:
         self.peer = peer
-        self.is_word = is_word  # that nobody has waited for from the start
+        self.is_notification = is_notification
         self.slots = slots
-        self.nbytes = nbytes
-        self.answer: asyncio.Future[Answer] | None = None
-        self.items: asyncio.Queue[Answer | None] | None = None  # None: there will be no more
+        self.nbytes = nbytes  # of the arguments
+        self.answer: asyncio.Future[Answer] | None = None  # of a call
+        self.items: asyncio.Queue[Answer | None] | None = (
+            None  # of a stream; the item None says that all calls have failed
+        )
 
 
 class Client:
-    """The calls of one rank, or of one connection, by their numbers."""
+    """The calls of one rank, or of one connection, on the loop on which it was made.
 
-    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], what: str, patience_s: float) -> None:
-        """`rank_of` says how a peer is called in errors; `what` is what is closed at the end.
+    In: `call`, `notify` and `stream` (tasks of the program), `received` (answers of peers), `fail` (the world or the
+    connection has ended). Out: CALL, NOTIFY, STREAM, CANCEL and CREDIT messages through the carrier.
+    """
 
-        `patience_s` is how long a caller waits, for a slot as for an answer, where no deadline says less.
+    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], name: str, patience_s: float) -> None:
+        """`rank_of` returns the rank of a peer for errors, -1 for a service; `name` is the subject of the ClosedError.
+
+        `patience_s` is the longest time that a caller waits, for a slot and for an answer. A shorter deadline takes
+        precedence.
         """
         self._carrier = carrier
-        self._what = what
+        self._name = name
         self._patience_s = patience_s
         self._rank_of = rank_of
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._slots: defaultdict[tuple[int, int], Slots] = defaultdict(Slots)  # by peer and depth
-        self._sending: set[asyncio.Task[Any]] = set()  # tasks that wait for a slot, or for the carrier
-        self._words: set[asyncio.Task[None]] = set()  # that nobody waits for
+        self._sending: set[asyncio.Task[Any]] = set()  # callers that wait for a slot or for the carrier
+        self._background_sends: set[asyncio.Task[None]] = set()  # of CANCEL and CREDIT, which have no caller
         self._failure: Callable[[], AsyncollError] | None = None
         self._loop = asyncio.get_running_loop()
 
     # -- calls ------------------------------------------------------------------------------------
 
     async def call(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types) -> Any:
-        """What the function of that name returns at `peer`. `types` are the dataclasses that may come."""
+        """Call a function at `peer` and return its result. `types` are the dataclasses that the result may contain."""
         message, arrays = await self._in_time(self._exchange(peer, name, args, kwargs), name, peer)
         return codec.decode(message.body, arrays, types)
 
     async def notify(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Have a function called, and do not wait for it. Waits for a slot, if all are taken."""
+        """Call a function at `peer` without waiting for its end. Waits for a slot if all are taken."""
         await self._in_time(self._begin(protocol.NOTIFY, peer, name, args, kwargs), name, peer)
 
     async def stream(
@@ -93,6 +101,7 @@ class Client:
             while (answer := await self._next_item(pending.items, name, peer)) is not None:
                 yield codec.decode(answer[0].body, answer[1], types)
                 taken += 1
+                # In batches, but at once if the reader is about to wait: the generator may be waiting for credit.
                 if taken >= _CREDIT_EVERY or pending.items.empty():
                     self._tell(protocol.CREDIT, peer, number, taken)
                     taken = 0
@@ -100,10 +109,10 @@ class Client:
             self._give_up(number)
 
     async def _next_item(self, items: asyncio.Queue[Answer | None], name: str, peer: int) -> Answer | None:
-        """None at the end."""
+        """The next item of a stream; None at its end. Raises the error of the generator, or that of the connection."""
         self.check()
         answer = await self._in_time(items.get(), name, peer)
-        if answer is None:
+        if answer is None:  # put by `fail`
             self.check()
             return None
         if answer[0].kind == protocol.ERROR:
@@ -111,6 +120,7 @@ class Client:
         return answer if answer[0].kind == protocol.ITEM else None
 
     async def _exchange(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer:
+        """Send a call and wait for its answer. Cancelling it cancels the function at the peer."""
         number, pending = await self._begin(protocol.CALL, peer, name, args, kwargs)
         assert pending.answer is not None
         try:
@@ -123,7 +133,7 @@ class Client:
         return message, arrays
 
     async def _in_time(self, work: Coroutine[Any, Any, R], name: str, peer: int) -> R:
-        """Await `work`, or raise DeadlineError."""
+        """Await `work`; raise DeadlineError after the deadline of the context or `patience_s`."""
         remaining = remaining_s()
         seconds = self._patience_s if remaining is None else min(remaining, self._patience_s)
         if seconds == math.inf:
@@ -136,7 +146,7 @@ class Client:
             async with late:
                 return await work
         except TimeoutError:
-            if not late.expired():
+            if not late.expired():  # a TimeoutError of another timeout, around this one or inside
                 raise
             raise self._late(name, peer) from None
 
@@ -149,6 +159,7 @@ class Client:
     async def _begin(
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
+        """Take a slot, send a call and return its number. Raises UsageError, without sending, for a wrong call."""
         self.check()
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(FOREIGN_LOOP)
@@ -157,14 +168,14 @@ class Client:
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if kind == protocol.NOTIFY:
-            level %= protocol.MAX_DEPTH + 1  # nobody waits for its end, so it may be passed on for ever
+            level %= protocol.MAX_DEPTH + 1  # no caller waits, so a chain of notifications may be infinite
         elif level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
         body, arrays = _encode(name, args, kwargs)
         slots, nbytes = self._slots[peer, level], len(body) + sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
             await self._unless_failed(slots.take(nbytes))
-        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, is_word=kind == protocol.NOTIFY)
+        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, is_notification=kind == protocol.NOTIFY)
         if kind == protocol.CALL:
             pending.answer = self._loop.create_future()
         elif kind == protocol.STREAM:
@@ -183,7 +194,7 @@ class Client:
         try:
             await self._unless_failed(self._carrier.send(peer, head, out))
         except asyncio.CancelledError:
-            self._give_up(number)
+            self._give_up(number)  # the message may have arrived
             raise
         except BaseException:
             self._forget(number)
@@ -191,7 +202,11 @@ class Client:
         return number, pending
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`, or raise the failure that comes up meanwhile."""
+        """Await `work`, or raise the failure if `fail` is called meanwhile.
+
+        `fail` takes the task out of `_sending` and cancels it. So a task that is still in `_sending` was cancelled by
+        its owner. `uncancel` returns 0 if there was no cancellation of the owner's besides.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._sending.add(task)
@@ -207,93 +222,101 @@ class Client:
     # -- the ends of calls ------------------------------------------------------------------------
 
     def received(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
-        """An answer, or an item of a stream. Those to calls that are over, as they cross a CANCEL, are dropped."""
+        """An answer, or an item of a stream. Raises ProtocolError if the peer may not send it.
+
+        A message for a call that is over is dropped: it has crossed a CANCEL on its way.
+        """
         pending = self._pending.get(message.call)
         if pending is None:
             return
         if pending.peer != peer:
-            raise ProtocolError(f"an answer to call {message.call}, which went to another peer")
+            raise ProtocolError(f"an answer to call {message.call}, which was sent to another peer")
         if message.kind != protocol.ITEM:
             self._forget(message.call)
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
-                raise ProtocolError("an item of what does not stream")
+                raise ProtocolError("a stream item in answer to a call")
             if not pending.answer.done():
                 pending.answer.set_result((message, arrays))
         elif pending.items is not None:
-            if pending.items.qsize() > ITEMS_MAX:
-                raise ProtocolError(f"more than {ITEMS_MAX} items of a stream that were not asked for")
+            if pending.items.qsize() > ITEMS_MAX:  # one more than that: the end of the stream
+                raise ProtocolError(f"more than {ITEMS_MAX} stream items without credit")
             pending.items.put_nowait((message, arrays))
 
     def _forget(self, number: int) -> None:
-        """The call is over at both ends, or everything is."""
+        """Free the slot of a call that is over at both ends, or that was not sent."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             pending.slots.give_back(pending.nbytes)
 
     def _give_up(self, number: int) -> None:
-        """Nobody waits for the call any more; it is over when the peer has said so."""
+        """The caller does not wait any more: send CANCEL. The call keeps its slot until the peer answers."""
         pending = self._pending.get(number)
         if pending is not None and self._failure is None:
             pending.answer = pending.items = None
             self._tell(protocol.CANCEL, pending.peer, number)
 
     def _tell(self, kind: int, peer: int, call: int, number: int = 0) -> None:
-        """Send a message that nobody waits for."""
+        """Send a message in the background."""
         task = self._loop.create_task(self._send(peer, *protocol.encode(kind, call, number=number)))
-        self._words.add(task)
-        task.add_done_callback(self._words.discard)
+        self._background_sends.add(task)
+        task.add_done_callback(self._background_sends.discard)
 
     async def _send(self, peer: int, head: bytes, arrays: Sequence[Array]) -> None:
-        with contextlib.suppress(AsyncollError):  # the failure is everybody's, and others hear of it
+        with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
             await self._carrier.send(peer, head, arrays)
 
     # -- failures ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has ended all calls, if anything has."""
+        """Raise the error that has ended all calls, if `fail` was called."""
         if self._failure is not None:
             raise self._failure()
 
     def fail(self, make: Callable[[], AsyncollError]) -> None:
-        """End every call, and every later one, with `make()`. The first failure stays."""
+        """End every call, and every later one, with an exception of `make()`. Only the first failure counts."""
         if self._failure is not None:
             return
         self._failure = make
         for pending in self._pending.values():
             if pending.answer is not None and not pending.answer.done():
                 pending.answer.set_exception(make())
-                pending.answer.exception()  # mark it as seen: its waiter may be gone
+                pending.answer.exception()  # mark it as retrieved, because the waiter may have been cancelled
             if pending.items is not None:
                 pending.items.put_nowait(None)
         self._pending.clear()
         sending, self._sending = self._sending, set()
-        for task in (*sending, *self._words):
-            if task is not asyncio.current_task():  # which is about to raise it
+        for task in (*sending, *self._background_sends):
+            if task is not asyncio.current_task():  # the current task noticed the failure and raises it itself
                 task.cancel()
 
     async def flush(self) -> None:
-        """Wait until every notification from here has begun, as the answer to a later call shows."""
-        level = depth.set(protocol.MAX_DEPTH)  # where slots are free, whatever is under way
+        """Wait until every notification from here has begun.
+
+        Messages to one peer are delivered in order. So the answer to a later call shows that the notifications have
+        begun.
+        """
+        level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
         try:
-            for peer in {pending.peer for pending in self._pending.values() if pending.is_word}:
+            for peer in {pending.peer for pending in self._pending.values() if pending.is_notification}:
                 await self._in_time(self._exchange(peer, METHODS, (), {}), METHODS, peer)
         finally:
             depth.reset(level)
 
     async def close(self) -> None:
-        """End every call, and wait for what nobody else waits for. Idempotent."""
-        closed = partial(ClosedError, f"{self._what} is closed")
+        """End every call with ClosedError, and wait for the background sends. Idempotent."""
+        closed = partial(ClosedError, f"{self._name} is closed")
         self.fail(closed)
-        self._failure = closed  # whatever ended it before: parting from each other is no loss
-        if self._words:
-            await asyncio.wait(self._words)
+        self._failure = closed  # also after a loss: peers disappear as they leave the world in good order
+        if self._background_sends:
+            await asyncio.wait(self._background_sends)
 
 
 def _encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes, list[Array]]:
+    """The arguments of a call as bytes and arrays. Raises UsageError that names the argument that cannot be sent."""
     try:
         return codec.encode([list(args), kwargs])
     except UsageError:
         for which, value in (*enumerate(args, 1), *kwargs.items()):
-            codec.encode(value, f"{name}: argument {which}")  # raises what says where
+            codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
         raise

@@ -1,7 +1,7 @@
-"""Values to bytes and back: msgpack for what is structured, and arrays beside it, which are not copied into it.
+"""Values to bytes and back: msgpack for the structure, and the arrays beside it, without a copy.
 
-What may be sent is closed: the types below, nested in each other. Nothing that comes is ever code, and the name of a
-class is only looked up among those that the receiver expects. Everything is checked before memory is taken for it.
+The set of types is closed: see `ALLOWED`. Received bytes are never executed as code. The name of a dataclass is looked
+up only among those that the receiver expects. All sizes are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import as_operand, build, is_tensor
 from asyncoll.tensors.reductions import DTYPES, MAX_DIMENSIONS, Array
 
-INLINE_BYTES = 2048  # an array of at most so many bytes goes inside the structured part
-MAX_DEPTH = 64
+INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
+MAX_DEPTH = 64  # nested values
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, dataclasses, numpy arrays and scalars, and "
     "torch tensors"
 )
-_UNCHECKED_BYTES = 512  # lists inside lists that all announce too much take little memory in so few bytes
+_UNCHECKED_BYTES = 512  # in so few bytes, false lengths of nested lists make msgpack allocate little memory
 _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
 _OUTSIDE, _INSIDE = 0, 1
-_COMPLEX_FORM = struct.Struct("<dd")
-_ARRAY_FORM = struct.Struct("<BBBB")  # family, dtype, where its bytes are, dimensions; then the shape
-_INDEX = struct.Struct("<I")
+_COMPLEX_STRUCT = struct.Struct("<dd")
+_ARRAY_HEADER = struct.Struct("<BBBB")  # family, dtype, where its bytes are, dimensions; then the shape
+_INDEX = struct.Struct("<I")  # of an array beside the structured part
 
 
 class Expected(NamedTuple):
-    """A dataclass that may come, and what checks its fields."""
+    """A dataclass that may be received, and the check of its fields."""
 
     type: type
     check: Callable[[dict[str, Any]], None]  # raises UsageError
@@ -49,15 +49,15 @@ NO_TYPES: Types = {}
 
 
 def encode(value: object, name: str = "value") -> tuple[bytes, list[Array]]:
-    """`value` as structured bytes, and flat uint8 arrays that go beside them: views of the caller's memory.
+    """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
 
-    Raises UsageError, with the path from `name` to what cannot be sent.
+    Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
     """
     encoder = _Encoder()
     try:
         return encoder.pack(value), encoder.arrays
     except Exception:
-        _explain(value, name, 0)
+        _raise_for_unsendable(value, name, 0)
         raise
 
 
@@ -79,14 +79,14 @@ class _Encoder:
         return msgpack.ExtType(code, packed)
 
     def _default(self, value: Any) -> Any:
-        """What msgpack itself does not know."""
+        """Encode a value of a type that msgpack does not know."""
         kind = type(value)
         if kind is tuple:
             return self._nested(_TUPLE, list(value))
         if kind is set:
             return self._nested(_SET, list(value))
         if kind is complex:
-            return msgpack.ExtType(_COMPLEX, _COMPLEX_FORM.pack(value.real, value.imag))
+            return msgpack.ExtType(_COMPLEX, _COMPLEX_STRUCT.pack(value.real, value.imag))
         if kind is OrderedDict:
             return dict(value)
         if isinstance(value, np.generic):
@@ -101,44 +101,44 @@ class _Encoder:
         operand = as_operand(value)
         flat, shape = operand.flat.view(np.uint8), operand.shape
         where = _INSIDE if flat.size <= INLINE_BYTES else _OUTSIDE
-        form = _ARRAY_FORM.pack(family, DTYPES.index(operand.dtype), where, len(shape))
+        form = _ARRAY_HEADER.pack(family, DTYPES.index(operand.dtype), where, len(shape))
         form += struct.pack(f"<{len(shape)}Q", *shape)
         if where == _INSIDE:
             return msgpack.ExtType(_ARRAY, form + flat.tobytes())
-        if len(self.arrays) == ARRAYS_MAX - 1:  # the structured part may become one more
+        if len(self.arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
             raise UsageError(f"{ARRAYS_MAX} arrays in one message are too many: stack them")
         self.arrays.append(flat)
         return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self.arrays) - 1))
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What a dataclass is made of again."""
+    """The fields that the `__init__` of a dataclass takes."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
-def _explain(value: Any, path: str, depth: int) -> None:
-    """Raise UsageError for the first thing in `value` that cannot be sent, if there is one."""
+def _raise_for_unsendable(value: Any, path: str, depth: int) -> None:
+    """Raise UsageError for the first part of `value` that cannot be sent, if there is one; `path` names `value`."""
     if depth > MAX_DEPTH:
         raise UsageError(f"{path[:100]}... is nested more than {MAX_DEPTH} deep, or contains itself")
     kind = type(value)
     if kind in (list, tuple):
-        for place, item in enumerate(value):
-            _explain(item, f"{path}[{place}]", depth + 1)
+        for index, item in enumerate(value):
+            _raise_for_unsendable(item, f"{path}[{index}]", depth + 1)
     elif kind in (dict, OrderedDict):
         for key, item in value.items():
-            _explain(key, f"the key {key!r:.50} of {path}", depth + 1)
-            _explain(item, f"{path}[{key!r:.50}]", depth + 1)
+            _raise_for_unsendable(key, f"the key {key!r:.50} of {path}", depth + 1)
+            _raise_for_unsendable(item, f"{path}[{key!r:.50}]", depth + 1)
     elif kind is set:
         for item in value:
-            _explain(item, f"{item!r:.50} in {path}", depth + 1)
+            _raise_for_unsendable(item, f"{item!r:.50} in {path}", depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, item in _fields(value).items():
-            _explain(item, f"{path}.{name}", depth + 1)
+            _raise_for_unsendable(item, f"{path}.{name}", depth + 1)
     else:
-        _explain_leaf(value, path)
+        _raise_for_leaf(value, path)
 
 
-def _explain_leaf(value: object, path: str) -> None:
+def _raise_for_leaf(value: object, path: str) -> None:
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise UsageError(f"{path} is an int of {value.bit_length()} bits; at most 64 can be sent: send it as a str")
     try:
@@ -148,24 +148,24 @@ def _explain_leaf(value: object, path: str) -> None:
     except UsageError as error:
         if is_tensor(value):
             raise UsageError(f"{path}: {error}") from None
-        raise UsageError(f"{path} is a {type(value)}, which cannot be sent; what can is {ALLOWED}") from None
+        raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
 def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -> Any:
-    """The value that `encode` was given. Its tensors take over the memory of `arrays`.
+    """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Raises ProtocolError for anything that `encode` does not make, and UsageError for a dataclass that is not one of
-    `types` or does not have the fields of its own.
+    Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
+    has other fields, or cannot be made of them.
     """
     decoder = _Decoder(arrays, types)
     try:
         value = decoder.unpack(body)
     except (ProtocolError, UsageError):
         raise
-    except Exception as error:  # msgpack raises many kinds; each means: not made by `encode`
+    except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
         raise ProtocolError(f"not a value: {error!r:.200}") from None
     if len(decoder.used) != len(arrays):
-        raise ProtocolError(f"a value of {len(decoder.used)} arrays, but {len(arrays)} came along")
+        raise ProtocolError(f"a value refers to {len(decoder.used)} arrays, but the message has {len(arrays)}")
     return value
 
 
@@ -193,35 +193,35 @@ class _Decoder:
         if code == _ARRAY:
             return self._array(body)
         if code == _TUPLE:
-            return tuple(_a_list(self._nested(body)))
+            return tuple(_require_list(self._nested(body)))
         if code == _SET:
-            return set(_a_list(self._nested(body)))
+            return set(_require_list(self._nested(body)))
         if code == _COMPLEX:
-            return complex(*_COMPLEX_FORM.unpack(body))
+            return complex(*_COMPLEX_STRUCT.unpack(body))
         if code == _DATACLASS:
             return self._dataclass(self._nested(body))
         raise ProtocolError(f"a value of the unknown kind {code}")
 
     def _array(self, body: bytes) -> Any:
-        family, dtype, where, dimensions = _ARRAY_FORM.unpack_from(body)
-        start = _ARRAY_FORM.size + 8 * dimensions
+        family, dtype, where, dimensions = _ARRAY_HEADER.unpack_from(body)
+        start = _ARRAY_HEADER.size + 8 * dimensions
         if family > _SCALAR or dtype >= len(DTYPES) or where > _INSIDE or dimensions > MAX_DIMENSIONS:
             raise ProtocolError(f"an array of kind {family}, dtype {dtype}, {dimensions} dimensions")
-        shape = struct.unpack_from(f"<{dimensions}Q", body, _ARRAY_FORM.size)
+        shape = struct.unpack_from(f"<{dimensions}Q", body, _ARRAY_HEADER.size)
         flat: Array = np.frombuffer(body[start:], np.uint8).copy() if where == _INSIDE else self._take(body[start:])
         storage = reductions.storage(DTYPES[dtype])
         if math.prod(shape) * storage.itemsize != flat.size or (family == _SCALAR and shape):
             raise ProtocolError(f"{flat.size} bytes for an array of shape {shape} and dtype {DTYPES[dtype]}")
         if storage.kind == "b":
-            np.minimum(flat, 1, out=flat)  # any other byte is no bool to numpy or torch
+            np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
         array = build(flat.view(storage), DTYPES[dtype], shape, as_torch=family == _TORCH)
         return array[()] if family == _SCALAR else array
 
     def _take(self, body: bytes) -> Array:
-        """One of the arrays that came along."""
+        """An array from beside the structured part. Each may be used once: a second use would share its memory."""
         (index,) = _INDEX.unpack(body)
         if index in self.used or index >= len(self._arrays):
-            raise ProtocolError(f"array {index} of {len(self._arrays)}, or twice the same")
+            raise ProtocolError(f"array {index} of {len(self._arrays)} does not exist, or is used twice")
         self.used.add(index)
         array: Array = self._arrays[index]
         return array
@@ -229,29 +229,37 @@ class _Decoder:
     def _dataclass(self, parts: Any) -> Any:
         name, fields = parts
         if type(name) is not str or type(fields) is not dict:
-            raise ProtocolError("not a dataclass")
+            raise ProtocolError("a dataclass without a name and a dict of fields")
         expected = self._types.get(name)
         if expected is None:
             known = ", ".join(self._types) or "none"
-            raise UsageError(f"a dataclass {name:.100} came, which no annotation here names; those that are: {known}")
+            raise UsageError(
+                f"a dataclass {name:.100} was received, which no annotation here names; those named here: {known}"
+            )
         own = {field.name for field in dataclasses.fields(expected.type) if field.init}
         if set(fields) != own:
-            raise UsageError(f"a {name} has the fields {sorted(own)} here, but {sorted(map(str, fields))} came")
+            raise UsageError(
+                f"a {name} has the fields {sorted(own)} here, but was received with {sorted(map(str, fields))}"
+            )
         expected.check(fields)
         try:
             return expected.type(**fields)
         except Exception as error:  # its own __init__ or __post_init__ may object to anything
-            raise UsageError(f"no {name} can be made of what came: {error!r}") from None
+            raise UsageError(f"no {name} can be made of the fields that were received: {error!r}") from None
 
 
-def _a_list(value: Any) -> list[Any]:
+def _require_list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ProtocolError(f"{type(value).__name__} in place of items")
+        raise ProtocolError(f"{type(value).__name__} in place of a list")
     return value
 
 
 def _check_counts(body: bytes) -> None:
-    """Raise if any list or dict announces more than comes: nothing is made yet, so that a lie costs no memory."""
+    """Raise if a list or a dict announces more items than there are.
+
+    `skip` parses without making objects. msgpack's decoder allocates lists by their announced length, so a false length
+    would cost memory.
+    """
     unpacker = msgpack.Unpacker(max_buffer_size=len(body), read_size=len(body))
     unpacker.feed(body)
     unpacker.skip()

@@ -1,4 +1,4 @@
-"""Both halves of RPC over one carrier: what is called here, and what is called from here."""
+"""One end of RPC over a carrier: the client for calls from here, and the server for calls to here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from asyncoll.tensors.reductions import Array
 
 
 class Exchange:
-    """One end of RPC, on the loop that it was made on."""
+    """One end of RPC. All of it runs on the loop on which it was made.
+
+    In: messages of peers (`_deliver`, called by the carrier), and the calls of `client`. Out: `Carrier.send`.
+    """
 
     def __init__(
         self,
@@ -24,33 +27,33 @@ class Exchange:
         registry: FunctionRegistry,
         rank_of: Callable[[int], int],
         broken: Callable[[int, ProtocolError], None],
-        what: str,
+        name: str,
         patience_s: float = math.inf,
     ) -> None:
-        """`rank_of` says how a peer is called in errors; `broken` is told of one that is no honest peer.
+        """`rank_of` returns the rank of a peer for errors, -1 for a service; `broken` handles protocol errors.
 
-        `what` is what is closed at the end; `patience_s` is how long a caller waits.
+        `name` is the subject of the ClosedError after the end; `patience_s` is the longest time that a caller waits.
         """
         self._carrier = carrier
-        self.client = Client(carrier, rank_of, what, patience_s)
+        self.client = Client(carrier, rank_of, name, patience_s)
         self._server = Server(registry, self._reply, broken)
         carrier.open(self._deliver)
 
     def fail(self, make: Callable[[], AsyncollError]) -> None:
-        """End everything that waits or runs, and every later call with `make()`."""
+        """End all calls from here, and every later one, with the exception `make()`. Cancel all calls to here."""
         self.client.fail(make)
         self._server.stop()
 
     def forget(self, peer: int) -> None:
-        """That peer, which only ever called, is gone."""
+        """Cancel the calls of a peer that is gone. This end has made no calls to it."""
         self._server.forget(peer)
 
     async def flush(self) -> None:
-        """Wait until everything that has been notified from here has begun."""
+        """Wait until all notifications from here have begun."""
         await self.client.flush()
 
     async def close(self) -> None:
-        """End everything, and wait for what runs here. Idempotent."""
+        """End all calls, and wait until those that run here have ended. Idempotent."""
         try:
             await self.client.close()
             await self._server.close()
@@ -61,6 +64,7 @@ class Exchange:
         await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
 
     def _deliver(self, peer: int, head: bytes, arrays: Sequence[Array]) -> None:
+        """Dispatch one message. Raises ProtocolError if it violates the protocol."""
         message, arrays = protocol.decode(head, arrays)
         if message.kind in (CALL, NOTIFY, STREAM):
             self._server.begin(peer, message, arrays)

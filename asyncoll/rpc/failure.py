@@ -1,4 +1,4 @@
-"""A failure of a call, on its way back: from an exception to words, and to an exception again."""
+"""Exceptions of calls: encoded as text at the callee, and decoded as another exception at the caller."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import TracebackType
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError, text_of
 from asyncoll.rpc import codec
 
-_USAGE, _RAISED, _LATE = range(3)  # whose fault it was: the caller's, the function's, nobody's
-_NAME_MAX, _MESSAGE_MAX, _TRACE_MAX = 200, 2000, 8000  # characters; of a traceback the last ones
+_USAGE, _RAISED, _LATE = range(3)  # a wrong call, an exception of the function, the end of the caller's deadline
+_NAME_MAX, _MESSAGE_MAX, _TRACE_MAX = 200, 2000, 8000  # characters; a traceback keeps its last ones
 
-_MACHINERY = (
+_LIBRARIES = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(concurrent.futures.__file__) + os.sep,
     os.path.dirname(asyncio.__file__) + os.sep,
@@ -22,15 +22,15 @@ _MACHINERY = (
 
 
 class CallerError(Exception):
-    """The call makes no sense, so that no function has been called; the message is for its caller."""
+    """A wrong call, for which no function has run; the message is for the caller."""
 
 
 class LateError(Exception):
-    """The caller's deadline has passed, and not one of the function's own."""
+    """The caller's deadline has passed; not a deadline that the function set itself."""
 
 
 def encode(error: BaseException) -> bytes:
-    """What becomes of `error` at the caller."""
+    """The body of an ERROR message for `error`."""
     kind, trace = _RAISED, ""
     if isinstance(error, CallerError):
         kind = _USAGE
@@ -43,29 +43,29 @@ def encode(error: BaseException) -> bytes:
 
 
 def decode(body: bytes, rank: int) -> AsyncollError:
-    """The error to raise at the caller."""
+    """The exception to raise at the caller; `rank` is the callee, -1 for a service. Raises ProtocolError."""
     parts = codec.decode(body)
     if type(parts) is not list or [type(part) for part in parts] != [int, str, str, str]:
-        raise ProtocolError("not a failure")
+        raise ProtocolError("the body of an ERROR message is not an encoded exception")
     kind, name, message, trace = parts
     if kind == _USAGE:
-        return UsageError(f"{_place(rank)}: {message}")
+        return UsageError(f"{_callee(rank)}: {message}")
     if kind == _LATE:
-        return DeadlineError(f"{_place(rank)}: {message}")
+        return DeadlineError(f"{_callee(rank)}: {message}")
     return RemoteError(rank, name, message, trace)
 
 
 def _trace(error: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(type(error), error, _beyond_machinery(error.__traceback__)))
-    except Exception as failure:  # the user's own class, or one in another without end
+        return "".join(traceback.format_exception(type(error), error, _without_library(error.__traceback__)))
+    except Exception as failure:  # code of the user's exception class runs here; causes may be nested too deep
         return f"(a traceback that cannot be formatted: {type(failure).__name__})"
 
 
-def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the function on."""
+def _without_library(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the leading frames of this library and asyncio, if frames of the function remain."""
     inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
         inner = inner.tb_next
     return inner or trace
 
@@ -80,5 +80,5 @@ def _valid(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _place(rank: int) -> str:
+def _callee(rank: int) -> str:
     return f"rank {rank}" if rank >= 0 else "the service"

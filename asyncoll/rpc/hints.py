@@ -1,4 +1,4 @@
-"""What an annotation allows: checks of values, and the dataclasses that may come."""
+"""Type annotations: checks of values against them, and the dataclasses that they name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import typeguard
 from asyncoll.errors import UsageError
 from asyncoll.rpc.codec import Expected
 
-Check = Callable[[Any, str], None]  # value, what it is; raises UsageError
+Check = Callable[[Any, str], None]  # takes a value and its name; raises UsageError
 _ANY = (Any, object, inspect.Parameter.empty)
 _STREAMS = (abc.AsyncIterator, abc.AsyncIterable, abc.AsyncGenerator)
-_WIDER: dict[type, tuple[type, ...]] = {float: (float, int), complex: (complex, float, int)}  # PEP 484
+_WIDER: dict[type, tuple[type, ...]] = {float: (float, int), complex: (complex, float, int)}  # PEP 484: numeric tower
 
 
 def resolved(thing: Any, name: str) -> dict[str, Any]:
-    """The annotations of a function or class, as types. Raises UsageError if they name what is not there."""
+    """The annotations of a function or class, as types. Raises UsageError if a name in them cannot be found."""
     try:
         return typing.get_type_hints(thing)
     except Exception as error:
@@ -33,10 +33,10 @@ def resolved(thing: Any, name: str) -> dict[str, Any]:
 
 
 def checker(annotation: Any) -> Check | None:
-    """What checks a value against `annotation`; None if anything will do."""
+    """A function that checks a value against `annotation`; None if every value passes."""
     if annotation in _ANY:
         return None
-    if type(annotation) is type and annotation is not type(None):
+    if type(annotation) is type and annotation is not type(None):  # the common case, much faster than typeguard
         return _plain(annotation)
 
     def check(value: Any, what: str) -> None:
@@ -61,7 +61,10 @@ def _plain(cls: type) -> Check:
 
 
 def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
-    """The dataclasses that these annotations name, those in fields of others too."""
+    """The dataclasses that these annotations name, also in the fields of other dataclasses; by qualified name.
+
+    Raises UsageError if two of them have the same qualified name, because messages carry only that.
+    """
     found: dict[str, Expected] = {}
     opened: list[Any] = []  # TypedDicts, which may name themselves
     pending = list(annotations)
@@ -73,7 +76,7 @@ def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
         elif typing.is_typeddict(annotation) and annotation not in opened:
             opened.append(annotation)
             pending += resolved(annotation, annotation.__qualname__).values()
-        annotation = typing.get_origin(annotation) or annotation  # Box[int] comes as a Box
+        annotation = typing.get_origin(annotation) or annotation  # a Box[int] is sent as a Box
         if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
             continue
         name = annotation.__qualname__
@@ -99,7 +102,7 @@ def _fields_checker(name: str, fields: Mapping[str, Any]) -> Callable[[dict[str,
 
 
 def text(annotation: Any) -> str:
-    """The annotation as its author wrote it, but for the modules: those may differ between a service and its stub."""
+    """The annotation as text without module names, which may differ between a service and its stub."""
     if annotation is inspect.Parameter.empty:
         return ""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -111,10 +114,10 @@ def text(annotation: Any) -> str:
 
 
 def is_stream(annotation: Any) -> bool:
-    """Whether what returns this is, or stands in a Protocol for, an async generator."""
+    """Whether a function with this return annotation is an async generator, or declares one in a Protocol."""
     return typing.get_origin(annotation) in _STREAMS
 
 
 def items(annotation: Any) -> Any:
-    """What an async generator with this return annotation yields."""
+    """The annotation of the items of an async generator with this return annotation."""
     return next(iter(typing.get_args(annotation)), inspect.Parameter.empty)

@@ -1,17 +1,17 @@
-"""The carrier between ranks of one host: messages in shared memory, with nobody between the two loops.
+"""The carrier of RPC between ranks of one host: messages in shared memory.
 
-A message is written into its receiver's inbox. Short arrays lie in it; longer ones are copied once, into memory that
-the sender lends, and the receiver gets the arrays where they lie. It gives the memory back when it holds none of them
-any more.
+The sender writes a message into the inbox of the receiver, from its own loop; no other thread takes part. Short arrays
+are part of the message. Longer arrays are copied once, into memory that the sender lends; the receiver gets views of
+that memory. It returns the memory when no view is referenced any more.
 
-*Waiting.* A sender waits while an inbox is full, or while too much that was lent to its owner is unread. So what is on
-the way is bounded, however slow the receiver. Two ranks never wait for each other so: whoever waits to send waits for a
-reader, and a reader waits for nobody. It is a task of its own at each rank, takes what is there, delivers it by a plain
-call and goes on, whatever the senders of its rank wait for. What a receiver holds on to is not bounded, and delays
-nobody.
+*Flow control.* A sender waits while the inbox is full, or while too much lent memory is unread. So the memory under way
+is bounded, however slow the receiver is. This cannot deadlock: a sender waits for a reader only, and a reader never
+waits for a sender. The reader is a task of its own at each rank, which delivers messages by plain calls. Memory that a
+receiver keeps is not bounded, and delays no sender.
 
-*Looking.* The reader looks for a while after each message, and lets its loop turn between two looks; then it sleeps
-until a sender rings. So two ranks that talk find each other awake, and the other tasks of a loop do not notice.
+*Polling.* After each message the reader polls its inbox for a short time, with a turn of its loop between two polls;
+then it sleeps until a sender wakes it. So two ranks that exchange messages find each other awake, and the other tasks
+of the loop are not delayed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from asyncoll.transport import Arena, Wait
 from asyncoll.transport.memory.lending import Borrower, Lender
 from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, Message, encode
 
-INLINE_BYTES = 1 << 15  # of arrays in an inbox; from 50 KiB on it would take longer than to lend them
-WINDOW_BYTES = 1 << 26  # lent to a peer and not read by it yet; or one message, however long
-_BATCH = 32  # messages that are sent or delivered before the loop may do something else
+INLINE_BYTES = 1 << 15  # arrays that are copied into the inbox; from 50 KiB on, lending is faster
+WINDOW_BYTES = 1 << 26  # memory that is lent to a peer and unread; or one message, however long
+_BATCH = 32  # messages to send or deliver before other tasks of the loop get a turn
 logger = logging.getLogger("asyncoll")
 
 
 class InMemory:
-    """A `Carrier` between ranks of one host, of which this is one; it may send to itself too."""
+    """A `Carrier` between the ranks of one host, on the loop on which it is opened. Peers are world ranks.
+
+    In: `send` (tasks of this rank), and messages of peers, read by the task `_read`. Out: `deliver`; the inboxes of
+    peers.
+    """
 
     def __init__(
         self,
@@ -51,11 +55,11 @@ class InMemory:
         broken: Callable[[int, ProtocolError], None],
         lost: Callable[[PeerLostError], AsyncollError],
     ) -> None:
-        """`context` is this carrier's name at all `ranks` of the world that take part. One is never used again.
+        """`context` names this carrier at all `ranks` (of the world) that take part. A context is used once.
 
-        `check` raises if there is nothing to wait for any more. `broken` is told of a rank that has written what it
-        must not, or -1 where that is unknown: nothing is received from then on. `lost` is told of one that has died
-        over an inbox, and returns what to raise.
+        `check` raises if the world has failed. `broken` handles a rank that violates the protocol, -1 if the rank is
+        unknown; nothing is received after that. `lost` handles a rank that died while it had the lock of an inbox, and
+        returns the error to raise.
         """
         self._arena = arena
         self._context = context
@@ -73,21 +77,21 @@ class InMemory:
         self._is_closed = False
 
     def open(self, deliver: Deliver) -> None:
-        """Begin to receive, on the loop that runs here. What came before is there.
+        """Begin to receive, on the loop that runs here. Messages that came before are delivered first.
 
-        If `deliver` raises ProtocolError, the source has written what it must not.
+        If `deliver` raises ProtocolError, the source has violated the protocol.
         """
         self._deliver = deliver
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        """Send one message to the rank `dest`. It is delivered before all that are sent after this has returned.
+        """Send one message to the world rank `dest`. It is delivered before messages that are sent after this returns.
 
-        Returns once it is in the inbox of `dest`, or dropped, if that has closed. If it is cancelled, it is there as a
-        whole or not at all.
+        Returns once the message is in the inbox of `dest`. If that inbox is closed, the message is dropped. If this is
+        cancelled, the message is in the inbox as a whole or not at all.
 
-        Raises UsageError if the head is too long or the host has no memory left for the arrays, PeerLostError if
-        somebody died over the inbox, and whatever `check` raises while it waits.
+        Raises UsageError if the head is too long or the host has no memory left for the arrays, PeerLostError if a rank
+        died while it had the lock of the inbox, and the errors of `check` while it waits.
         """
         if len(head) > HEAD_BYTES:
             raise UsageError(f"a head of {len(head)} bytes exceeds the limit of {HEAD_BYTES}")
@@ -95,7 +99,7 @@ class InMemory:
         if self._sent % _BATCH == 0:
             await asyncio.sleep(0)
         self._check_open()
-        outbox = self._outboxes.get(dest) or self._meet(dest)
+        outbox = self._outboxes.get(dest) or self._open_outbox(dest)
         try:
             await outbox.send(head, arrays)
         except InboxClosedError:
@@ -104,7 +108,7 @@ class InMemory:
             raise self._lost(error) from None
 
     async def close(self) -> None:
-        """Stop. What was received stays its holder's, as long as the arena lasts. Idempotent."""
+        """Stop. Received arrays stay valid as long as the arena exists. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -116,7 +120,7 @@ class InMemory:
         with contextlib.suppress(AsyncollError):
             self._borrower.give_back()
             self._lender.close()
-        self._arena.recheck()  # those who wait to send hear of it
+        self._arena.recheck()  # wakes the tasks that wait to send, which call `_check`
         tasks = [outbox.pump for outbox in self._outboxes.values() if outbox.pump is not None]
         if self._reader is not None:
             self._reader.cancel()
@@ -132,7 +136,7 @@ class InMemory:
         if self._is_closed:
             raise ClosedError("this carrier is closed")
 
-    def _meet(self, rank: int) -> _Outbox:
+    def _open_outbox(self, rank: int) -> _Outbox:
         if rank not in self._ranks:
             raise UsageError(f"rank {rank} is not one of {self._ranks}")
         outbox = self._outboxes[rank] = _Outbox(rank, self._inbox_of(rank), self._arena, self._lender, self._check)
@@ -144,6 +148,7 @@ class InMemory:
     # -- receiving --------------------------------------------------------------------------------
 
     async def _read(self) -> None:
+        """The reader: delivers messages, and returns the memory that this rank has dropped."""
         wait = Wait(self._inbox.control_block, self._has_work)
         try:
             while True:
@@ -152,14 +157,14 @@ class InMemory:
                 self._borrower.give_back()
                 if self._inbox.has_messages():
                     self._receive()
-                    await asyncio.sleep(0)  # those whom it concerns come first
+                    await asyncio.sleep(0)  # lets the tasks that the messages have woken run before the next poll
         except ProtocolError as error:
             self._broken(error.source, error)
         except PeerLostError as error:
             self._lost(error)
-        except AsyncollError:  # the world's failure
+        except AsyncollError:  # the failure of the world, which other parts report
             return
-        except Exception as error:  # or those who wait for an answer would wait for ever
+        except Exception as error:  # a bug: without a failure, callers would wait for ever for their answers
             logger.exception("the inbox cannot be read")
             self._broken(-1, ProtocolError(f"the inbox cannot be read: {error!r}"))
 
@@ -169,25 +174,26 @@ class InMemory:
     def _receive(self) -> None:
         for message in self._inbox.take(_BATCH):
             source = self._arena.ranks[message.source]
-            if source not in self._ranks:
-                raise ProtocolError("a message from somebody who takes no part", source)
+            if source not in self._ranks:  # a rank of this host, but not of this communicator
+                raise ProtocolError("a message from a rank outside of this communicator", source)
             try:
                 self._deliver(source, message.head, self._arrays(source, message))
             except ProtocolError as error:
                 raise ProtocolError(str(error), source) from error
 
     def _arrays(self, source: int, message: Message) -> Sequence[Array]:
+        """The arrays of a message, in the message itself or in memory that `source` has lent."""
         if not message.arrays:
             return ()
         if not message.address:
             return unpack(message.inline, message.arrays)
-        lender = (self._outboxes.get(source) or self._meet(source)).inbox.control_block
+        lender = (self._outboxes.get(source) or self._open_outbox(source)).inbox.control_block
         body = self._borrower.borrow(lender, RETURNED, message.address, message.nbytes)
         return unpack(body.data, message.arrays)
 
 
-class _Parcel(NamedTuple):
-    """An encoded message, and the memory that is lent with it, if its address is not 0."""
+class _OutgoingMessage(NamedTuple):
+    """An encoded message, and the memory that is lent with it; address 0 means none."""
 
     raw: bytes
     address: int = 0
@@ -195,7 +201,11 @@ class _Parcel(NamedTuple):
 
 
 class _Outbox:
-    """The way to one peer's inbox, for all tasks of this rank."""
+    """Sends to the inbox of one peer, for all tasks of this rank.
+
+    Tasks that find the inbox full queue here. One task, the pump, moves the queue: with a lock that each sender takes
+    in turn, every message would take a turn of the loop.
+    """
 
     def __init__(self, rank: int, inbox: Inbox, arena: Arena, lender: Lender, check: Callable[[], None]) -> None:
         self.inbox = inbox
@@ -204,20 +214,20 @@ class _Outbox:
         self._arena = arena
         self._lender = lender
         self._check = check
-        self._queue: deque[tuple[_Parcel, asyncio.Future[None]]] = deque()  # those that wait for room
-        self._long = asyncio.Lock()  # one long message at a time is made, or there would be no bound
-        self._unread: deque[tuple[int, int]] = deque()  # of what was lent: where the message ends, and its bytes
+        self._queue: deque[tuple[_OutgoingMessage, asyncio.Future[None]]] = deque()  # messages that wait for room
+        self._long = asyncio.Lock()  # one long message is copied at a time, so that its memory counts in the window
+        self._unread: deque[tuple[int, int]] = deque()  # lent memory: the end of its message in the ring, and its bytes
         self._unread_bytes = 0
 
     async def send(self, head: bytes, arrays: Sequence[Array]) -> None:
-        """Wait for room, and put the message into the inbox. Nothing can undo that."""
+        """Wait for room, and put the message into the inbox. Cannot be undone."""
         local_rank = self._arena.local_rank
         if not arrays:
-            await self._put(_Parcel(encode(Message(local_rank, head))))
+            await self._put(_OutgoingMessage(encode(Message(local_rank, head))))
             return
         packing = Packing(arrays)
         if packing.nbytes <= INLINE_BYTES:
-            await self._put(_Parcel(encode(Message(local_rank, head, len(arrays), packing.joined()))))
+            await self._put(_OutgoingMessage(encode(Message(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
             await self._make_room(packing.nbytes)
@@ -226,24 +236,24 @@ class _Outbox:
                 for _ in packing.fill(self._arena.view(address, packing.nbytes)):
                     await asyncio.sleep(0)
                 raw = encode(Message(local_rank, head, len(arrays), b"", address, packing.nbytes))
-                await self._put(_Parcel(raw, address, packing.nbytes))
+                await self._put(_OutgoingMessage(raw, address, packing.nbytes))
             finally:
                 self._lender.keep_unless_lent(address)
 
-    async def _put(self, parcel: _Parcel) -> None:
+    async def _put(self, message: _OutgoingMessage) -> None:
         if not self._queue:
             with self.inbox.control_block:
-                if self._is_put(parcel):
+                if self._try_put(message):
                     return
         put = asyncio.get_running_loop().create_future()
-        self._queue.append((parcel, put))
+        self._queue.append((message, put))
         if self.pump is None:
             self.pump = asyncio.get_running_loop().create_task(self._pump())
         await put
 
-    def _is_put(self, parcel: _Parcel) -> bool:
-        """Put it into the inbox, if there is room. Under the lock."""
-        raw, address, nbytes = parcel
+    def _try_put(self, message: _OutgoingMessage) -> bool:
+        """Put the message into the inbox if there is room; return whether so. Call it with the lock held."""
+        raw, address, nbytes = message
         end = self.inbox.put(raw)
         if end is None:
             return False
@@ -254,11 +264,11 @@ class _Outbox:
         return True
 
     async def _pump(self) -> None:
-        """Put what is in the queue: all that there is room for at once, or each would take a turn of the loop."""
+        """Move the queue into the inbox, as many messages under one lock as there is room for."""
         try:
             while self._queue:
                 with self.inbox.control_block:
-                    self._put_first()
+                    self._put_queued()
                 if self._queue:
                     await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
         except Exception as error:
@@ -269,17 +279,17 @@ class _Outbox:
         finally:
             self.pump = None
 
-    def _put_first(self) -> None:
+    def _put_queued(self) -> None:
         while self._queue:
-            parcel, put = self._queue[0]
-            if not put.done():  # or it was cancelled
-                if not self._is_put(parcel):
+            message, put = self._queue[0]
+            if not put.done():  # done means that its sender was cancelled
+                if not self._try_put(message):
                     return
                 put.set_result(None)
             self._queue.popleft()
 
     async def _make_room(self, nbytes: int) -> None:
-        """Wait until so much more may be on the way."""
+        """Wait until `nbytes` more may be lent to the peer."""
         while self._unread and self._unread_bytes + nbytes > WINDOW_BYTES:
             end, oldest = self._unread[0]
             await self._until(partial(self.inbox.is_read, end))
@@ -290,7 +300,7 @@ class _Outbox:
         await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, yielding=True)
 
     def _what(self) -> str:
-        return f"rank {self._rank} to read what it was sent"
+        return f"rank {self._rank} to read its messages"
 
 
 def _drop(source: int, head: bytes, arrays: Sequence[Array]) -> None:

@@ -1,4 +1,4 @@
-"""Services outside of a world: `serve` one at an address, `connect` to it from anywhere that it lets in."""
+"""Services outside of a world: `serve` listens at an address, `connect` calls the service there."""
 
 from __future__ import annotations
 
@@ -25,19 +25,40 @@ from asyncoll.transport.messages.service_sockets import VERSION, ClientSocket, S
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
-_PATIENCE_S = 10.0  # for the other end to answer at all
+_PATIENCE_S = 10.0  # time limit for the first answer of a service, and for the flush at the end of a connection
 logger = logging.getLogger("asyncoll")
 
 
 @contextlib.asynccontextmanager
 async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -> AsyncIterator[str]:
-    """Let others call `service`, a function or an object with public methods, while the context lasts.
+    """Serve the methods of an object, or a function, at `url`. An async context manager; yields the address.
 
-    Yields the address: that of `url`, with the port if it leaves that open (`tcp://127.0.0.1:0`). `ipc://path` is for
-    this user's processes on this host alone. tcp goes without a key on loopback only, and then every user of this host
-    can call every method: prefer ipc. With `key_file`, a file of mode 0600 with 32 random bytes, everything is
-    encrypted, and who has not the key is refused. Coroutines run on this loop, plain functions in threads. When the
-    context ends, what runs is cancelled.
+    ```python
+    class Adder:
+        async def add(self, a: int, b: int) -> int:
+            return a + b
+
+    async with asyncoll.rpc.serve(Adder(), "ipc:///run/user/1000/adder.socket") as url:
+        await asyncio.Event().wait()  # serve until this task is cancelled
+    ```
+
+    `service` is an object, whose public methods are called by their names, or a function, which is called by its name.
+    The process needs no world. Several clients may be connected; they do not see each other. Values, and where
+    functions run: see `Rpc`. Functions run on the loop of the `async with`, or in threads.
+
+    `url` is one of:
+
+    - `ipc://path`: a unix socket. Only processes of this user on this host can connect.
+    - `tcp://address:port`: an IP address of this host. Port 0 means a free port; the yielded address names it. Without
+      a key only a loopback address is allowed, and every user of this host can call every method: prefer ipc.
+
+    `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, connections are
+    encrypted, and clients without the same key are refused.
+
+    Raises UsageError if the address or the key file cannot be used. A client that violates the protocol is
+    disconnected, with a warning in the log. An exception in a function is raised at its client as RemoteError,
+    SystemExit too; the service continues. At the end of the context, calls that still run are cancelled, and clients
+    get ServiceLostError.
     """
     registry = FunctionRegistry()
     registry.add(service)
@@ -49,6 +70,8 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
 
 
 class _Server:
+    """The exchange of a service, and its socket. Clients are numbered in the order in which they connect."""
+
     def __init__(self, registry: FunctionRegistry, url: str, key: Key | None) -> None:
         self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
@@ -74,9 +97,21 @@ class _Server:
 
 @contextlib.asynccontextmanager
 async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator[Connection]:
-    """A connection to the service at `url`, while the context lasts; `key_file` holds the key that it was given.
+    """Connect to the service that `serve` provides at `url`. An async context manager; yields a `Connection`.
 
-    Raises ServiceLostError if nobody answers there, and UsageError if an `ipc://` socket is another user's.
+    ```python
+    async with asyncoll.rpc.connect("ipc:///run/user/1000/adder.socket") as client:
+        assert await client.call("add", 1, 2) == 3
+    ```
+
+    `url` is the address that `serve` has yielded. `key_file` is a file with the key of the service, required if and
+    only if the service has one. The process needs no world, but may be a rank of one. The connection belongs to the
+    loop of the `async with`: make all calls there.
+
+    Raises ServiceLostError if there is no answer within 10 s or by the end of `asyncoll.deadline`, or if the key is
+    refused; UsageError if the address or the key file cannot be used, or if an `ipc://` socket belongs to another user;
+    ProtocolError if the service runs another version. At the end of the context without an exception, waits up to 10 s
+    until all notifications have begun. Calls that still wait raise ClosedError.
     """
     connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
     try:
@@ -88,11 +123,12 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
 
 
 class Connection:
-    """Calls a service. Get one from `asyncoll.rpc.connect`.
+    """A connection to a service, from `asyncoll.rpc.connect`. Use it on the loop on which it was made.
 
-    Calls are as those between ranks (`Rpc`): the same values, deadlines, streams and errors, with rank -1 in
-    RemoteError. Dataclasses are returned through a `proxy` only, whose annotations name them. When the service is gone,
-    everything that waits for it raises ServiceLostError, and so does every later call: connect again.
+    Calls behave like those between ranks: see `Rpc` for values, limits, deadlines and cancellation. The differences:
+    `rank` in RemoteError is -1. ASYNCOLL_DEADLINE_S does not apply. A dataclass in a result arrives only through a
+    `proxy`, whose annotations name it. If the service is lost, all waiting and all later calls raise ServiceLostError,
+    and the functions may or may not have run. There is no reconnection; call `connect` again.
     """
 
     def __init__(self, url: str, key: Key | None) -> None:
@@ -104,7 +140,7 @@ class Connection:
         self._peer = Peer(self._exchange.client, 0, url)
 
     async def meet(self) -> None:
-        """Wait until the service has answered."""
+        """Wait until the service has answered, and check its version. Called by `connect`."""
         remaining = remaining_s()
         try:
             async with asyncio.timeout(min(_PATIENCE_S, math.inf if remaining is None else remaining)) as late:
@@ -112,43 +148,46 @@ class Connection:
         except TimeoutError:
             if not late.expired():
                 raise
-            raise ServiceLostError(f"nobody answers at {self._url}") from None
+            raise ServiceLostError(
+                f"no answer from {self._url}: does a service run there, and has it the same key?"
+            ) from None
         if version != VERSION:
             raise ProtocolError(
                 f"{self._url} speaks version {version}, expected {VERSION}: run the same asyncoll there"
             )
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """What the function `name` returns."""
+        """Call the function `name` of the service and return its result."""
         return await self._exchange.client.call(0, name, args, kwargs, NO_TYPES)
 
     async def notify(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have `name` called, and wait neither for its end nor for its result.
+        """Call the function `name` of the service without waiting for its end. There is no result.
 
-        It has begun when the connection ends without an error, and goes on when the connection is gone.
+        Returns once the arguments may be changed. The function has begun before a connection ends without an error, and
+        it continues after the end of the connection. An exception of the function is logged at the service.
         """
         await self._exchange.client.notify(0, name, args, kwargs)
 
     def stream(self, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items that the async generator `name` yields."""
+        """The items that the async generator `name` of the service yields: see `Rpc.stream`."""
         return self._exchange.client.stream(0, name, args, kwargs, NO_TYPES)
 
     async def methods(self) -> list[Method]:
-        """Everything that can be called."""
+        """The functions of the service, with their parameters, annotations and docstrings."""
         return await stub.methods(self._peer)
 
     def proxy(self, service: Callable[..., S]) -> Proxy[S]:
-        """What looks like a `service`, a description of this one: see `Rpc.proxy`."""
+        """An object with the methods of the class `service`, which run at the service: see `Rpc.proxy`."""
         return stub.stub(self._peer, service, None)
 
     async def flush(self) -> None:
-        """Wait until everything that has been notified has begun; not for ever."""
+        """Wait until all notifications have begun, at most 10 s. Called by `connect` at the end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 await self._exchange.flush()
 
     async def close(self) -> None:
-        """End all calls. Idempotent."""
+        """End all calls with ClosedError. Idempotent. Called by `connect` at the end."""
         await self._exchange.close()
 
     def _dial(self, owner: SocketCarrier) -> ClientSocket:
@@ -163,7 +202,7 @@ class Connection:
         self._exchange.fail(make)
         if not self._version.done():
             self._version.set_exception(ServiceLostError(f"no service at {self._url}: {cause}"))
-            self._version.exception()  # mark it as seen: its waiter may be gone
+            self._version.exception()  # mark it as retrieved, because `meet` may have been cancelled
 
     def _broken(self, service: int, error: ProtocolError) -> None:
         self._exchange.fail(partial(ProtocolError, f"{self._url} broke the protocol: {error}"))

@@ -1,4 +1,4 @@
-"""Several arrays in one piece of memory: a table of their lengths, and then the arrays, each aligned for any dtype."""
+"""Several arrays in one block of memory: a table of their lengths, then the arrays, each aligned for any dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from asyncoll.transport.wire import Buffer
 
 _ALIGNMENT = 64
 _GAP = bytes(_ALIGNMENT)
-_LENGTH = 8  # bytes of a length
-_PIECE = 1 << 20  # bytes, after which somebody else may have a turn
+_LENGTH = 8  # bytes of an entry of the table
+_PIECE = 1 << 20  # bytes to copy before other tasks of the loop get a turn
 
 
 class Packing:
-    """How flat arrays of bytes are packed into `nbytes` of memory."""
+    """The layout of flat uint8 arrays in one block of `nbytes`."""
 
     __slots__ = ("_arrays", "_lengths", "_starts", "nbytes")
 
@@ -33,6 +33,7 @@ class Packing:
         self.nbytes = end
 
     def joined(self) -> bytes:
+        """The block as bytes."""
         parts: list[Buffer] = [self._table()]
         end = len(parts[0])
         for array, start, length in zip(self._arrays, self._starts, self._lengths, strict=True):
@@ -44,7 +45,7 @@ class Packing:
         return struct.pack(f"<{len(self._lengths)}q", *self._lengths)
 
     def fill(self, memory: Array) -> Iterator[None]:
-        """Write it into `memory`, which is so long; whoever does may turn to something else at each step."""
+        """Write the block into `memory`, a flat uint8 array of `nbytes`. Yields after each _PIECE, for other tasks."""
         table = self._table()
         memory.data[: len(table)] = table
         for array, first in zip(self._arrays, self._starts, strict=True):
@@ -56,7 +57,7 @@ class Packing:
 
 
 def unpack(memory: Buffer, count: int) -> list[Array]:
-    """`count` arrays over `memory`, where they lie as somebody says who may be wrong: ProtocolError."""
+    """The `count` arrays in a block, as views of `memory`. The table is untrusted; raises ProtocolError."""
     nbytes, end = len(memory), _LENGTH * count
     if end > nbytes:
         raise ProtocolError(f"{count} arrays in {nbytes} bytes")

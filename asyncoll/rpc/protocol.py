@@ -1,7 +1,7 @@
-"""The messages of RPC, to bytes and back.
+"""The messages of RPC, to bytes and back. Pure: nothing here waits or sends.
 
-A message is a fixed form, a name and a body, which is a value as `codec` writes it. A body that is too long for the
-head travels as the first of the arrays.
+The head of a message is a fixed header, a name and a body, which is a value that `codec` has encoded. Arrays travel
+beside the head. A body that is too long for the head travels as the first of the arrays.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ from asyncoll.rpc.carrier import HEAD_BYTES
 from asyncoll.tensors.reductions import Array
 
 VERSION: Final = 1
-CALL: Final = 1  # a function, and its arguments; answered by RESULT or ERROR
-NOTIFY: Final = 2  # the same, but RESULT says only that it is over
-STREAM: Final = 3  # the same, answered by any number of ITEM, and at last RESULT or ERROR
-CANCEL: Final = 4  # nobody waits for that call any more; always answered by RESULT or ERROR
-CREDIT: Final = 5  # `number` items of that stream have been taken
+CALL: Final = 1  # call a function with these arguments; answered by RESULT or ERROR
+NOTIFY: Final = 2  # the same without a result: RESULT has no body
+STREAM: Final = 3  # the same for a generator: answered by any number of ITEM, then RESULT or ERROR
+CANCEL: Final = 4  # the caller does not wait for that call any more; always answered by RESULT or ERROR
+CREDIT: Final = 5  # the caller has taken `number` items of that stream
 RESULT: Final = 6
-ERROR: Final = 7  # the body is a `Failure`
+ERROR: Final = 7  # the body is an exception, encoded by `failure`
 ITEM: Final = 8
 
-MAX_DEPTH: Final = 32  # of calls that wait for calls
-CALLS_MAX: Final = 256  # under way from one peer to another, at each depth
-ITEMS_MAX: Final = 16  # of one stream that have not been taken
+MAX_DEPTH: Final = 32  # nested calls, each of which waits for the next
+CALLS_MAX: Final = 256  # calls under way from one peer to another, at each depth
+ITEMS_MAX: Final = 16  # items of one stream that have been sent and not taken
 
-_FORM = struct.Struct("<BBBBHQd")  # version, kind, whether the body is apart, number, length of the name, call, seconds
-_BODY_MAX = HEAD_BYTES - _FORM.size
+_HEADER = struct.Struct("<BBBBHQd")  # version, kind, body is an array, number, bytes of the name, call, seconds
+_BODY_MAX = HEAD_BYTES - _HEADER.size
 
 
 class Message(NamedTuple):
-    """`number` is the depth of a call, or that of a credit; `seconds` remain until the deadline, or it is infinite."""
+    """One message of RPC.
+
+    `call` is the caller's number of the call. `number` is the depth of a call, or the items of a CREDIT. `seconds` is
+    the time until the caller's deadline, or infinity.
+    """
 
     kind: int
     call: int
@@ -56,20 +60,20 @@ def encode(
     number: int = 0,
     seconds: float = math.inf,
 ) -> tuple[bytes, Sequence[Array]]:
-    """The head of a message, and its arrays."""
+    """The head of a message, and the arrays that travel beside it."""
     raw = name.encode()
     apart = len(raw) + len(body) > _BODY_MAX
     if apart:
         arrays, body = [np.frombuffer(body, np.uint8), *arrays], b""
-    return _FORM.pack(VERSION, kind, apart, number, len(raw), call, seconds) + raw + body, arrays
+    return _HEADER.pack(VERSION, kind, apart, number, len(raw), call, seconds) + raw + body, arrays
 
 
 def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Array]]:
-    """The message, and the arrays of its body. Raises ProtocolError for what `encode` does not make."""
+    """The message, and the arrays that its body refers to. Raises ProtocolError for other bytes."""
     try:
-        version, kind, apart, number, length, call, seconds = _FORM.unpack_from(head)
-        start = _FORM.size + length
-        name, body = str(head[_FORM.size : start], "utf-8"), head[start:]
+        version, kind, apart, number, length, call, seconds = _HEADER.unpack_from(head)
+        start = _HEADER.size + length
+        name, body = str(head[_HEADER.size : start], "utf-8"), head[start:]
     except (struct.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:

@@ -19,33 +19,57 @@ from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.failures import Failure, error_of
 from asyncoll.runtime.member import Member
 
-MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # told what to do about a broken protocol
+MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # takes the handler of protocol errors
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Rpc:
-    """Functions of every rank that the others may call. Get it as `comm.rpc`.
+    """Remote calls between the ranks of a communicator. Get this object as `comm.rpc`.
 
-    What can be passed and returned: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, dataclasses,
-    numpy arrays and scalars, and torch tensors on the CPU, nested in each other. Everything is copied, for a rank that
-    calls itself too. A dataclass arrives where the function's annotations name it, or those of a function that is
-    registered here under the same name.
+    A rank registers functions by name, and any rank of the communicator, itself included, calls them. Only the caller
+    and the callee take part. Ranks are those of the communicator. Each communicator has functions of its own.
 
-    A call begins when it is awaited, and runs on the loop of the rank that is called, or in a thread there if it is a
-    plain function. A rank whose program has not come to `comm.rpc` yet is waited for. Register what the others may call
-    before the first `await` that follows, or before a barrier. Calls to one rank are bounded, in number and bytes of
-    arguments: more of them wait for their turn.
+    ```python
+    @comm.rpc.register
+    def mean(batch: torch.Tensor, scale: float = 1.0) -> float:
+        return scale * float(batch.mean())
 
-    Every call raises: UsageError for what cannot be sent, an unknown function or wrong arguments; RemoteError if the
-    function raised; DeadlineError at the end of `asyncoll.deadline`, which goes for the calls that the function makes,
-    or of ASYNCOLL_DEADLINE_S seconds; PeerLostError, AbortedError or ClosedError if the world ends. Cancelling a call
-    cancels the function, as soon as the rank hears of it, unless it is a plain one, which nothing can stop; no other
-    call is harmed.
+    await comm.barrier()  # every rank has registered its functions
+    value = await comm.rpc.call(1, "mean", torch.ones(64), scale=2.0)  # 2.0
+    ```
+
+    **Use.** Call all methods on the loop of the program; on another loop they raise UsageError. Register functions
+    before the first `await` after the first use of `comm.rpc`, or before a barrier: a call that arrives earlier finds
+    no function. A call to a rank that has not used `comm.rpc` yet waits until it does, or until its program ends, when
+    it has no functions.
+
+    **Values.** Arguments and results are None, bool, int (64 bits), float, complex, str, bytes, list, tuple, set, dict,
+    dataclasses, numpy arrays and scalars, and torch tensors on the CPU of any supported dtype and shape, nested in each
+    other up to 64 levels. The receiver gets copies, which it may change, also in a call of a rank to itself. A
+    dataclass arrives only if an annotation names it: at the callee an annotation of the function; at the caller an
+    annotation of a function that is registered there under the same name, or of the class that `proxy` was given.
+
+    **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
+    of the callee's program, plain functions in threads. A callee that blocks its loop answers late, but is not taken
+    for lost.
+
+    **Limits.** A rank has at most 256 calls and 64 MiB of arguments under way to one other rank, at each depth of
+    nested calls; further calls wait. A call with more arguments than that is under way alone. Calls may be nested 32
+    deep: a function that is called may call others.
+
+    **Errors.** A call raises UsageError for a value that cannot be sent, an unknown function, or arguments that do not
+    match the function's signature and annotations (the function has not run), and for a result with a dataclass that no
+    annotation names; RemoteError if the function raised; DeadlineError at the end of `asyncoll.deadline`, or after
+    ASYNCOLL_DEADLINE_S seconds; PeerLostError, AbortedError, ProtocolError or ClosedError if the world ends. The calls
+    that a function makes inherit the deadline of its caller.
+
+    **Cancellation.** Cancelling a call cancels the function as soon as the callee learns of it. A plain function cannot
+    be stopped and runs to its end; its result is dropped. Other calls are not affected.
     """
 
     def __init__(self, member: Member, make_carrier: MakeCarrier) -> None:
-        """On the program's loop, where all of its calls are made. Raises UsageError on another."""
+        """Made on the program's loop, on which all calls are made. Raises UsageError on another loop."""
         self._loop = asyncio.get_running_loop()
         if self._loop is not member.runner.home:
             raise UsageError(FOREIGN_LOOP)
@@ -60,28 +84,36 @@ class Rpc:
         member.post(partial(endpoint.failures.on_failure, member.communicator, self._failed))
 
     def register(self, what: T, *, name: str | None = None) -> T:
-        """Let the other ranks call `what`; returns it, so that it serves as a decorator.
+        """Let all ranks of the communicator call `what` at this rank. Returns `what`, so it is usable as a decorator.
 
-        A function is called by its own name, or by `name`. Of any other object the public methods are, as `method`, or
-        `name.method`. Arguments are checked against annotations. An async generator is read with `stream`.
+        `what` is a function, a coroutine function or an async generator function, which is called by its own name or by
+        `name`. Or it is an object, whose public methods are called as `method`, or as `name.method`. Arguments are
+        checked against the annotations. An async generator is read with `stream`, all others are called with `call` or
+        `notify`. Local: sends nothing. Raises UsageError for a name that is registered already, and for annotations
+        that cannot be resolved.
 
-        Arrays that a function returns or yields are read until they have been sent: return a copy of what others may
-        change meanwhile.
+        Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
+        other code may change meanwhile.
         """
         self._registry.add(what, name)
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """What the function `name` returns at `rank`."""
+        """Call the function `name` at `rank` and return its result. Errors and cancellation: see `Rpc`.
+
+        The arguments may be changed once the call has returned.
+        """
         return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, self._registry.types_of(name))
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """What `name` returns at each of `ranks`, which it is called at at the same time, by rank.
+        """Call the function `name` at each of `ranks` at the same time. Returns the results by rank.
 
-        Waits for all of them. If some failed, raises an ExceptionGroup of their errors, in the order of `ranks`.
+        Waits for all calls, also after a failure. If some fail, raises an ExceptionGroup of their errors, in the order
+        of `ranks`. Raises UsageError, and sends nothing, if a rank does not exist or is named twice. Cancelling it
+        cancels all calls.
         """
         called = list(ranks)
-        for rank in called:  # nothing is sent if one of them is wrong
+        for rank in called:  # before the first call is sent
             self._of_world(rank)
             if called.count(rank) > 1:
                 raise UsageError(f"{name}: rank {rank} is named {called.count(rank)} times")
@@ -98,59 +130,75 @@ class Rpc:
         return dict(zip(called, outcomes, strict=True))
 
     async def notify(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have `name` called at `rank`, and wait neither for its end nor for its result.
+        """Call the function `name` at `rank` without waiting for its end. There is no result.
 
-        Returns once the arguments may be changed. What one task sends to one rank begins there in that order, and
-        before this rank has left the world; what has not ended by the end of the world is cancelled. If the function
-        raises, that rank logs it.
+        Returns once the arguments may be changed; it may have to wait for a slot. Notifications that one task sends to
+        one rank begin there in that order, and before this rank has left the world. A function that still runs at the
+        end of the world is cancelled. An exception of the function is logged at `rank`.
         """
         await self._exchange.client.notify(self._of_world(rank), name, args, kwargs)
 
     def stream(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items that the async generator `name` yields at `rank`, for `async for`.
+        """The items that the async generator `name` yields at `rank`, as an async generator.
 
-        It runs at most 16 items, or 8 MiB, ahead of who reads it. Leaving the loop early, or `aclose()`, cancels it.
+        ```python
+        async for batch in comm.rpc.stream(1, "batches", 100):
+            ...
+        ```
+
+        The call starts with the first item. The generator runs at most 16 items, or 8 MiB, ahead of its reader.
+        `aclose()`, or cancelling the reader, cancels the generator. Its exception is raised after the items that came
+        before.
         """
         types = self._registry.types_of(name)
         return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types)
 
     async def methods(self, rank: int) -> list[Method]:
-        """Everything that can be called at `rank`."""
+        """The functions that `rank` has registered, with their parameters, annotations and docstrings."""
         return await stub.methods(self._peer(rank))
 
     def proxy(self, rank: int, service: Callable[..., S], *, name: str | None = None) -> Proxy[S]:
-        """What looks like a `service`, whose methods run at `rank`.
+        """An object with the methods of `service`, each of which calls the method of that name at `rank`.
 
-        `service` describes what is registered there: it is its class, a Protocol, or any class with the same methods,
-        all of them `async def` or async generators, as they are awaited. What is registered may be plain functions. The
-        first call raises MismatchError if the two do not match. Results are checked against annotations.
+        ```python
+        model = comm.rpc.proxy(0, Model)  # rank 0 has called comm.rpc.register(Model())
+        loss = await model.evaluate(batch)
+        ```
+
+        `service` is the class of the registered object, a Protocol, or any class with the same methods. Its methods
+        must be `async def` or async generators, because callers await them; the registered methods may be plain
+        functions. `name` is the name that the object was registered with, if any. To a type checker the proxy is a
+        `service`.
+
+        Creating a proxy sends nothing. The first call compares names, parameters and annotations with the registered
+        methods, and raises MismatchError if they differ. Results are checked against the annotations: UsageError.
         """
         return stub.stub(self._peer(rank), service, name)
 
     async def flush(self) -> None:
-        """Wait until everything that this rank has notified of has begun."""
+        """Wait until all notifications from this rank have begun. Called as the rank leaves the world."""
         await self._exchange.flush()
 
     async def close(self) -> None:
-        """End all calls, from here and to here."""
+        """End all calls from and to this rank with ClosedError. Called as the rank leaves the world."""
         await self._exchange.close()
 
     def _peer(self, rank: int) -> Peer:
         return Peer(self._exchange.client, self._of_world(rank), f"rank {rank}")
 
     def _of_world(self, rank: int) -> int:
-        """Peers are ranks of the world; the caller's are places in the group."""
+        """The world rank of a rank of this communicator. The exchange and the carriers use world ranks."""
         self._check_not_forked()
-        place = whole(rank, "a rank")
-        if not 0 <= place < len(self._ranks):
-            raise UsageError(f"rank {place} is not one of the ranks 0 to {len(self._ranks) - 1}")
-        return self._ranks[place]
+        group_rank = whole(rank, "a rank")
+        if not 0 <= group_rank < len(self._ranks):
+            raise UsageError(f"rank {group_rank} is not one of the ranks 0 to {len(self._ranks) - 1}")
+        return self._ranks[group_rank]
 
     def _failed(self, failure: Failure) -> None:
-        """On the runtime's loop."""
+        """The communicator has failed: end all calls. On the runtime's loop, which may be in another thread."""
         make = partial(error_of, failure)
         if asyncio.get_running_loop() is self._loop:
             self._exchange.fail(make)
         else:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there are no calls any more
                 self._loop.call_soon_threadsafe(self._exchange.fail, make)

@@ -1,8 +1,9 @@
-"""Messages of any length over a link that carries short ones: cut up, bounded, and put together again.
+"""Messages of any length over a link that carries segments of at most 1 MiB.
 
-A short message is one segment. A long one begins with a segment that says how long its arrays are, which its receiver
-checks before it takes memory for them; their bytes follow, a segment each, and other messages may come in between. A
-window bounds what is on the way to a peer, or waits there: credit comes back as segments are put where they belong.
+A short message is one segment. A long message begins with a segment that announces the lengths of its arrays; the
+receiver checks them before it allocates memory. The bytes of the arrays follow in segments, between which segments of
+other messages may come. A window bounds the bytes under way to a peer: the receiver returns credit when it has consumed
+a segment.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 WINDOW_BYTES = 8 * SEGMENT_BYTES
 MESSAGE_BYTES = 1 << 36  # the longest message
-_COST = 64  # what a segment costs of the window beside its payload
-_SHORT_BYTES = 1 << 17  # a message of at most so many bytes is copied together, and goes as one segment
-_LONG_MAX = 4  # long messages on the way to one peer at a time
+_COST = 64  # bytes that a segment takes of the window beside its payload: bounds empty segments, too
+_SHORT_BYTES = 1 << 17  # a message of at most this size is copied into one segment
+_LONG_MAX = 4  # long messages under way to one peer at a time
 
 _WHOLE, _FIRST, _PART, _DROP, _CREDIT = range(5)
-_TABLE = struct.Struct("<II")  # arrays, bytes of the head; then the bytes of each array
+_TABLE = struct.Struct("<II")  # number of arrays, bytes of the head; then the bytes of each array
 
 
 class Link(Protocol):
-    """Carries segments, in order."""
+    """Carries segments, in order for each peer."""
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment of at most SEGMENT_BYTES, soon; until then the payload must not change."""
+        """Send a segment of at most SEGMENT_BYTES, now or soon. The payload must not change before `flush` returns."""
 
     async def flush(self) -> None:
-        """Wait until what has been posted may be changed."""
+        """Wait until the payloads of all posted segments may be changed."""
 
 
 class _Peer:
-    """What is on the way to one peer, and what has come from it."""
+    """The flow control of one peer, in both directions, and the long messages that are being received from it."""
 
     def __init__(self) -> None:
-        self.outstanding = 0
-        self.earned = 0
-        self.waiters: deque[asyncio.Future[None]] = deque()
+        self.outstanding = 0  # bytes sent, and not credited yet
+        self.earned = 0  # bytes received and consumed, and not credited yet
+        self.waiters: deque[asyncio.Future[None]] = deque()  # senders that wait for credit
         self.long = asyncio.Semaphore(_LONG_MAX)
-        self.partial: dict[int, _Partial] = {}
+        self.partial: dict[int, _Partial] = {}  # by number
 
 
 class _Partial:
@@ -59,15 +60,15 @@ class _Partial:
     def __init__(self, head: bytes, arrays: list[Array]) -> None:
         self.head = head
         self.arrays = arrays
-        self._empty = deque(array for array in arrays if array.size)
-        self._filled = 0
+        self._empty = deque(array for array in arrays if array.size)  # arrays that are not full yet
+        self._filled = 0  # bytes of the first of them
 
     def take(self, payload: Buffer) -> bool:
-        """Put the next bytes where they belong; returns whether the message is complete."""
+        """Consume the next segment; return whether the message is complete. Raises ProtocolError if it does not fit."""
         data = np.frombuffer(payload, np.uint8)
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
-            raise ProtocolError(f"a segment of {data.size} bytes, {target.size} were expected")
+            raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
         target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:
@@ -77,7 +78,11 @@ class _Partial:
 
 
 class Segments:
-    """The messages to and from all peers of one carrier."""
+    """The messages to and from all peers of one carrier, on the carrier's loop.
+
+    In: `send` (tasks of this rank) and `received` (segments of peers). Out: `Link.post`, and `deliver` for each
+    message.
+    """
 
     def __init__(self, link: Link, deliver: Deliver) -> None:
         self._link = link
@@ -95,6 +100,7 @@ class Segments:
         if len(first) + sum(sizes) <= _SHORT_BYTES:
             await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
+        # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
         async with peer.long:
             await self._send_long(peer, dest, first, arrays)
 
@@ -106,14 +112,15 @@ class Segments:
                 for start in range(0, array.size, SEGMENT_BYTES):
                     await self._post(peer, dest, _PART, number, array[start : start + SEGMENT_BYTES])
         except BaseException:
-            self._link.post(dest, _DROP, number, b"")
+            self._link.post(dest, _DROP, number, b"")  # the receiver frees the memory of the message
             raise
         finally:
+            # Also if this is cancelled: the caller may change its arrays as soon as this returns.
             await _to_the_end(self._link.flush())
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
-        while peer.outstanding + cost > WINDOW_BYTES:
+        while peer.outstanding + cost > WINDOW_BYTES:  # again after a wake-up: credit wakes all waiters at once
             room = asyncio.get_running_loop().create_future()
             peer.waiters.append(room)
             await room
@@ -123,7 +130,7 @@ class Segments:
     # -- receiving --------------------------------------------------------------------------------
 
     def received(self, source: int, kind: int, number: int, payload: Buffer) -> None:
-        """A segment has come. Raises ProtocolError if it makes no sense."""
+        """A segment has arrived. Raises ProtocolError if it violates the protocol."""
         peer = self._peers[source]
         if kind == _CREDIT:
             self._credited(peer, number)
@@ -133,10 +140,10 @@ class Segments:
         elif kind == _FIRST:
             self._first(source, peer, number, payload)
         elif number not in peer.partial:
-            raise ProtocolError(f"a segment of kind {kind} of no message")
+            raise ProtocolError(f"a segment of kind {kind} for an unknown message")
         elif kind == _DROP:
             del peer.partial[number]
-            return  # it costs nothing
+            return  # its sender posts it without credit
         elif kind == _PART and peer.partial[number].take(payload):
             message = peer.partial.pop(number)
             self._deliver(source, message.head, message.arrays)
@@ -145,14 +152,14 @@ class Segments:
         self._earn(source, peer, len(payload) + _COST)
 
     def forget(self, source: int) -> None:
-        """The peer is gone, and nothing is sent to it any more. Who waits to send to it is cancelled by others."""
+        """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
         self._peers.pop(source, None)
 
     def _whole(self, source: int, payload: Buffer) -> None:
         data = memoryview(payload)
         head, sizes, start = _opened(data)
         if start + sum(sizes) != len(data):
-            raise ProtocolError(f"a message of {len(data)} bytes, {start + sum(sizes)} were announced")
+            raise ProtocolError(f"a message of {len(data)} bytes; {start + sum(sizes)} were announced")
         arrays = []
         for size in sizes:
             arrays.append(np.frombuffer(data[start : start + size], np.uint8).copy())
@@ -169,11 +176,11 @@ class Segments:
         try:
             arrays = [np.empty(size, np.uint8) for size in sizes]
         except MemoryError:
-            raise ProtocolError(f"a message of {sum(sizes)} bytes, which there is no memory for") from None
+            raise ProtocolError(f"a message of {sum(sizes)} bytes, for which there is not enough memory") from None
         peer.partial[number] = _Partial(head, arrays)
 
     def _earn(self, source: int, peer: _Peer, amount: int) -> None:
-        """So much of what `source` sent has been taken; tell it once it is worth a segment."""
+        """Count consumed bytes of `source`. Sends credit in batches of a quarter of the window."""
         peer.earned += amount
         if peer.earned >= WINDOW_BYTES // 4:
             self._link.post(source, _CREDIT, peer.earned, b"")
@@ -198,7 +205,7 @@ def _wake(peer: _Peer) -> None:
 
 
 def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
-    """The head of a message, the bytes of its arrays, and where they would begin."""
+    """The head of a message, the sizes of its arrays, and the offset of the first. Raises ProtocolError."""
     try:
         count, length = _TABLE.unpack_from(data)
         if count > ARRAYS_MAX or length > HEAD_BYTES:
@@ -213,7 +220,7 @@ def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
 
 
 async def _to_the_end(work: Any) -> None:
-    """Await what is over soon in any case, and be cancelled after that."""
+    """Await `work`, which ends soon in any case. A cancellation takes effect after its end."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

@@ -1,8 +1,7 @@
-"""Runs what peers call here, and answers them.
+"""The server of RPC: runs the functions that peers call here, and sends the answers.
 
-A call is a task. Coroutines run on the loop that everything here is used on, plain functions in threads. What is
-answered, and when, is up to the caller's deadline, which goes for the calls that a function makes in turn, and to the
-caller's patience: once it does not wait any more, the function is cancelled.
+Each call is a task. Coroutines run on the loop of this object, plain functions in threads. A function is cancelled when
+its caller sends CANCEL, and at the end of the caller's deadline. The calls that a function makes inherit that deadline.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ from asyncoll.runtime.deadlines import deadline, lift, now_s
 from asyncoll.runtime.progress import offload
 from asyncoll.tensors.reductions import Array
 
-_CALLS_MAX = 2 * protocol.CALLS_MAX  # here: a peer that has been answered calls again, before that call is over here
-_ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)
-_ENDING_S = 1.0  # between the end of a program's tasks and that of its world
-_AHEAD_BYTES = 1 << 23  # of a stream's items that have not been taken
-depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)  # how many calls wait for this code
+# Twice the limit of the client: a peer begins a new call as soon as it has an answer, when the task here may not be
+# over.
+_CALLS_MAX = 2 * protocol.CALLS_MAX
+_ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)  # answers to CANCEL on their way to one peer
+_ENDING_S = 1.0  # longest time between the end of a program's tasks and the end of its world
+_AHEAD_BYTES = 1 << 23  # items of a stream that have been sent and not taken
+# How many nested calls wait for the code that runs in this context.
+depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
 logger = logging.getLogger("asyncoll")
 
 
@@ -45,7 +47,7 @@ class Reply(Protocol):
 
 
 class _Stream:
-    """What bounds the items of one stream that wait for their reader."""
+    """Bounds the items of one stream that have been sent and not taken, in number and bytes."""
 
     def __init__(self) -> None:
         self._costs: deque[int] = deque()
@@ -54,15 +56,18 @@ class _Stream:
         self._room.set()
 
     async def room(self) -> None:
+        """Wait until another item may be sent."""
         await self._room.wait()
 
     def sent(self, nbytes: int) -> None:
+        """Count an item of `nbytes`."""
         self._costs.append(nbytes)
         self._total += nbytes
         if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
             self._room.clear()
 
     def taken(self, number: int) -> None:
+        """Count off the oldest `number` items. Raises ProtocolError if fewer have been sent."""
         if number > len(self._costs):
             raise ProtocolError(f"{number} items of a stream taken, but {len(self._costs)} sent")
         for _ in range(number):
@@ -72,29 +77,34 @@ class _Stream:
 
 
 class Server:
-    """The calls of all peers that run here."""
+    """The calls of all peers that run here, on the loop on which it was made.
+
+    In: `begin`, `cancel` and `taken` (messages of peers), `forget` (a peer is gone), `stop`. Out: RESULT, ERROR and
+    ITEM messages through `reply`; protocol errors through `broken`.
+    """
 
     def __init__(self, registry: FunctionRegistry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
-        """`broken` is told of a peer that sends what no peer sends."""
+        """`broken` handles a message with which a peer violates the protocol."""
         self._registry = registry
         self._reply = reply
         self._broken = broken
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
-        self._notified: set[tuple[int, int]] = set()  # of those: what nobody waits for
+        self._notified: set[tuple[int, int]] = set()  # the notifications among them
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
-        self._answering: Counter[int] = Counter()  # by peer: answers that say no more than that a call is over
+        self._answering: Counter[int] = Counter()  # by peer: answers on their way that have no call here
+        # Functions must not inherit the deadline under which this rank happened to use RPC first.
         self._context = contextvars.copy_context()
         self._context.run(lift)
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._closing = asyncio.Event()
-        self._given_up: set[tuple[int, int]] = set()  # calls that their callers have cancelled
+        self._cancelled_by_caller: set[tuple[int, int]] = set()  # by peer and call
         self._threads: ThreadPoolExecutor | None = None
-        self._in_threads: set[object] = set()  # what runs there; each thread removes its own
+        self._in_threads: set[object] = set()  # the functions that run there; each thread removes its own
 
     def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
-        """Run a call. Raises ProtocolError if the peer may not make it."""
+        """Start the task of a call. Raises ProtocolError if the peer may not make it."""
         if self._closed:
             return
         key, level = (peer, message.call), (peer, message.number)
@@ -110,26 +120,29 @@ class Server:
         task.add_done_callback(partial(self._ended, key, level))
 
     def cancel(self, peer: int, call: int) -> None:
-        """Its caller does not wait any more. Answered in any case: the call may never have come, or be over."""
+        """A CANCEL message. It is always answered: the call may never have arrived, or may be over.
+
+        Raises ProtocolError if too many answers to that peer are on their way.
+        """
         task = self._tasks.get((peer, call))
         if task is not None:
-            self._given_up.add((peer, call))
+            self._cancelled_by_caller.add((peer, call))
             task.cancel()
         elif self._answering[peer] >= _ANSWERS_MAX:
-            raise ProtocolError(f"more than {_ANSWERS_MAX} calls given up that nobody has heard of")
+            raise ProtocolError(f"more than {_ANSWERS_MAX} cancellations of unknown calls at a time")
         else:
             self.answer(peer, call)
 
     def taken(self, peer: int, call: int, number: int) -> None:
-        """The reader of a stream has taken so many items."""
+        """A CREDIT message: the reader of a stream has taken `number` items."""
         stream = self._streams.get((peer, call))
         if stream is not None:
             stream.taken(number)
 
     def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
-        """Say that a call is over, and by default no more."""
-        key = (peer, -1 - call)  # beside calls
-        if key not in self._tasks and not self._closed:
+        """Send the answer to a call without a task, in the background; by default a RESULT without a body."""
+        key = (peer, -1 - call)  # numbers of calls are not negative, so this is none of them
+        if key not in self._tasks and not self._closed:  # otherwise this answer is on its way already
             task = self._tasks[key] = self._loop.create_task(self._send(peer, kind, call, body))
             self._answering[peer] += 1
             task.add_done_callback(lambda _: self._answered(key))
@@ -141,20 +154,20 @@ class Server:
             del self._answering[key[0]]
 
     def forget(self, peer: int) -> None:
-        """The peer is gone: nobody waits for its calls. What it notified of runs on."""
+        """Cancel the calls of a peer that is gone. Its notifications continue."""
         for key in self._tasks.keys() - self._notified:
             if key[0] == peer:
                 self._tasks[key].cancel()
 
     def stop(self) -> None:
-        """Cancel everything that runs, and answer nobody any more. Idempotent."""
+        """Cancel all calls, and send no more answers. Idempotent."""
         self._closed = True
         self._closing.set()
         for task in self._tasks.values():
             task.cancel()
 
     async def close(self) -> None:
-        """The same, and wait for the end; but not for plain functions, which nothing can stop."""
+        """Cancel all calls and wait for their ends, but not for plain functions, which cannot be stopped."""
         self.stop()
         try:
             if self._tasks:
@@ -166,42 +179,45 @@ class Server:
     def _ended(self, key: tuple[int, int], level: tuple[int, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]
         self._notified.discard(key)
-        self._given_up.discard(key)
+        self._cancelled_by_caller.discard(key)
         self._streams.pop(key, None)
         self._counts[level] -= 1
         if not self._counts[level]:
             del self._counts[level]
-        if task.cancelled():  # before its first step, or while it answered
+        if task.cancelled():  # before its first step, or while it sent its answer
             self.answer(*key)
         elif (error := task.exception()) is not None:
-            logger.error("a call of peer %d ended in what is no Exception", key[0], exc_info=error)
+            logger.error("a call of peer %d ended with a BaseException", key[0], exc_info=error)
             self.answer(*key, protocol.ERROR, failure.encode(error))
 
     async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+        """The task of one call: parse, run, answer."""
         depth.set(message.number + 1)
         try:
-            understood = self._understood(message, arrays)
+            parsed = self._parse(message, arrays)
         except ProtocolError as error:
             self._broken(peer, error)
             return
-        except Exception as error:
+        except Exception as error:  # CallerError, or an error of the user's dataclasses
             await self._fail(peer, message, error)
             return
         try:
-            body, out = await self._outcome(peer, message, *understood)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # to exit is not up to a caller
-            await self._outlast_the_end(peer, message.call)
+            body, out = await self._outcome(peer, message, *parsed)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
+            await self._wait_for_closing(peer, message.call)
             await self._fail(peer, message, error)
         else:
             await self._send(peer, RESULT, message.call, body, out)
 
-    async def _outlast_the_end(self, peer: int, call: int) -> None:
-        """If neither the caller nor the function has cancelled the call, the program of this rank is probably ending.
+    async def _wait_for_closing(self, peer: int, call: int) -> None:
+        """Delay the answer of a call that this rank's program has cancelled, because the program is probably ending.
 
-        Then the caller hears of that. An answer before would be taken for the function's own, and name another cause.
+        The caller then raises the error that ends the world. An answer before that would be a RemoteError, as if the
+        function had been cancelled for a reason of its own. A cancellation by the caller or by the function is answered
+        at once.
         """
         task = asyncio.current_task()
-        if task is not None and task.cancelling() and (peer, call) not in self._given_up:
+        if task is not None and task.cancelling() and (peer, call) not in self._cancelled_by_caller:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _ENDING_S)
 
@@ -211,7 +227,7 @@ class Server:
         await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
-        """The peer may be gone: then there is nobody to be told, and others find out."""
+        """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss."""
         if self._closed:
             return
         try:
@@ -222,14 +238,15 @@ class Server:
     async def _outcome(
         self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
     ) -> tuple[bytes, Sequence[Array]]:
-        """The body of the answer, and its arrays."""
+        """Run the function. Returns the body of the answer and its arrays."""
         if message.seconds == math.inf:
             result = await self._call(peer, message, function, args, kwargs)
         else:
             result = await self._call_in_time(peer, message, function, args, kwargs)
         return (b"", ()) if message.kind != CALL else codec.encode(result, f"the result of {function.name}")
 
-    def _understood(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
+    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
+        """The function of a call and its arguments. Raises CallerError for a wrong call."""
         try:
             function = self._registry.find(message.name)
             args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
@@ -242,6 +259,7 @@ class Server:
         return function, args, kwargs
 
     async def _call_in_time(self, peer: int, message: Message, *call: Any) -> Any:
+        """Run the function under its caller's deadline. Raises LateError at its end."""
         if not message.seconds:
             raise LateError(f"{message.name} was called after its caller's deadline")
         ends_s = now_s() + message.seconds
@@ -251,11 +269,11 @@ class Server:
                 async with late:
                     return await self._call(peer, message, *call)
         except TimeoutError:
-            if not late.expired():
+            if not late.expired():  # a TimeoutError of the function's own
                 raise
             raise LateError(f"{message.name} was cancelled at its caller's deadline") from None
-        except DeadlineError as error:  # what it called was late
-            if now_s() < ends_s:
+        except DeadlineError as error:  # a call that the function made was late
+            if now_s() < ends_s:  # by a shorter deadline of the function's own
                 raise
             raise LateError(str(error)) from None
 
@@ -267,10 +285,14 @@ class Server:
         if function.streams:
             return await self._stream(peer, message.call, function, function.fn(*args, **kwargs))
         result = await self._in_a_thread(partial(function.fn, *args, **kwargs))
-        return await result if inspect.isawaitable(result) else result  # as a decorator may have hidden
+        # A plain decorator may hide that the function is a coroutine function.
+        return await result if inspect.isawaitable(result) else result
 
     async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
-        """Not one of the loop's own threads, which are few: those who wait in them might wait for each other."""
+        """Run `call` in a thread of this server.
+
+        The loop's own threads are few: functions that wait for each other's calls could occupy all of them for ever.
+        """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(protocol.CALLS_MAX, "asyncoll-rpc")
         self._in_threads.add(call)
@@ -284,6 +306,7 @@ class Server:
         return await offload(run, threads=self._threads)
 
     async def _stream(self, peer: int, call: int, function: Function, items: Any) -> None:
+        """Send the items of a generator, as fast as its reader takes them."""
         stream = self._streams[peer, call] = _Stream()
         name = f"an item of {function.name}"
         async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
@@ -295,8 +318,9 @@ class Server:
 
 
 def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments in the decoded body of a call. Raises ProtocolError for any other value."""
     if type(value) is list and len(value) == 2:
         args, kwargs = value
         if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
             return args, kwargs
-    raise ProtocolError("not the arguments of a call")
+    raise ProtocolError("the body of a call is not a list of arguments")

@@ -1,4 +1,4 @@
-"""What can be called here: functions, and the public methods of objects, by name."""
+"""The functions that peers can call, by name: checks of their arguments, and their descriptions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asyncoll.rpc import hints
 from asyncoll.rpc.codec import Types
 
 MAX_NAME = 200
-METHODS = "asyncoll.methods"  # the function that everybody has
+METHODS = "asyncoll.methods"  # a function that every registry has: it describes all others
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One of a function, as its caller sees it. `kind` is that of `inspect.Parameter`, by name."""
+    """A parameter of a function, as its caller sees it. `kind` is the name of the kind in `inspect.Parameter`."""
 
     name: str
     kind: str
@@ -30,7 +30,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What can be called, as its caller sees it. Of what streams, `returns` is an item."""
+    """A function that can be called, as its caller sees it; from `Rpc.methods` and `Connection.methods`.
+
+    `returns` is the return annotation, empty if there is none; of a stream it is the annotation of an item.
+    `str(method)` is readable as a signature.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -51,14 +55,17 @@ def _shown(parameter: Parameter) -> str:
 
 
 class Function:
-    """A function that may be called from elsewhere, or whose description is known."""
+    """A registered function, or a method of the class that describes a remote service."""
 
     def __init__(self, name: str, fn: Callable[..., Any], *, is_unbound: bool = False) -> None:
-        """Raises UsageError if `fn`, a method of no object yet if `is_unbound`, cannot be called from elsewhere."""
+        """`is_unbound`: `fn` is a method of a class, whose first parameter is not an argument.
+
+        Raises UsageError if `fn` cannot be called remotely.
+        """
         if not callable(fn):
             raise UsageError(f"{name} must be a function, got {fn!r:.60}")
         if inspect.isgeneratorfunction(fn):
-            raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for who reads it")
+            raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for its reader")
         self.name = name
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
@@ -76,7 +83,7 @@ class Function:
         self._in_order = [(p.name, self._checks[p.name]) for p in parameters] if plain else None
 
     def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Raise UsageError unless the function can be called so."""
+        """Raise UsageError if the arguments do not match the signature and the annotations."""
         if not kwargs and self._in_order is not None and len(args) == len(self._in_order):
             for value, (name, check) in zip(args, self._in_order, strict=True):
                 if check is not None:
@@ -102,12 +109,12 @@ class Function:
             check(item, f"{self.name}: {name}")
 
     def check_result(self, result: Any) -> None:
-        """Raise UsageError unless it is what the annotation says; of what streams, an item."""
+        """Raise UsageError if a result, or an item of a stream, does not match the return annotation."""
         if self._check_returned is not None:
             self._check_returned(result, f"the result of {self.name}")
 
     def describe(self) -> Method:
-        """What its caller sees."""
+        """The description of the function for callers."""
         parameters = tuple(
             Parameter(p.name, p.kind.name, self._text_of(p), p.default is not p.empty)
             for p in self._signature.parameters.values()
@@ -127,15 +134,15 @@ def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
 
 
 class FunctionRegistry:
-    """The functions of one rank, or of one service."""
+    """The functions of one rank in one communicator, or of one service."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Function] = {METHODS: Function(METHODS, self.methods)}
 
     def add(self, what: Any, name: str | None = None) -> None:
-        """A function; or any other object, whose public methods are called `method`, or `name.method`.
+        """Add a function, or the public methods of an object, as `method` or `name.method`.
 
-        Raises UsageError if a name is taken. What has been added is there whole or not at all.
+        Raises UsageError if a name is taken; then nothing is added.
         """
         name = None if name is None else text(name, "name")
         if inspect.isroutine(what):
@@ -151,7 +158,7 @@ class FunctionRegistry:
         self._functions |= {function.name: function for function in new}
 
     def find(self, name: str) -> Function:
-        """Raises UsageError, with names that are alike, if there is no such function."""
+        """The function of that name. Raises UsageError, which suggests similar names, if there is none."""
         function = self._functions.get(name)
         if function is None:
             known = sorted(set(self._functions) - {METHODS})
@@ -161,12 +168,12 @@ class FunctionRegistry:
         return function
 
     def types_of(self, name: object) -> Types:
-        """The dataclasses that the function of that name deals in, if there is one here."""
+        """The dataclasses in the annotations of the function of that name; empty if there is none here."""
         function = self._functions.get(name) if isinstance(name, str) else None
         return function.types if function is not None else {}
 
     async def methods(self) -> list[Method]:
-        """Everything that can be called here."""
+        """The descriptions of all functions."""
         return [function.describe() for name, function in self._functions.items() if name != METHODS]
 
 
@@ -175,7 +182,9 @@ def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
     cls = thing if isinstance(thing, type) else type(thing)
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))]
     if not names:
-        raise UsageError(f"{thing!r:.60} is no function, and has no public methods that could be called")
+        raise UsageError(
+            f"{thing!r:.60} is not a function and has no public methods: register an object with public methods"
+        )
     return [(name, getattr(thing, name)) for name in names]
 
 

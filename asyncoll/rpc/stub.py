@@ -1,4 +1,4 @@
-"""Typed stubs: a class that describes a service stands for it where it is called from."""
+"""Typed stubs: objects with the methods of a class, each of which calls the method of that name at a peer."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from asyncoll.rpc.client import Client
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
 
 S = TypeVar("S")
-Proxy = Annotated[S, "the methods run elsewhere"]  # to a type checker `Proxy[Service]` is a Service
+Proxy = Annotated[S, "the methods run at a peer"]  # to a type checker `Proxy[Service]` is a Service
 _DESCRIPTION = hints.dataclasses_in([Method])
 
 
 class Peer(NamedTuple):
-    """Somebody who can be called."""
+    """A peer that can be called."""
 
     client: Client
-    number: int
+    number: int  # as the carrier of `client` numbers its peers
     name: str  # in errors
 
 
 async def methods(peer: Peer) -> list[Method]:
-    """What can be called there."""
+    """The descriptions of the functions at `peer`."""
     found: list[Method] = await peer.client.call(peer.number, METHODS, (), {}, _DESCRIPTION)
     return found
 
 
 def stub(peer: Peer, cls: Callable[..., S], name: str | None) -> Proxy[S]:
-    """What looks like an instance of `cls`, a description of what is registered at `peer`, as `name` if it has one.
+    """An object with the methods of the class `cls`, which call the object that is registered at `peer` as `name`.
 
-    `cls` is a class; but type checkers take a Protocol for no `type[S]`.
+    `cls` must be a class. It is annotated as a callable, because type checkers reject a Protocol as `type[S]`.
     """
     return _Stub(peer, cls, name)  # type: ignore[return-value]
 
 
 class _Stub:
-    """Its methods are those of a class, and run at a peer."""
+    """An object whose methods are those of a class and run at a peer."""
 
     def __init__(self, peer: Peer, cls: Any, name: str | None) -> None:
         if not isinstance(cls, type):
             raise UsageError(f"a stub is described by a class, got {cls!r:.60}")
         prefix = f"{text(name, 'name')}." if name else ""
         self._peer = peer
-        self._what = cls.__qualname__
+        self._class_name = cls.__qualname__
         self._functions = {own: _described(prefix + own, cls, own, method) for own, method in public_methods(cls)}
         self._has_been_matched = False
 
     def __repr__(self) -> str:
-        return f"<{self._what} at {self._peer.name}>"
+        return f"<{self._class_name} at {self._peer.name}>"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):  # also before `__init__`, which copies do without
+        if name.startswith("_"):  # `copy.copy` asks for private names before `_functions` is set
             raise AttributeError(name)
         function = self._functions.get(name)
         if function is None:
-            raise AttributeError(f"{self._what} has no public method {name!r}")
+            raise AttributeError(f"{self._class_name} has no public method {name!r}")
 
         def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             return self._stream(function, args, kwargs)
@@ -67,7 +67,7 @@ class _Stub:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._call(function, args, kwargs)
 
-        method = self.__dict__[name] = stream if function.streams else call  # not asked for again
+        method = self.__dict__[name] = stream if function.streams else call  # found without `__getattr__` from now on
         return method
 
     async def _call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ class _Stub:
             await items.aclose()
 
     async def _match(self) -> None:
-        """Ask, once, whether what is there is what the stub says."""
+        """Compare the methods with those at the peer, once. Raises MismatchError."""
         if self._has_been_matched:
             return
         there = {method.name: method for method in await methods(self._peer)}
@@ -95,7 +95,9 @@ class _Stub:
             mine, found = function.describe(), there.get(function.name)
             if found is None or not _matches(mine, found):
                 shown = found if found is not None else "nothing of that name"
-                raise MismatchError(f"the stub {self._what} says {mine}, but at {self._peer.name} there is {shown}")
+                raise MismatchError(
+                    f"the stub {self._class_name} says {mine}, but at {self._peer.name} there is {shown}"
+                )
         self._has_been_matched = True
 
 
@@ -110,7 +112,7 @@ def _described(name: str, cls: type, own: str, method: Callable[..., Any]) -> Fu
 
 
 def _matches(mine: Method, there: Method) -> bool:
-    """Whether what the stub allows, the service takes."""
+    """Whether the service accepts every call that the stub allows."""
     if mine.streams != there.streams or not _agree(mine.returns, there.returns):
         return False
     if not all(map(_parameters_match, mine.parameters, there.parameters)):

@@ -1,7 +1,7 @@
-"""How much may be under way to one peer: whoever wants to send more waits for its turn.
+"""Slots: they bound the calls under way to one peer, in number and in bytes of arguments.
 
-Calls that calls wait for have slots of their own at each depth. Otherwise as many calls as there are slots could wait
-for each other's nested calls, which wait for a slot, for ever.
+Each depth of nested calls has slots of its own. With common slots, calls that occupy all slots could wait for nested
+calls that wait for a slot: a deadlock.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 
 from asyncoll.rpc.protocol import CALLS_MAX
 
-BYTES_MAX = 1 << 26  # of arguments; a call with more of them is alone under way
+BYTES_MAX = 1 << 26  # of arguments; a call with more is under way alone
 
 
 class Slots:
-    """Of one peer, at one depth. First come, first served."""
+    """The slots of one peer at one depth. First come, first served."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -23,7 +23,7 @@ class Slots:
         self._waiters: deque[tuple[asyncio.Future[None], int]] = deque()
 
     def take_nowait(self, nbytes: int) -> bool:
-        """Take a slot for a call with arguments of so many bytes, if there is one and nobody waits for it."""
+        """Take a slot for a call with `nbytes` of arguments if one is free and no caller waits; return whether so."""
         if self._waiters or not self._fits(nbytes):
             return False
         self._calls += 1
@@ -31,20 +31,20 @@ class Slots:
         return True
 
     async def take(self, nbytes: int) -> None:
-        """Wait for a slot."""
+        """Wait for a slot and take it. Cancelling it takes none."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((turn, nbytes))
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # it has come, and nobody takes it
+            if turn.done() and not turn.cancelled():  # the slot was assigned just before the cancellation
                 self.give_back(nbytes)
             else:
-                self._wake()  # those behind may need less
+                self._wake()  # the next waiters may need fewer bytes than this one
             raise
 
     def give_back(self, nbytes: int) -> None:
-        """The call is over."""
+        """Free the slot of a call with `nbytes` of arguments, and wake the waiters that fit."""
         self._calls -= 1
         self._bytes -= nbytes
         self._wake()
@@ -58,4 +58,5 @@ class Slots:
                 turn.set_result(None)
 
     def _fits(self, nbytes: int) -> bool:
+        """Whether a call fits. The first one always does, whatever its size: it would otherwise wait for ever."""
         return self._calls < CALLS_MAX and (not self._calls or self._bytes + nbytes <= BYTES_MAX)

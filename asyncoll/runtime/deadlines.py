@@ -1,4 +1,4 @@
-"""How long a call may take: `deadline`, inherited by everything that is called under it."""
+"""Deadlines of calls: `deadline`, and the remaining time of the current context."""
 
 from __future__ import annotations
 
@@ -17,12 +17,27 @@ expiry: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Calls that are made inside must be over in `seconds` from now; of nested deadlines the earliest holds.
+    """Limit the time of all calls that are made inside the `with` block to `seconds` from now.
 
-    A collective that is not raises DeadlineError at every rank, which names who has come and where the others are, and
-    ends its communicator: its peers cannot be left waiting. To give up waiting for one rank's part in a wait-avoiding
-    round, and go on, use `asyncio.timeout` instead. An RPC that is not over in time raises DeadlineError to its caller,
-    and is cancelled at its callee; what a handler calls inherits what is left.
+    ```python
+    with asyncoll.deadline(5.0):
+        await comm.allreduce(x)  # DeadlineError at every rank if it takes longer
+    ```
+
+    `seconds` is a number above 0, or infinity for no limit; UsageError otherwise. Of nested deadlines the earliest
+    applies. A rank sets a deadline for its own calls; the other ranks need not set one. Tasks that are created inside
+    inherit it. The limit counts wall-clock time, or virtual time in a simulated world.
+
+    - A collective, or a `send` or `recv`, that is overdue raises DeadlineError at every rank of its communicator, and
+      ends the communicator, because its peers would wait for ever. The error names the ranks that have arrived, the
+      ranks that are missing, and where these are.
+    - A call of a wait-avoiding operation that is overdue does the same. To stop waiting for one round and continue, use
+      `asyncio.timeout` instead.
+    - An RPC that is overdue raises DeadlineError at its caller only. The function is cancelled at its callee. The calls
+      that the function makes inherit the remaining time.
+
+    The block itself is not interrupted: code that calls nothing of this library, and calls that were made before, are
+    not affected.
     """
     if not seconds > 0:
         raise UsageError(f"a deadline is a number of seconds above 0, got {seconds!r}")
@@ -35,33 +50,33 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def lift() -> None:
-    """No deadline holds here any more: for what serves others, and outlives the call that made it."""
+    """Remove the deadline from the current context, for background work that outlives the call that creates it."""
     expiry.set(None)
 
 
 def expires_s() -> float | None:
-    """When the deadline that holds here ends, by `now_s`; None if there is none."""
+    """The end of the deadline of the current context, as a time of `now_s`; None without a deadline."""
     return expiry.get()
 
 
 def remaining_s() -> float | None:
-    """Seconds until then, negative afterwards."""
+    """The seconds until the deadline of the current context, negative after it; None without a deadline."""
     expires = expiry.get()
     return None if expires is None else expires - now_s()
 
 
 def now_s() -> float:
-    """The time by `clock`."""
+    """The time of `clock`, in seconds."""
     return clock()()
 
 
 def clock() -> Callable[[], float]:
-    """What deadlines are measured by: virtual time in a simulated world, and elsewhere the system's monotonic clock.
+    """The clock of deadlines: virtual time in a simulated world, `time.monotonic` elsewhere.
 
-    The loop's own clock stands still while the loop computes.
+    Not `loop.time()`: uvloop updates its time once for each turn of the loop, so it stands still while a task computes.
     """
     with contextlib.suppress(RuntimeError):
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualTimeLoop):
             return loop.time
-    return time.monotonic  # noqa: TID251 (see above)
+    return time.monotonic  # noqa: TID251 (there is no virtual time here)

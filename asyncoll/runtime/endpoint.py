@@ -1,6 +1,7 @@
-"""One rank's presence in the world: what comes goes to those it is for, what is gone is missed, services run beside.
+"""The endpoint of one rank: dispatches incoming messages, reports lost peers, supervises background tasks.
 
-Here the runtime of a rank is put together: its executions, its router, its failures, and what it knows of others.
+The endpoint creates the other parts of the runtime (`Executions`, `Router`, `Failures`, `Membership`) and connects them
+to the transport. It is the `Receiver` of the transport.
 """
 
 from __future__ import annotations
@@ -24,55 +25,68 @@ logger = logging.getLogger("asyncoll")
 
 
 class Endpoint:
-    """The runtime of one rank. Everything happens on the loop that it was started on."""
+    """The runtime of one rank.
+
+    In: `received` and `lost`, called by the transport; `noticed`, called by a call in shared memory; `introduce`,
+    `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of `executions`,
+    `router`, `failures` and `membership`, and `alarm` and `bury` of the arena.
+
+    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `noticed`, `shared_by`,
+    `check_open`, `check_not_forked`, and reading the attributes.
+    """
 
     def __init__(self, transport: Transport, arena: Arena | None = None, patience_s: float = math.inf) -> None:
-        """`arena` is what this rank shares with those of its host, if there is one.
+        """`arena` is the memory that the ranks of this host share; None without shared memory.
 
-        `patience_s` is how long a call may take where no deadline says less.
+        `patience_s` is the longest time in seconds that a call may take (ASYNCOLL_DEADLINE_S). A shorter
+        `asyncoll.deadline` takes precedence.
         """
         self.transport = transport
         self.arena = arena
         self.patience_s = patience_s
         self.rank = transport.rank
         self.size = transport.size
-        self.traffic = Traffic()  # by message
-        self.in_memory = Ledger()  # the same of calls in shared memory, when they have ended
+        self.traffic = Traffic()  # messages of the transport
+        self.in_memory = Ledger()  # calls in shared memory, added when they end
         self.router = Router(transport, self.traffic)
         self.failures = Failures(self.router)
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership()
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
-        self._parted = False
-        self.departed = False
+        self._parted = False  # every rank has made its last call
+        self.departed = False  # this rank has made its last call
         self.closed = False
-        self._parent: int | None = None  # whose endpoint it is, in a forked child
+        self._parent: int | None = None  # in a forked child: the process id of the rank
         self.membership.on_trace(self.executions.trace)
         if arena is not None:
             self.failures.on_any(lambda *_: arena.recheck())
         forks.register(self)
 
     async def start(self) -> None:
+        """Connect to all peers, on the runtime's loop. Raises PeerLostError for a rank that does not come in time."""
         self._loop = asyncio.get_running_loop()
         await self.transport.start(self)
 
     def shared_by(self, ranks: tuple[int, ...]) -> Arena | None:
-        """The arena, if it is that of all these ranks of the world, and they are several."""
+        """The arena if all of `ranks` (of the world) share it and there are at least two of them; None otherwise."""
         arena = self.arena
         return arena if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks) else None
 
     def now_s(self) -> float:
-        """The time of this rank's loop: virtual in a simulated world."""
+        """The time of the runtime's loop in seconds; virtual time in a simulated world."""
         return self._loop.time()
 
     def waiting(self) -> list[str]:
-        """What this rank waits for, one line each."""
+        """One line for each wait of this rank, for the report of a deadlock."""
         in_memory = self.arena.waiting() if self.arena is not None else []
         return self.executions.waiting() + in_memory + self.failures.watched()
 
     async def close(self, *, flush: bool = False) -> None:
-        """Stop at once: pending waits raise ClosedError, services are cancelled. Idempotent."""
+        """Stop at once: pending waits raise ClosedError, background tasks are cancelled. Idempotent.
+
+        `flush` gives messages that were sent a moment to leave this process.
+        """
         if self.closed:
             return
         self.failures.fail(Closed())
@@ -83,7 +97,7 @@ class Endpoint:
         await self.transport.close(flush=flush)
 
     def check_open(self) -> None:
-        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
+        """Raises ClosedError after `close`, and UsageError in a forked child of this process."""
         self.check_not_forked()
         if self.closed:
             raise ClosedError("this communicator is closed")
@@ -94,14 +108,14 @@ class Endpoint:
             raise forks.refusal(self._parent)
 
     def abandon(self, parent: int) -> None:
-        """In a forked child: nothing can be called here any more."""
+        """In a forked child of process `parent`: every later call raises UsageError. Called by `asyncoll.forks`."""
         self.closed = True
         self._parent = parent
 
-    # -- coming and going -------------------------------------------------------------------------
+    # -- joining and leaving ----------------------------------------------------------------------
 
     def introduce(self, host: str, pid: int) -> None:
-        """Tell all ranks which process this is."""
+        """Send the host name and the process id of this rank to all others, which name them in errors."""
         me = wire.Hello(host, pid)
         self.membership.introduced(self.rank, me)
         for peer in range(self.size):
@@ -109,23 +123,29 @@ class Endpoint:
                 self.router.tell(peer, me)
 
     def on_depart(self, callback: Callable[[], None]) -> None:
-        """`callback` is called when this rank has made its last call and only serves the others."""
+        """Register `callback`, which is called once this rank has made its last call.
+
+        From then on the rank only takes part in the wait-avoiding rounds of others.
+        """
         self._departures.append(callback)
 
     def depart(self) -> None:
-        """This rank has made its last call."""
+        """Mark that this rank has made its last call, and run the callbacks of `on_depart`."""
         self.departed = True
         for callback in self._departures:
             callback()
 
     def part(self) -> None:
-        """Every rank has made its last call, so it matters to nobody any more who goes."""
+        """Mark that every rank has made its last call. From now on the loss of a peer is not sent to other ranks."""
         self._parted = True
 
-    # -- services ---------------------------------------------------------------------------------
+    # -- background tasks -------------------------------------------------------------------------
 
     def spawn(self, service: Coroutine[Any, Any, None], communicator: int) -> None:
-        """Run `service` beside everything else. Its own failure is the world's; that of `communicator` is not."""
+        """Run `service` as a background task of the runtime, for `communicator`.
+
+        An exception in it aborts the world, unless it is the error of a communicator that has failed already.
+        """
         task = self._loop.create_task(service)
         self._services.add(task)
         task.add_done_callback(lambda task: self._served(task, communicator))
@@ -135,14 +155,18 @@ class Endpoint:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, AsyncollError) and self.failures.has_failed(communicator):
-            return
+            return  # the task was ended by that failure, which all members know
         if not isinstance(error, AsyncollError):
             logger.error("a service of rank %d failed", self.rank, exc_info=error)
         self.failures.abort(WORLD, range(self.size), describe(error))
 
-    # -- what comes -------------------------------------------------------------------------------
+    # -- incoming messages ------------------------------------------------------------------------
 
     def received(self, source: int, frames: list[Buffer]) -> None:
+        """Dispatch one message of the world rank `source`. Bytes that violate the protocol end the world.
+
+        The bytes come from another process, so each branch may raise ProtocolError, and it is caught here only.
+        """
         self.traffic.messages_received += 1
         try:
             header = wire.decode(frames)
@@ -157,18 +181,19 @@ class Endpoint:
                 self.traffic.bytes_received += len(frames[1])
                 self.router.signalled(source, header, frames[1])
             else:
-                self._told(source, wire.decode_control(frames[1]))
+                self._control(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
             self.failures.broken(source, error)
 
-    def _told(self, source: int, message: wire.Control) -> None:
+    def _control(self, source: int, message: wire.Control) -> None:
+        """Dispatch a control message."""
         if isinstance(message, wire.Abort | wire.Mismatch | wire.Overdue):
             self.failures.fail(message, message.communicator)
         elif isinstance(message, wire.Broken):
             self.failures.fail(message)
         elif isinstance(message, wire.Lost):
-            self.failures.fail(message)
-            self._bury(message.rank)
+            self.failures.fail(message)  # not forwarded: the rank that noticed the loss tells all ranks itself
+            self._mark_lost(message.rank)
         elif isinstance(message, wire.Hello):
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
@@ -176,16 +201,24 @@ class Endpoint:
         else:
             self.router.told(source, message)
 
-    # -- who is gone ------------------------------------------------------------------------------
+    # -- lost peers -------------------------------------------------------------------------------
 
     def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        """This rank has noticed it; not everybody may have."""
+        """The world rank `source` is gone. Fails the world here and tells all other ranks, unless all have departed.
+
+        Called by the transport, and by `world.join` for a loss that came as an exception. Other ranks may not have
+        noticed the loss; the message makes all survivors raise the same PeerLostError.
+        """
         others = () if self._parted else (peer for peer in range(self.size) if peer != source)
         self.failures.give_up(self.membership.news_of(source, cause, last_seen_s), WORLD, others)
-        self._bury(source)
+        self._mark_lost(source)
 
     def noticed(self, error: PeerLostError, post: Callable[[Callable[[], None]], None]) -> AsyncollError:
-        """A rank is gone, as was noticed in memory, in any thread; `post` calls on this loop. Returns what to raise."""
+        """A call in shared memory has met a dead rank. Returns the error that the call raises. From any thread.
+
+        `post` schedules `lost` on the runtime's loop. If the world has failed already, the first failure is returned,
+        so that one rank does not report two causes.
+        """
         if (known := self.failures.of(WORLD)) is not None:
             return error_of(known)
         cause, last_seen_s = error.cause, error.last_seen_s
@@ -193,8 +226,8 @@ class Endpoint:
         post(lambda: self.lost(rank, cause, last_seen_s))
         return error_of(self.membership.news_of(rank, cause, last_seen_s))
 
-    def _bury(self, rank: int) -> None:
-        """Nobody waits any more for `rank` to leave their memory."""
+    def _mark_lost(self, rank: int) -> None:
+        """Record the loss, and wake the calls in shared memory that wait for a lock or for memory of `rank`."""
         self.membership.lost.add(rank)
         if self.arena is not None:
             self.arena.peer_lost()

@@ -1,11 +1,19 @@
-"""Executions of operations: what one rank sends and receives in each, and how much may be on the way.
+"""Executions of operations by message: sends, receives, flow control and mismatch detection.
 
-Short arrays (up to one segment) are sent at once and wait at the receiver until they are asked for; a window per link
-bounds how much may wait there. Long arrays wait at the sender until their receive is posted (GRANT), so they never
-occupy the receiver's memory twice and cannot be caught behind anything.
+An execution is one call of a collective, or one round, at one rank. Its key is (context, number), which is the same at
+all ranks.
 
-Peers may speak of an execution before this rank has opened it, and after it has ended here. Whatever comes says what
-its sender takes the execution for, so ranks that call different things find out, and all of them hear both sides.
+*Flow control.* An array of up to one segment is short: it is sent at once and waits at the receiver until the receive
+is posted. A window for each pair of ranks bounds the bytes that wait there. A long array waits at the sender until its
+receive is posted (message GRANT). So a long array never occupies memory twice at the receiver, and no message has to
+wait behind it.
+
+*Early and late messages.* A message may arrive before this rank opens its execution, and after the execution has ended
+here. Early segments are kept in the mailbox of the execution.
+
+*Mismatches.* Every message carries the fingerprint of the call that its sender has made. If two fingerprints differ,
+the rank that notices sends a Dispute with its own call; the other rank answers to all members with a Mismatch, which
+names both calls.
 """
 
 from __future__ import annotations
@@ -25,17 +33,17 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Buffer, Transport, wire
 from asyncoll.transport.wire import SEGMENT_BYTES
 
-WINDOW_BYTES = 64 * SEGMENT_BYTES  # unconsumed short arrays on the way from one rank to another
-_MESSAGE_COST = 64  # what a message costs of the window beside its payload
-_RECENT_MAX = 256  # finished executions whose description is kept to explain a mismatch
+WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
+_MESSAGE_COST = 64  # bytes that a message takes of the window beside its payload: bounds empty messages, too
+_RECENT_MAX = 256  # finished executions that can still be named in a mismatch
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which execution of what: everything that its ranks must agree on, and how to name it in an error."""
+    """Identifies one execution: the values that its ranks must agree on, and its description for errors."""
 
     communicator: int
-    members: tuple[int, ...]  # ranks of the world
+    members: tuple[int, ...]  # world ranks
     context: int
     number: int
     fingerprint: int
@@ -43,90 +51,103 @@ class Identity:
 
 
 class Execution:
-    """One execution of one operation at this rank; `identity` is None while only peers have spoken of it."""
+    """One execution of one operation at this rank; `identity` is None until this rank opens it."""
 
-    __slots__ = ("early_piggybacks", "granted", "identity", "mailbox", "piggyback", "spoken", "waits")
+    __slots__ = ("early_fingerprints", "early_piggybacks", "granted", "identity", "mailbox", "piggyback", "waits")
 
     def __init__(self) -> None:
         self.identity: Identity | None = None
         self.mailbox = Mailbox()
-        self.piggyback: Array | None = None  # goes along with every message, and grows to the maximum of all that come
-        self.early_piggybacks: list[tuple[int, Buffer]] = []
-        self.granted: set[Key] = set()
-        self.waits: dict[asyncio.Future[None], Key | None] = {}
-        self.spoken: dict[int, int] = {}  # source: fingerprint, heard before this rank opened the execution
+        self.piggyback: Array | None = None  # sent with every message; holds the maximum of all that have come
+        self.early_piggybacks: list[tuple[int, Buffer]] = []  # source and bytes, before `open`
+        self.early_fingerprints: dict[int, int] = {}  # by source, before `open`
+        self.granted: set[Key] = set()  # destinations whose receive is posted
+        self.waits: dict[asyncio.Future[None], Key | None] = {}  # the waits of this rank; the key if for a grant
 
 
 class _Link:
-    """The window of short arrays to one peer, what of its own waits here, and the credit that it has earned."""
+    """Flow control between this rank and one peer, in bytes, in both directions."""
 
-    __slots__ = ("early", "earned", "outstanding", "waiters")
+    __slots__ = ("early_bytes", "earned_bytes", "outstanding_bytes", "waiters")
 
     def __init__(self) -> None:
-        self.outstanding = 0
-        self.early = 0
-        self.earned = 0
-        self.waiters: list[asyncio.Future[None]] = []
+        self.outstanding_bytes = 0  # sent to the peer, and not credited yet
+        self.early_bytes = 0  # of the peer, waiting here for a receive
+        self.earned_bytes = 0  # of the peer, consumed here, and not credited yet
+        self.waiters: list[asyncio.Future[None]] = []  # sends that wait for credit
 
 
 class Executions:
-    """Those of one rank. Everything happens on the runtime's loop."""
+    """The executions of one rank. Everything runs on the runtime's loop.
+
+    In, from `group.Lane` (the calls of this rank): `open`, `post`, `wait`, `send`, `end`. In, from the endpoint
+    (messages of peers): `arrived`, `granted`, `credited`, `answer`. In, from `Failures`: `_break_off`, which ends the
+    waits of a failed communicator. Out: DATA, GRANT, CREDIT and Dispute messages through the router; mismatches and
+    protocol errors to `Failures`; futures that the coroutines of this rank await.
+    """
 
     def __init__(self, transport: Transport, router: Router, failures: Failures) -> None:
         self._transport = transport
         self._router = router
         self._failures = failures
-        self._current: dict[tuple[int, int], Execution] = {}  # also those that only peers have spoken of
-        self._finished: dict[tuple[int, int], Identity] = {}
-        self._abandoned: set[tuple[int, int]] = set()
+        self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
+        self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
+        self._abandoned: set[tuple[int, int]] = set()  # ended by an exception
         self._links: defaultdict[int, _Link] = defaultdict(_Link)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
-        self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution it last spoke of
+        self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
         failures.on_any(self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
-        """Begin an execution at this rank. Raises the communicator's failure, if it has one."""
+        """Begin an execution at this rank. Raises the error of the communicator if it has failed.
+
+        `piggyback` is a short array that every message carries. It becomes, in place and element by element, the
+        maximum of this array and of all that arrive.
+        """
         self._failures.check(identity.communicator)
         key = (identity.context, identity.number)
-        execution = self._of(key)
+        execution = self._get_or_create(key)
         assert execution.identity is None, f"{identity.describe()} is already open"
         execution.identity, execution.piggyback = identity, piggyback
-        for source, fingerprint in execution.spoken.items():
+        for source, fingerprint in execution.early_fingerprints.items():
             if fingerprint != identity.fingerprint:
-                execution.mailbox.forget(source)  # it is part of something else
+                execution.mailbox.forget(source)  # these segments belong to another call than this one
                 self._dispute(source, identity)
         for source, early in execution.early_piggybacks:
-            if execution.spoken[source] == identity.fingerprint:
-                self._ride(source, execution, early)
+            if execution.early_fingerprints[source] == identity.fingerprint:
+                self._merge_piggyback(source, execution, early)
         return execution
 
     def end(self, execution: Execution, *, completed: bool) -> None:
-        """Forget an execution. What still arrives for one that was not completed is dropped."""
+        """Forget an execution. If it was not `completed`, messages that still arrive for it are dropped."""
         identity = execution.identity
         assert identity is not None
         key = (identity.context, identity.number)
         del self._current[key]
         if not completed:
-            self._abandoned.add(key)
+            self._abandoned.add(key)  # peers go on sending until they learn of the failure
             return
         self._finished[key] = identity
         if len(self._finished) > _RECENT_MAX:
             del self._finished[next(iter(self._finished))]
 
     def post(self, execution: Execution, source: int, step: int, receive: Receive) -> None:
-        """Post a receive from world rank `source`."""
+        """Post a receive from world rank `source`. Does not wait; `wait` does.
+
+        Raises ProtocolError, or the error of the communicator, if segments that came early do not fit.
+        """
         identity = execution.identity
         assert identity is not None
         try:
             early = execution.mailbox.post((source, step), receive)
             if early:
-                self._links[source].early -= sum(map(_cost, early))
+                self._links[source].early_bytes -= sum(map(_cost, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
             self._failures.check(identity.communicator)
             raise
-        if receive.into.nbytes > SEGMENT_BYTES:
+        if receive.into.nbytes > SEGMENT_BYTES:  # the sender waits for this grant
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
         else:
@@ -134,7 +155,7 @@ class Executions:
                 self._earn(source, _cost(payload))
 
     async def wait(self, execution: Execution, receive: Receive) -> None:
-        """Wait until `receive`, which is not complete yet, is."""
+        """Wait until `receive`, which is not complete yet, is complete. Raises the error of the communicator."""
         assert execution.identity is not None
         self._failures.check(execution.identity.communicator)
         future = asyncio.get_running_loop().create_future()
@@ -146,28 +167,35 @@ class Executions:
             del execution.waits[future]
 
     def send_nowait(self, execution: Execution, dest: int, step: int, data: Array) -> bool:
-        """Send the flat array `data` to world rank `dest`, if it is short and the window has room for it."""
+        """Send the flat array `data` to world rank `dest` if it is short and the window has room; return whether so.
+
+        The transport copies the data. This path has no coroutine, because most messages are short and the window is
+        wide.
+        """
         cost = data.nbytes + _MESSAGE_COST
         link = self._links[dest]
-        if data.nbytes > SEGMENT_BYTES or link.outstanding + cost > WINDOW_BYTES:
+        if data.nbytes > SEGMENT_BYTES or link.outstanding_bytes + cost > WINDOW_BYTES:
             return False
-        link.outstanding += cost
+        link.outstanding_bytes += cost
         self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
 
     async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
-        """Send the flat array `data` to world rank `dest`; `data` must not change until this returns."""
+        """Send the flat array `data` to world rank `dest`. `data` must not change until this returns.
+
+        Waits for credit (short arrays) or for the posted receive (long arrays). Raises the error of the communicator.
+        """
         if data.nbytes <= SEGMENT_BYTES:
             while not self.send_nowait(execution, dest, step, data):
-                await self._credit(execution, dest)
+                await self._wait_for_credit(execution, dest)
             return
-        await self._grant(execution, dest, step)
+        await self._wait_for_grant(execution, dest, step)
         raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
             self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
-            await self._transport.drain(dest)
+            await self._transport.drain(dest)  # bounds the copies in the queue of the transport
 
-    async def _credit(self, execution: Execution, dest: int) -> None:
+    async def _wait_for_credit(self, execution: Execution, dest: int) -> None:
         identity = execution.identity
         assert identity is not None
         what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
@@ -175,7 +203,7 @@ class Executions:
             self._links[dest].waiters.append(future)
             await future
 
-    async def _grant(self, execution: Execution, dest: int, step: int) -> None:
+    async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
         key = (dest, step)
         assert execution.identity is not None
         self._failures.check(execution.identity.communicator)
@@ -189,7 +217,7 @@ class Executions:
         execution.granted.discard(key)
 
     def waiting(self) -> list[str]:
-        """What this rank waits for, one line each."""
+        """One line for each receive and each grant that this rank waits for."""
         lines = []
         for execution in self._current.values():
             if execution.identity is None or not execution.waits:
@@ -201,21 +229,25 @@ class Executions:
         return lines
 
     def _break_off(self, failure: Failure, communicator: int) -> None:
-        for execution in self._current.values():
+        """End every wait of `communicator`; WORLD means all of them."""
+        for execution in self._current.values():  # not changed meanwhile: tasks wake in a later turn of the loop
             if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
                 for future in execution.waits:
                     break_off(future, failure)
 
-    # -- what comes -------------------------------------------------------------------------------
+    # -- incoming messages ------------------------------------------------------------------------
 
     def arrived(self, source: int, header: wire.Header, payload: Buffer, piggyback: Buffer | None = None) -> None:
-        """A segment of `source`, and what goes along with it."""
-        execution = self._agreed(source, header)
+        """A DATA message of world rank `source`: one segment, and the piggyback if there is one.
+
+        Raises ProtocolError if the segment does not fit its receive, or if more than the window waits here.
+        """
+        execution = self._matching_execution(source, header)
         if execution is None:
             return
         if piggyback is not None:
-            self._ride(source, execution, piggyback)
-        receive = execution.mailbox.posted.get((source, header.step))
+            self._merge_piggyback(source, execution, piggyback)
+        receive = execution.mailbox.posted.get((source, header.step))  # `arrive` removes it once it is complete
         if execution.mailbox.arrive((source, header.step), payload):
             assert receive is not None
             _check_whole(receive)
@@ -223,13 +255,13 @@ class Executions:
                 self._earn(source, _cost(payload))
             return
         link = self._links[source]
-        link.early += _cost(payload)
-        if link.early > WINDOW_BYTES:
-            raise ProtocolError(f"{link.early} bytes that nobody here has asked for, where {WINDOW_BYTES} are allowed")
+        link.early_bytes += _cost(payload)
+        if link.early_bytes > WINDOW_BYTES:  # an honest peer waits for credit before
+            raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
 
     def granted(self, source: int, header: wire.Header) -> None:
-        """`source` has posted its receive for a long array."""
-        execution = self._agreed(source, header)
+        """A GRANT message: world rank `source` has posted its receive for a long array."""
+        execution = self._matching_execution(source, header)
         if execution is not None:
             key = (source, header.step)
             execution.granted.add(key)
@@ -238,83 +270,92 @@ class Executions:
                     _set(future)
 
     def credited(self, source: int, amount: int) -> None:
-        """`source` has consumed so many bytes of short arrays."""
+        """A CREDIT message: world rank `source` has consumed `amount` bytes of short arrays.
+
+        Raises ProtocolError if that is more than this rank has sent.
+        """
         link = self._links[source]
-        if amount > link.outstanding:
-            raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding} are outstanding")
-        link.outstanding -= amount
+        if amount > link.outstanding_bytes:
+            raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
+        link.outstanding_bytes -= amount
         waiters, link.waiters = link.waiters, []
         for future in waiters:
             _set(future)
 
-    def _ride(self, source: int, execution: Execution, piggyback: Buffer) -> None:
-        """Take in what came along with the data of `source`."""
+    def _merge_piggyback(self, source: int, execution: Execution, piggyback: Buffer) -> None:
+        """Take the element-wise maximum of this rank's piggyback and the one that came from `source`."""
         if execution.identity is None:
             execution.early_piggybacks.append((source, piggyback))
             return
         mine = execution.piggyback
         if mine is None or len(piggyback) != mine.nbytes:
-            text = f"{len(piggyback)} bytes go along with {execution.identity.describe()}"
+            text = f"a piggyback of {len(piggyback)} bytes, which does not fit {execution.identity.describe()}"
             self._failures.broken(source, ProtocolError(text))
             return
         np.maximum(mine, np.frombuffer(piggyback, np.uint8).view(mine.dtype), out=mine)
 
-    def _agreed(self, source: int, header: wire.Header) -> Execution | None:
-        """The execution that `source` speaks of, if the two agree on what it is."""
+    def _matching_execution(self, source: int, header: wire.Header) -> Execution | None:
+        """The execution that a message of `source` belongs to; None if it is abandoned or the fingerprints differ."""
         key = (header.context, header.number)
         if key in self._abandoned:
             return None
-        execution = self._of(key)
+        execution = self._get_or_create(key)
         self._last_heard[source] = key
         if execution.identity is None:
-            execution.spoken[source] = header.fingerprint
+            execution.early_fingerprints[source] = header.fingerprint
         elif execution.identity.fingerprint != header.fingerprint:
             self._dispute(source, execution.identity)
             return None
         return execution
 
-    def _of(self, key: tuple[int, int]) -> Execution:
+    def _get_or_create(self, key: tuple[int, int]) -> Execution:
         execution = self._current.get(key)
         if execution is None:
             execution = self._current[key] = Execution()
         return execution
 
     def _earn(self, source: int, amount: int) -> None:
-        """`amount` bytes of `source` have been consumed; tell it once it is worth a message."""
-        link = self._links[source]
-        link.earned += amount
-        if link.earned >= WINDOW_BYTES // 4:
-            self._router.send(source, [wire.encode(wire.CREDIT, number=link.earned)])
-            link.earned = 0
+        """`amount` bytes of `source` have been consumed. Sends credit in batches of a quarter of the window.
 
-    # -- what ranks disagree about ----------------------------------------------------------------
+        A credit for each array would double the number of short messages.
+        """
+        link = self._links[source]
+        link.earned_bytes += amount
+        if link.earned_bytes >= WINDOW_BYTES // 4:
+            self._router.send(source, [wire.encode(wire.CREDIT, number=link.earned_bytes)])
+            link.earned_bytes = 0
+
+    # -- mismatches -------------------------------------------------------------------------------
 
     def _dispute(self, source: int, identity: Identity) -> None:
-        """Ask `source` what it meant; its answer, which names both sides, goes to every member."""
+        """Tell `source` that the calls differ. Its answer, a Mismatch that names both calls, goes to every member."""
         question = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
         self._router.tell(source, question)
 
     def on_dispute(self, context: int, describe: Callable[[int], tuple[tuple[int, ...], str] | None]) -> None:
-        """`describe(number)` knows who takes part in that execution of `context`, and what it is."""
+        """Register `describe` for `context`, for executions that this class does not keep (rounds).
+
+        `describe(number)` returns the world ranks of that execution and its text, or None if it is unknown.
+        """
         self._described[context] = describe
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
-        """Tell everybody whom it concerns what `source` called, and what this rank did."""
+        """A Dispute message: fail the communicator at all members, with the calls of `source` and of this rank."""
         identity = self._identity((dispute.context, dispute.number))
         known = (identity.members, identity.describe()) if identity else None
         if known is None and dispute.context in self._described:
             known = self._described[dispute.context](dispute.number)
-        members, mine = known or ((source,), "something long ago")
+        members, mine = known or ((source,), "another operation, long ago")
         text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)
 
     def trace(self, source: int) -> str:
-        """The last execution that `source` has spoken of."""
+        """The description of the execution of the last message of `source`; empty if there is none."""
         identity = self._identity(self._last_heard.get(source, (0, 0)))
         return identity.describe() if identity else ""
 
     def _identity(self, key: tuple[int, int]) -> Identity | None:
-        """What this rank knows, or has known until lately, under `key`."""
+        """The identity of an open or recently finished execution; None if there is none."""
         execution = self._current.get(key)
         return (execution.identity if execution else None) or self._finished.get(key)
 
@@ -327,7 +368,7 @@ def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffe
 
 
 def _check_whole(receive: Receive) -> None:
-    """A short array comes in one piece; part of one is not the array that was asked for."""
+    """Raise ProtocolError if a short array is incomplete: its sender sends it as one segment."""
     if receive.into.nbytes <= SEGMENT_BYTES and not receive.complete:
         raise ProtocolError(f"a segment of {receive.filled} elements; {receive.into.size} were expected")
 

@@ -1,7 +1,8 @@
-"""What has ended a communicator, or the world, and who is told. The first failure stays.
+"""Failures of communicators and of the world: how a rank records them, reports them and raises them.
 
-It ends every wait of that communicator and every later call on it. A failure is the message that tells it. So whoever
-hears of one can pass it on as it was, and all ranks raise the same.
+A failure ends every wait of its communicator and every later call on it. The first failure of a communicator is kept;
+later ones are ignored. A failure is stored as the control message that reports it (`wire.Lost`, `wire.Abort`, ...). So
+a rank can forward a failure unchanged, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from asyncoll.errors import (
 from asyncoll.runtime.router import Router
 from asyncoll.transport import wire
 
-WORLD = 0  # instead of a communicator
+WORLD = 0  # in place of a communicator: the failure ends all communicators
 logger = logging.getLogger("asyncoll")
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """This rank has left. Nobody else is told."""
+    """This rank has left the world. Other ranks are not told."""
 
 
-Told: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # failures that others hear of
-Failure: TypeAlias = Told | Closed
+Reported: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # sent to other ranks
+Failure: TypeAlias = Reported | Closed
 
 
 def error_of(failure: Failure) -> AsyncollError:
-    """A new error that tells it."""
+    """A new exception for `failure`: each waiter raises its own object, because a traceback belongs to one raise."""
     match failure:
         case wire.Abort():
             return AbortedError(failure.rank, failure.reason)
@@ -61,60 +62,75 @@ def _ranks(listed: str) -> tuple[int, ...]:
 
 
 class Failures:
-    """The failures that one rank has heard of, and who of it waits for what they may end."""
+    """The failures that one rank knows, and the waits and listeners that they end.
+
+    In, failures that this rank notices: `give_up`, `abort`, `mismatch` and `broken`, which also send the failure to the
+    members. In, failures that other ranks report: `fail`. Out: control messages through the router; exceptions in the
+    futures of `watch`; calls of the listeners of `on_failure` and `on_any`, in this order.
+
+    All of it runs on the runtime's loop, except `of`, `check` and `has_failed`: calls in shared memory use these in any
+    thread. They only read a dict, to which entries are added and never changed.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._first: dict[int, Failure] = {}  # by communicator
         self.any = False  # whether anything has failed
-        self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}
+        self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}  # communicator and description of each wait
         self._listeners: list[tuple[int, Callable[[Failure], None]]] = []
-        self._of_any: list[Callable[[Failure, int], None]] = []
+        self._any_listeners: list[Callable[[Failure, int], None]] = []
 
     def fail(self, failure: Failure, communicator: int = WORLD) -> None:
-        """End every wait of `communicator`, and every later call on it, unless it or the world has ended."""
+        """End every wait of `communicator` and every later call on it. Sends nothing.
+
+        Does nothing if the communicator or the world has failed before.
+        """
         if self.has_failed(communicator):
             return
         self._first[communicator] = failure
         self.any = True
+        # A future wakes its task in a later turn of the loop. So no context of `watch` ends during this iteration.
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 break_off(future, failure)
         for owner, listener in self._listeners:
             if communicator in (WORLD, owner):
                 listener(failure)
-        for hear in self._of_any:
-            hear(failure, communicator)
+        for any_listener in self._any_listeners:
+            any_listener(failure, communicator)
 
     def on_failure(self, communicator: int, listener: Callable[[Failure], None]) -> None:
-        """`listener` is told of what ends `communicator`, or the world; at once if something has."""
+        """Call `listener` with the failure of `communicator` or of the world; at once if it has failed already."""
         self._listeners.append((communicator, listener))
         failure = self.of(communicator)
         if failure is not None:
             listener(failure)
 
     def on_any(self, listener: Callable[[Failure, int], None]) -> None:
-        """`listener` is told of every failure from now on, and of which communicator it is."""
-        self._of_any.append(listener)
+        """Call `listener(failure, communicator)` for every later failure."""
+        self._any_listeners.append(listener)
 
     def of(self, communicator: int) -> Failure | None:
-        """What has ended `communicator`: its own failure came first, if it has one."""
+        """The failure that ended `communicator`, or None. Its own failure precedes that of the world."""
         return self._first.get(communicator) or self._first.get(WORLD)
 
     def check(self, communicator: int) -> None:
-        """Raise what has ended `communicator`, if anything has."""
-        if self._first:
+        """Raise the error of `communicator` if it or the world has failed."""
+        if self._first:  # the common case costs one test
             failure = self.of(communicator)
             if failure is not None:
                 raise error_of(failure)
 
     def has_failed(self, communicator: int) -> bool:
-        """Whether `communicator`, or the world, has."""
+        """Whether `communicator` or the world has failed."""
         return self.of(communicator) is not None
 
     @contextlib.contextmanager
     def watch(self, communicator: int, what: str) -> Iterator[asyncio.Future[Any]]:
-        """A future that a failure of `communicator` ends; `what` says what it waits for, in case it waits for ever."""
+        """A future that a failure of `communicator` ends; for the duration of the context.
+
+        `what` describes the wait, for the report of a deadlock.
+        """
         self.check(communicator)
         future = asyncio.get_running_loop().create_future()
         self._watched[future] = (communicator, what)
@@ -124,48 +140,48 @@ class Failures:
             del self._watched[future]
 
     def watched(self) -> list[str]:
-        """What the futures that are watched wait for."""
+        """The descriptions of the futures of `watch`."""
         return [what for _, what in self._watched.values()]
 
-    # -- who is told ------------------------------------------------------------------------------
+    # -- reports to other ranks -------------------------------------------------------------------
 
-    def give_up(self, failure: Told, communicator: int, members: Iterable[int]) -> None:
-        """Fail, and tell the members, unless that has happened. Local, immediate, idempotent."""
+    def give_up(self, failure: Reported, communicator: int, members: Iterable[int]) -> None:
+        """Fail `communicator` here, and send the failure to `members` (world ranks). Never waits. Idempotent."""
         if not self.has_failed(communicator):
-            self._spread(failure, members)
+            self._report(failure, members)
             self.fail(failure, communicator)
 
     def abort(self, communicator: int, members: Iterable[int], reason: str) -> None:
-        """Give up for a reason of this rank's own."""
+        """Fail `communicator` at all `members` with an AbortedError of this rank."""
         self.give_up(wire.Abort(communicator, self._router.rank, reason), communicator, members)
 
     def mismatch(self, communicator: int, members: Iterable[int], text: str) -> None:
-        """Ranks called different things: tell every member, and fail the communicator here."""
+        """Fail `communicator` at all `members` with a MismatchError."""
         self.give_up(wire.Mismatch(communicator, text), communicator, members)
 
     def broken(self, source: int, error: ProtocolError) -> None:
-        """`source` broke the protocol: nothing it says can be trusted, so the world ends, and everybody hears why."""
+        """Fail the world at all ranks, because `source` sent bytes that the protocol forbids and cannot be trusted."""
         text = f"rank {source} broke the protocol: {error}"
         logger.error(text)
         self.give_up(wire.Broken(source, text), WORLD, range(self._router.size))
 
     def pass_on(self) -> None:
-        """Tell everybody what has failed, as this rank has heard it.
+        """Send all failures that this rank knows to all other ranks, unchanged. Called as the rank leaves the world.
 
-        It leaves because of that, and others who have not heard of it yet would take this rank for the first to go.
+        Without this, a rank that does not know the failure yet would see this rank leave and report it as the lost one.
         """
         for failure in tuple(self._first.values()):
             if not isinstance(failure, Closed):
-                self._spread(failure, range(self._router.size))
+                self._report(failure, range(self._router.size))
 
-    def _spread(self, failure: Told, members: Iterable[int]) -> None:
+    def _report(self, failure: Reported, members: Iterable[int]) -> None:
         for member in members:
             if member != self._router.rank:
                 self._router.tell(member, failure)
 
 
 def break_off(future: asyncio.Future[Any], failure: Failure) -> None:
-    """End a wait."""
+    """End a wait with the error of `failure`."""
     if not future.done():
         future.set_exception(error_of(failure))
         future.exception()  # mark it as seen: its waiter may be gone

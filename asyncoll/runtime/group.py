@@ -1,4 +1,4 @@
-"""Ordered ranks, and a lane: one execution of one operation among them, which is all that an algorithm sees."""
+"""Groups of ranks, and lanes: the interface that an algorithm uses to exchange arrays inside one execution."""
 
 from __future__ import annotations
 
@@ -14,31 +14,44 @@ from asyncoll.tensors.reductions import Array, Combine
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Some ranks of the world in an order, seen from one of them. A value: a round may have a group of its own."""
+    """An ordered set of world ranks, seen from one of them. Immutable; each round may have a group of its own.
 
-    ranks: tuple[int, ...]  # ranks of the world
-    rank: int  # my place among them
-    communicator: int  # the context that all executions in it derive theirs from; its failures are its own
+    A group rank is an index into `ranks`.
+    """
+
+    ranks: tuple[int, ...]  # world ranks, by group rank
+    rank: int  # the group rank of this process
+    communicator: int  # its context: the contexts of operations derive from it, and failures belong to it
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
-    def subset(self, places: tuple[int, ...]) -> Group:
-        """The ranks at `places`, mine among them, in that order."""
-        if len(places) == self.size:
+    def subset(self, group_ranks: tuple[int, ...]) -> Group:
+        """The group of these group ranks, in this order; the rank of this process must be one of them."""
+        if len(group_ranks) == self.size:
             return self
-        return Group(tuple(self.ranks[place] for place in places), places.index(self.rank), self.communicator)
+        ranks = tuple(self.ranks[group_rank] for group_rank in group_ranks)
+        return Group(ranks, group_ranks.index(self.rank), self.communicator)
 
 
 class Lane:
-    """A group narrowed to one execution: messages between its ranks, told apart by step.
+    """One execution of one operation in a group: arrays that its ranks send to each other, identified by step.
 
-    Ranks here are places in the group. Use it as a context manager around the whole execution. An array that is being
-    received into must not be read, and one that is being sent must not be written, until the call that says so is done.
-    A short `piggyback` goes along with every message and becomes, element by element, the maximum of what has come:
-    that of all ranks, once an algorithm is done in which every rank's result depends on every rank's data. Steps are
-    below 2^24 and used once in a phase.
+    Use it as a context manager around the whole execution, on the runtime's loop. Ranks are group ranks. Arrays are
+    flat and contiguous. Do not read an array while it is received into, nor write an array while it is sent, until the
+    method returns. A pair of ranks uses each step, 0 to 2^24 - 1, once in a phase. All methods raise the error of the
+    communicator if it fails, and ProtocolError if a peer sends an array of another size.
+
+    Cancelling a method stops the wait only; the peers still expect the messages. So the caller must end the execution
+    with the exception and abort the communicator (`Member.failed`).
+
+    `piggyback` is a short array that every message carries. It becomes, in place and element by element, the maximum of
+    all arrays that arrive. After an algorithm in which the result of every rank depends on the data of every rank, it
+    is the maximum over all ranks.
+
+    In: the algorithm's calls. Out: `Executions` of this rank, with world ranks in place of group ranks.
     """
 
     __slots__ = ("_execution", "_executions", "_identity", "_phase", "_piggyback", "_world", "rank", "size", "traffic")
@@ -55,8 +68,8 @@ class Lane:
     ) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.traffic = Traffic()
-        self._phase = 0
+        self.traffic = Traffic()  # of this execution
+        self._phase = 0  # added to each step
         self._world = group.ranks
         self._piggyback = piggyback
         self._executions = executions
@@ -72,30 +85,37 @@ class Lane:
         self._executions.end(self._execution, completed=kind is None)
 
     def next_phase(self) -> None:
-        """What follows has steps of its own. Every rank of the execution turns to the same phases in the same order."""
+        """Begin a new phase, whose steps are separate from all before. All ranks must call it at the same points."""
         self._phase += 1 << 24
 
     def post(self, source: int, step: int, into: Array, combine: Combine | None = None) -> Receive:
-        """Ask for an array of `into`'s size from `source`, to be copied or combined into `into` as it arrives."""
+        """Post a receive of an array like `into` from `source`; returns at once, and `wait` waits for it.
+
+        The data is copied to `into`, or combined with it by `combine`, as it arrives.
+        """
         receive = Receive(into, combine)
         self.traffic.received(into.nbytes)
         self._executions.post(self._execution, self._world[source], self._phase + step, receive)
         return receive
 
     async def wait(self, receive: Receive) -> None:
-        """Wait for what was posted."""
+        """Wait until a receive that `post` returned is complete."""
         if not receive.complete:
             await self._executions.wait(self._execution, receive)
 
     async def send(self, dest: int, step: int, data: Array) -> None:
-        """Send `data`. Returns when it may be reused, which for a long array is after `dest` has posted its receive."""
+        """Send `data` to `dest`; returns when `data` may be reused.
+
+        An array above wire.SEGMENT_BYTES waits until `dest` has posted its receive. A shorter one waits for credit
+        only.
+        """
         self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
         if not self._executions.send_nowait(self._execution, peer, step, data):
             await self._executions.send(self._execution, peer, step, data)
 
     async def recv(self, source: int, step: int, into: Array, combine: Combine | None = None) -> None:
-        """Post and wait."""
+        """Receive an array from `source` into `into`: `post` and `wait`."""
         receive = self.post(source, step, into, combine)
         if not receive.complete:
             await self._executions.wait(self._execution, receive)
@@ -103,8 +123,8 @@ class Lane:
     async def exchange(
         self, dest: int, data: Array, source: int, into: Array, step: int, combine: Combine | None = None
     ) -> None:
-        """Send `data` to `dest` while receiving `into` from `source`; the two must not overlap."""
-        receive = self.post(source, step, into, combine)
+        """Send `data` to `dest` while receiving `into` from `source`. `data` and `into` must not overlap in memory."""
+        receive = self.post(source, step, into, combine)  # first: two ranks that exchange long arrays need both grants
         self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
         if not self._executions.send_nowait(self._execution, peer, step, data):

@@ -1,8 +1,9 @@
-"""Whether a signal handler may raise an exception in this thread, between any two steps of Python.
+"""Whether a signal handler may raise an exception in this thread, between any two bytecodes.
 
-Python runs signal handlers in the main thread. One that raises (a watchdog's SIGALRM, `sys.exit` at SIGTERM, the
-SIGCHLD handler of torch's DataLoader) ends whatever that thread does, also what must not be left half done. So as long
-as there is such a handler, the main thread leaves all work on shared memory to the runtime's thread.
+Python runs signal handlers in the main thread. A handler that raises (a watchdog's SIGALRM, `sys.exit` at SIGTERM, the
+SIGCHLD handler of torch's DataLoader) interrupts the code that runs there at any point, also inside a critical section
+of shared memory. Python code cannot protect a critical section from it. So while the program has such a handler, the
+main thread leaves all work on shared memory to the runtime's thread, where no handler runs.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from _signal import getsignal as _getsignal  # type: ignore[import-not-found]  #
 from collections.abc import Callable
 from typing import Any
 
-# Those of real time are left out: they have no meaning of their own, and would be half of the time.
+# Without the real-time signals: programs rarely handle them, and to check them would take half of the time.
 _SIGNALS = tuple(int(number) for number in signal.valid_signals() if number < signal.SIGRTMIN)
-# The handlers of event loops only make a note, and asyncio's for SIGINT cancels the main task the first time.
+# Modules whose handlers do not raise: those of event loops schedule a callback, and asyncio's handler of SIGINT cancels
+# the main task the first time.
 _LOOPS = ("asyncio.", "uvloop.")
 
-_known: tuple[tuple[object, ...], bool] = ((), False)  # the handlers at the last look, and whether one may raise
+_known: tuple[tuple[object, ...], bool] = ((), False)  # the handlers at the last check, and whether one may raise
 
 
 def may_interrupt() -> bool:
-    """Whether a signal handler may raise in the thread that asks: the main one, if the program has such handlers."""
+    """Whether a signal handler may raise in the calling thread: in the main thread, if the program has handlers."""
     return threading.get_ident() == threading.main_thread().ident and handlers_may_raise()
 
 
 def handlers_may_raise() -> bool:
-    """Whether the program has signal handlers of its own. Takes some us."""
+    """Whether the program has signal handlers of its own. Takes some microseconds."""
     global _known
     handlers = tuple(map(_getsignal, _SIGNALS))
     if handlers != _known[0]:
@@ -37,6 +39,7 @@ def handlers_may_raise() -> bool:
 
 
 def _may_raise(handler: Callable[..., Any] | int | None) -> bool:
+    # Python's own handler of SIGINT does raise, but it ends the program.
     if not callable(handler) or handler is signal.default_int_handler:
         return False
     function = handler.func if isinstance(handler, functools.partial) else handler

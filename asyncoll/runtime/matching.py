@@ -1,7 +1,7 @@
-"""Posted receives meet arrived messages.
+"""Matching of posted receives with arriving segments. Pure: no loop, no thread, no clock.
 
-One `Mailbox` belongs to one execution of one operation. Arrays come in segments that one sender sends in order; a
-segment is copied or combined into the posted array the moment it arrives, or kept until the receive is posted.
+One `Mailbox` belongs to one execution of one operation. A sender cuts an array into segments and sends them in order.
+The mailbox copies or combines a segment into the posted array at its arrival, or keeps it until the receive is posted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from asyncoll.errors import ProtocolError
 from asyncoll.tensors.reductions import Array, Combine
 from asyncoll.transport.wire import Buffer
 
-Key = tuple[int, int]  # (source rank in the world, step)
+Key = tuple[int, int]  # (world rank of the source, step)
 
 
 class Receive:
     """A posted receive into the flat array `into`.
 
-    Nobody else may touch `into` until `complete`; `on_complete` is then called once.
+    Other code must not read or write `into` until `complete` is true. `on_complete` is called once, at that moment.
     """
 
     __slots__ = ("combine", "complete", "filled", "into", "on_complete")
@@ -28,23 +28,23 @@ class Receive:
     def __init__(self, into: Array, combine: Combine | None = None) -> None:
         self.into = into
         self.combine = combine
-        self.filled = 0
+        self.filled = 0  # elements
         self.complete = False
         self.on_complete: Callable[[], object] | None = None
 
     def take(self, payload: Buffer) -> None:
-        """Consume one segment. Raises ProtocolError if it does not fit."""
+        """Consume the next segment. Raises ProtocolError if it does not fit the rest of the array."""
         into = self.into
         data = _as_array(payload, into)
         target = into[self.filled : self.filled + data.size]
-        if target.size != data.size or (into.size and not data.size):
+        if target.size != data.size or (into.size and not data.size):  # an empty segment would never end the array
             raise ProtocolError(f"a segment of {data.size} elements; {into.size - self.filled} were expected")
         if self.combine is None:
             target[...] = data
         else:
             try:
                 self.combine(target, data)
-            except ValueError as error:  # a piece that the reduction cannot take apart
+            except ValueError as error:  # a reduction over records of several elements got a part of a record
                 raise ProtocolError(f"a segment of {data.size} elements: {error}") from None
         self.filled += data.size
         if self.filled == into.size:
@@ -54,6 +54,7 @@ class Receive:
 
 
 def _as_array(payload: Buffer, like: Array) -> Array:
+    """The bytes as an array of the dtype of `like`, without a copy."""
     raw = np.frombuffer(payload, np.uint8)
     if raw.size % like.itemsize:
         raise ProtocolError(f"a segment of {raw.size} bytes, not a multiple of the {like.itemsize} of an element")
@@ -61,7 +62,10 @@ def _as_array(payload: Buffer, like: Array) -> Array:
 
 
 class Mailbox:
-    """Receives posted and segments arrived for one execution, by (source, step)."""
+    """The posted receives and the early segments of one execution, by (source, step).
+
+    In: `post` (this rank's algorithm) and `arrive` (messages of peers). Out: `Receive.on_complete`.
+    """
 
     __slots__ = ("_arrived", "posted")
 
@@ -70,7 +74,7 @@ class Mailbox:
         self._arrived: dict[Key, list[Buffer]] = {}
 
     def post(self, key: Key, receive: Receive) -> list[Buffer]:
-        """Post `receive`; returns the early segments that it consumed."""
+        """Post `receive`; returns the early segments that it consumed. Raises ProtocolError if one does not fit."""
         assert key not in self.posted, f"two receives for {key}"
         early = self._arrived.pop(key, [])
         for payload in early:
@@ -80,7 +84,10 @@ class Mailbox:
         return early
 
     def arrive(self, key: Key, payload: Buffer) -> bool:
-        """Take one segment; returns whether a posted receive consumed it at once."""
+        """Take one segment; returns whether a posted receive consumed it at once.
+
+        Raises ProtocolError if the segment does not fit the receive.
+        """
         receive = self.posted.get(key)
         if receive is None:
             self._arrived.setdefault(key, []).append(payload)
@@ -96,5 +103,5 @@ class Mailbox:
             del self._arrived[key]
 
     def waiting_for(self) -> list[Key]:
-        """What is posted and has not come."""
+        """The keys of the receives that are posted and not complete."""
         return list(self.posted)

@@ -1,4 +1,4 @@
-"""One rank as a member of one communicator: what every part of a call needs to know and may do."""
+"""One rank as a member of one communicator: the handle through which calls reach the runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from asyncoll.runtime.progress import Runner
 
 
 class Member:
-    """The rank's endpoint, the communicator's group, and the runner of the runtime."""
+    """The endpoint of the rank, the group of the communicator, and the runner of the runtime, as one value.
+
+    The methods may be called from any thread. They post their work to the runtime's loop.
+    """
 
     __slots__ = ("communicator", "endpoint", "group", "runner")
 
@@ -23,20 +26,20 @@ class Member:
         self.communicator = group.communicator
 
     def check(self) -> None:
-        """Raise what has ended the communicator, if anything has."""
+        """Raise the error of the communicator if it or the world has failed."""
         failures = self.endpoint.failures
         if failures.any:  # seldom
             failures.check(self.communicator)
 
     def check_open(self) -> None:
-        """Raises ClosedError after the end of the world, and UsageError in a forked child of its process."""
+        """Raise ClosedError after the end of the world, and UsageError in a forked child of its process."""
         if self.endpoint.closed:
             self.endpoint.check_open()
 
     def check_caller(self) -> None:
-        """As `check_open`, and raises UsageError in a thread without a running loop.
+        """As `check_open`; raise UsageError in a thread without a running loop.
 
-        A call needs a loop to be awaited on. One that failed after it was numbered would be missed by all other ranks.
+        A call needs a loop to be awaited on. All other ranks would wait for a call that fails after it is numbered.
         """
         if self.endpoint.closed:
             self.endpoint.check_open()
@@ -48,26 +51,29 @@ class Member:
                 "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
             ) from None
 
-    def post(self, what: Callable[[], None]) -> None:
-        """Call `what` on the runtime's loop, soon. From any thread."""
-        self.runner.post(what)
+    def post(self, callback: Callable[[], None]) -> None:
+        """Schedule `callback` on the runtime's loop."""
+        self.runner.post(callback)
 
     def abort(self, reason: str) -> None:
-        """End the communicator at all of its ranks. From any thread."""
+        """Fail the communicator at all of its ranks with an AbortedError of this rank."""
         group = self.group
         self.post(lambda: self.endpoint.failures.abort(group.communicator, group.ranks, reason))
 
     def mismatch(self, text: str) -> None:
-        """Ranks have called different things, which ends the communicator. From any thread."""
+        """Fail the communicator at all of its ranks with a MismatchError: the ranks have made different calls."""
         group = self.group
         self.post(lambda: self.endpoint.failures.mismatch(group.communicator, group.ranks, text))
 
     def noticed(self, error: PeerLostError) -> AsyncollError:
-        """A lost rank was noticed in shared memory, in any thread. Returns the error to raise."""
+        """Report a lost rank that a call in shared memory has met. Returns the error that the call must raise."""
         return self.endpoint.noticed(error, self.post)
 
     def failed(self, call: object, error: BaseException) -> None:
-        """`call`, which the other ranks wait for, has ended with `error`. Unless they know of it, abort."""
+        """Abort the communicator, because `call`, which the other ranks wait for, has ended with `error`.
+
+        Does nothing if `error` is an error of the communicator, which the other ranks know already.
+        """
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
         elif not isinstance(error, AsyncollError) or isinstance(error, ProtocolError):

@@ -1,4 +1,4 @@
-"""Who belongs to the world, in which process, and what is known of those who are gone."""
+"""The processes of the world's ranks, and the description of a lost rank."""
 
 from __future__ import annotations
 
@@ -9,50 +9,59 @@ from asyncoll.transport.processes import is_gone, is_stopped
 from asyncoll.transport.wire import Hello, Lost
 
 _UNKNOWN = Hello("", 0)
-_ENDING_S = 0.05  # for a process to end
+_ENDING_S = 0.05  # time limit for a dying process to end
 
 
 class Membership:
-    """The ranks of the world, as one of them knows them."""
+    """The ranks of the world as this rank knows them: their processes, and which of them are lost.
+
+    In: `introduced`, for each Hello message; `on_trace`, at the start. Out: `news_of`, the message that reports a lost
+    rank. The endpoint calls `culprit` and `news_of` in any thread and everything else on the runtime's loop.
+    """
 
     def __init__(self) -> None:
-        self.lost: set[int] = set()
+        self.lost: set[int] = set()  # world ranks
         self._processes: dict[int, Hello] = {}
         self._traces: list[Callable[[int], str]] = []
 
     def introduced(self, rank: int, process: Hello) -> None:
-        """This is the process of `rank`."""
+        """Record the host and the process id of world rank `rank`."""
         self._processes[rank] = process
 
     def knows(self, rank: int) -> bool:
-        """Whether `rank` has introduced itself."""
+        """Whether the Hello message of `rank` has arrived."""
         return rank in self._processes
 
     def name(self, rank: int) -> str:
-        """`rank` and, as far as it is known, its process."""
+        """The rank, with its host and process id if they are known; for error messages."""
         process = self._processes.get(rank)
         return f"rank {rank} (host {process.host}, pid {process.pid})" if process else f"rank {rank}"
 
     def culprit(self, suspect: int, neighbours: Iterable[int]) -> int:
-        """`suspect`, unless it lives and one of its neighbours, which are of this host as it is, does not.
+        """The lost rank: a dead or stopped rank among `neighbours` if `suspect` is alive; otherwise `suspect`.
 
-        Blocks for some ms while nobody is out yet: the kernel opens the locks of a process before it has ended.
+        `neighbours` are the ranks of this host. A lock names its last registered owner, which is not the dead rank if
+        that rank died between taking the lock and registering (see `transport.memory.mutex`). Blocks up to 50 ms while
+        all processes seem alive, because the kernel releases the locks of a process before the process counts as dead.
         """
         known = {rank: self._processes[rank].pid for rank in neighbours if rank in self._processes}
         until_s = time.monotonic() + _ENDING_S  # noqa: TID251 (there are no processes in virtual time)
         while suspect in known:
-            out = [rank for rank, pid in known.items() if is_gone(pid) or is_stopped(pid)]
-            if out or time.monotonic() > until_s:  # noqa: TID251
-                return out[0] if out and suspect not in out else suspect
+            lost = [rank for rank, pid in known.items() if is_gone(pid) or is_stopped(pid)]
+            if lost or time.monotonic() > until_s:  # noqa: TID251
+                return lost[0] if lost and suspect not in lost else suspect
             time.sleep(0.001)  # noqa: TID251
         return suspect
 
     def on_trace(self, trace: Callable[[int], str]) -> None:
-        """`trace(rank)` describes the last call that it knows of that rank; empty if it knows none."""
+        """Register `trace`: `trace(rank)` returns the last known call of a rank as text, or an empty string.
+
+        Functions that are registered later are asked first.
+        """
         self._traces.append(trace)
 
     def news_of(self, rank: int, cause: str, last_seen_s: float) -> Lost:
-        """What to tell of a rank that is gone."""
+        """The message that reports the lost world rank `rank`, with its process and its last known call."""
         process = self._processes.get(rank, _UNKNOWN)
         doing = next((text for trace in reversed(self._traces) if (text := trace(rank))), "")
         return Lost(rank, cause, process.host, process.pid, round(1000 * last_seen_s), doing)

@@ -1,6 +1,7 @@
-"""How many messages of each tag have passed between two ranks: exact, in little memory, for any number of tags.
+"""Numbers for the messages of each tag between two ranks: exact, in little memory, for any number of tags.
 
-Both ends number the messages of a tag on their own, so neither may ever forget a tag: the other end may be ahead.
+The sender and the receiver number the messages of a tag independently. So neither may forget a tag: the other end may
+be ahead by any number of messages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ _RECENT_MAX = 256
 
 
 class Numbering:
-    """Messages of one direction, numbered from 1 by tag.
+    """Numbers the messages of one direction, from 1 for each tag.
 
-    Recent tags are in a dict, which takes about 150 bytes for each. Older ones are in sorted runs of consecutive tags
-    that were used equally often, of 24 bytes each: tags that count steps, used once each, are a single run.
+    A dict holds the recent tags, with about 150 bytes for each. Older tags are merged into sorted runs, with 24 bytes
+    for each: a run is a range of consecutive tags that were used equally often. Tags that count steps, each used once,
+    form one run.
     """
 
     def __init__(self) -> None:
@@ -24,19 +26,19 @@ class Numbering:
         self._first, self._last, self._count = (np.empty(0, np.int64) for _ in range(3))  # of each run; inclusive
 
     def next(self, tag: int) -> int:
-        """The number of the next message of `tag`, which fits into 64 bits."""
+        """The number of the next message of `tag`, a signed 64-bit integer."""
         number = (self._recent.get(tag) or self._older(tag)) + 1
         self._recent[tag] = number
-        if len(self._recent) > _RECENT_MAX + self._first.size // 8:  # in proportion, as merging takes all runs
+        if len(self._recent) > _RECENT_MAX + self._first.size // 8:  # proportional, because a merge reads all runs
             self._merge()
         return number
 
     def _older(self, tag: int) -> int:
-        place = int(self._first.searchsorted(tag, "right")) - 1
-        return int(self._count[place]) if place >= 0 and tag <= self._last[place] else 0
+        run = int(self._first.searchsorted(tag, "right")) - 1
+        return int(self._count[run]) if run >= 0 and tag <= self._last[run] else 0
 
     def _merge(self) -> None:
-        """Turn the recent tags into runs."""
+        """Move the recent tags into the runs."""
         tags = np.array(sorted(self._recent), np.int64)
         counts = np.array([self._recent[tag] for tag in tags.tolist()], np.int64)
         first, last, count = self._without(tags)
@@ -46,7 +48,7 @@ class Numbering:
         self._recent.clear()
 
     def _without(self, tags: Array) -> tuple[Array, Array, Array]:
-        """The runs, cut in two where one of the sorted `tags` lies inside."""
+        """The runs without the sorted `tags`: a run with a tag inside is cut in two."""
         if not self._first.size:
             return self._first, self._last, self._count
         run = self._first.searchsorted(tags, "right") - 1
@@ -56,12 +58,12 @@ class Numbering:
         first = np.sort(np.concatenate([self._first[kept], tags[tags < self._last[run]] + 1]))
         last = np.sort(np.concatenate([self._last[kept_last], tags[tags > self._first[run]] - 1]))
         count = self._count[self._first.searchsorted(first, "right") - 1]
-        some = first <= last  # nothing is left between two neighbours that were both cut out
-        return first[some], last[some], count[some]
+        non_empty = first <= last  # two adjacent tags that were both removed leave an empty run between them
+        return first[non_empty], last[non_empty], count[non_empty]
 
 
 def _joined(first: Array, last: Array, count: Array) -> tuple[Array, Array, Array]:
-    """Sorted disjoint runs, where one begins after the end of the one before, and counts the same, as one."""
+    """Join adjacent runs with equal counts; the input is sorted and disjoint."""
     starts = np.ones(first.size, bool)
     starts[1:] = (first[1:] - 1 != last[:-1]) | (count[1:] != count[:-1])
     return first[starts], last[np.append(starts[1:], True)], count[starts]

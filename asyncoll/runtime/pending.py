@@ -1,4 +1,9 @@
-"""The calls that a rank has made on a communicator and that are not over; and who is to blame when one is overdue."""
+"""The calls in progress of one rank on one communicator, and the report of the missing ranks when a call is overdue.
+
+A call is overdue at the end of `asyncoll.deadline` or after ASYNCOLL_DEADLINE_S seconds. Its rank then asks all ranks
+of the call where they are (message Where), waits a short time for the answers (message Here), and fails the
+communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue).
+"""
 
 from __future__ import annotations
 
@@ -14,58 +19,63 @@ from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group
 from asyncoll.transport.wire import Here, Overdue, Where
 
-_ANSWER_S = 0.25  # for the others to say where they are. Who computes answers all the same, on its progress thread
+_ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers, also while the rank computes
 
 
 class Call(Protocol):
-    """`str` of it describes the call as this rank made it."""
+    """A call; `str(call)` describes it for errors, with the line of the user's code."""
 
     @property
     def key(self) -> str:
-        """Names it at every rank alike, in one line."""
+        """A name of the call, of one line, that is the same at every rank."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
-    """One call under way."""
+    """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
 
     call: Call
-    number: int
-    ranks: tuple[int, ...]  # of the world, that it concerns
+    number: int  # in the order of calls that all ranks make, from 1; 0 for a call without a number
+    ranks: tuple[int, ...]  # the world ranks that take part
     since_s: float
-    expires_s: float
+    expires_s: float  # when it is overdue; may be infinite
 
 
 class PendingCalls:
-    """One rank's calls on one communicator that are not over.
+    """The calls in progress of one rank on one communicator.
 
-    They begin and end in any thread; everything else happens on the runtime's loop.
+    In, from any thread: `enter` and `leave`. In, on the runtime's loop: the timer (`_check_overdue`), Where messages
+    (`_on_question`) and Here messages (`_on_answer`). Out, on the runtime's loop: Where and Here messages through the
+    router, and an Overdue failure to `Failures`.
+
+    There is one timer for all calls, because a timer for each call would take longer than a short call does.
     """
 
     def __init__(self, endpoint: Endpoint, group: Group, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` calls on the runtime's loop, soon."""
+        """`post` schedules a callback on the runtime's loop, from any thread."""
         self._endpoint = endpoint
         self._group = group
         self._post = post
         self._patience_s = endpoint.patience_s
         self._now_s = deadlines.clock()
-        self._pending: dict[PendingCall, None] = {}
-        self._calls = 0
-        self._last: PendingCall | None = None
+        self._pending: dict[PendingCall, None] = {}  # an ordered set
+        self._calls = 0  # the number of the last numbered call
+        self._last: PendingCall | None = None  # the last call that was entered
         self._idle_since_s = self._now_s()
-        self._looks_at_s = math.inf  # when the runtime looks for calls that are overdue
+        self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
-        self._answers: dict[int, Here] = {}
+        self._answers: dict[int, Here] = {}  # to the current question, by world rank
         self._asked: set[int] = set()
-        self._all_answered: asyncio.Event | None = None  # while it asks
-        endpoint.router.on_control(Where, group.communicator, self._answer)
-        endpoint.router.on_control(Here, group.communicator, self._heard)
+        self._all_answered: asyncio.Event | None = None  # set while a question is open
+        endpoint.router.on_control(Where, group.communicator, self._on_question)
+        endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
     def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> PendingCall:
-        """A call begins, in its caller's thread and context.
+        """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
-        `number` is its place among those that all ranks make; `ranks` are those that it concerns, if not all.
+        `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
+        world ranks that take part, by default all of the communicator.
         """
         now_s, expires_s = self._now_s(), deadlines.expiry.get()
         patience_s = now_s + self._patience_s
@@ -75,71 +85,78 @@ class PendingCalls:
         self._pending[pending] = None
         self._last = pending
         self._calls = number or self._calls
-        if pending.expires_s < self._looks_at_s:
-            self._looks_at_s = pending.expires_s
-            self._post(self._look)
+        if pending.expires_s < self._next_check_s:
+            self._next_check_s = pending.expires_s
+            self._post(self._check_overdue)
         return pending
 
     def leave(self, pending: PendingCall) -> None:
-        """It is over. Idempotent."""
+        """The call has ended, in any way. Idempotent."""
         self._pending.pop(pending, None)
         self._idle_since_s = self._now_s()
 
     # -- on the runtime's loop --------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """For a call that is overdue. The next look is when one may be: also one that has not been made yet, because
-        setting a timer from another thread takes longer than a short call does."""
+    def _check_overdue(self) -> None:
+        """Report the first overdue call, or set the timer for the next check.
+
+        The timer is also set while no call is pending, for the earliest moment at which a later call without a deadline
+        of its own can be overdue. So `enter` needs no timer for most calls; to set one from another thread takes longer
+        than a short call does.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        self._looks_at_s = math.inf  # before looking: who enters meanwhile has this called again
+        self._next_check_s = math.inf  # before reading `_pending`: a call that enters meanwhile posts another check
         now_s, pending = self._now_s(), tuple(self._pending)
         overdue = next((pending for pending in pending if pending.expires_s <= now_s), None)
         if overdue is not None:
             self._endpoint.spawn(self._give_up(overdue), self._group.communicator)
             return
-        looks_at_s = min([now_s + self._patience_s, *(pending.expires_s for pending in pending)])
-        if looks_at_s < math.inf:
-            self._looks_at_s = min(looks_at_s, self._looks_at_s)
-            self._timer = asyncio.get_running_loop().call_later(looks_at_s - now_s, self._look)
+        next_check_s = min([now_s + self._patience_s, *(pending.expires_s for pending in pending)])
+        if next_check_s < math.inf:
+            self._next_check_s = min(next_check_s, self._next_check_s)
+            self._timer = asyncio.get_running_loop().call_later(next_check_s - now_s, self._check_overdue)
 
     async def _give_up(self, overdue: PendingCall) -> None:
-        async with self._asking:  # one at a time: answers do not say to whose question
-            await self._tell_who_is_late(overdue)
+        async with self._asking:  # one question at a time, because an answer does not say which question it is for
+            await self._report_overdue(overdue)
 
-    async def _tell_who_is_late(self, overdue: PendingCall) -> None:
+    async def _report_overdue(self, overdue: PendingCall) -> None:
+        """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
         await self._ask(overdue.ranks)
         if overdue not in self._pending:
-            self._look()
+            self._check_overdue()
             return
-        missing = [rank for rank in overdue.ranks if not self._has_come(rank, overdue)]
+        missing = [rank for rank in overdue.ranks if not self._has_arrived(rank, overdue)]
         arrived = [rank for rank in overdue.ranks if rank not in missing]
         waited_s = self._now_s() - overdue.since_s
-        where = "; ".join(self._whereabouts(rank) for rank in missing) or "none"
+        where = "; ".join(self._location(rank) for rank in missing) or "none"
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
         lists = (",".join(map(str, ranks)) for ranks in (arrived, missing))
         news = Overdue(self._group.communicator, text, *lists)
         self._endpoint.failures.give_up(news, self._group.communicator, self._group.ranks)
 
     async def _ask(self, ranks: tuple[int, ...]) -> None:
-        """These where they are."""
+        """Ask the world ranks `ranks` where they are, and wait until all have answered or the time is over."""
         self._answers.clear()
         self._all_answered = asyncio.Event()
         self._asked = set(ranks) - {self._endpoint.rank}
         for rank in self._asked:
             self._endpoint.router.tell(rank, Where(self._group.communicator))
         try:
-            with contextlib.suppress(TimeoutError):  # who has not answered by then is said not to
+            with contextlib.suppress(TimeoutError):  # a rank that does not answer is missing
                 await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
         finally:
             self._all_answered = None
 
-    def _heard(self, source: int, answer: Here) -> None:
+    def _on_answer(self, source: int, answer: Here) -> None:
+        """A Here message. The question is over once all asked ranks have answered; others may answer an earlier one."""
         self._answers[source] = answer
         if self._all_answered is not None and self._answers.keys() >= self._asked:
             self._all_answered.set()
 
-    def _has_come(self, rank: int, pending: PendingCall) -> bool:
+    def _has_arrived(self, rank: int, pending: PendingCall) -> bool:
+        """Whether `rank` is in this call, or has made it already."""
         if rank == self._endpoint.rank:
             return True
         answer = self._answers.get(rank)
@@ -147,13 +164,13 @@ class PendingCalls:
             return False
         return pending.call.key in answer.inside.split("\n") or 0 < pending.number <= answer.calls
 
-    def _whereabouts(self, rank: int) -> str:
+    def _location(self, rank: int) -> str:
         answer = self._answers.get(rank)
         doing = answer.doing if answer is not None else "which does not answer"
         return f"{self._endpoint.membership.name(rank)}, {doing}"
 
-    def _answer(self, source: int, question: Where) -> None:
-        """Say where this rank is."""
+    def _on_question(self, source: int, question: Where) -> None:
+        """A Where message: answer with the calls that this rank is in, or its last call."""
         pending, now_s = tuple(self._pending), self._now_s()
         if pending:
             doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)

@@ -1,8 +1,10 @@
-"""Where the runtime runs, and how the caller's loop reaches it.
+"""Runners: they start the work of calls on the runtime's loop, and return the results to the caller's loop.
 
-In a process world the runtime has a thread and a uvloop loop of its own (the papers' auxiliary thread), so a caller who
-blocks its loop in `backward()` still takes part in other ranks' rounds. In the in-process worlds runtime and callers
-share one loop. Either way a call starts when it is made, not when it is awaited.
+In a world of processes the runtime has a thread and a uvloop loop of its own: the auxiliary thread of Li et al.,
+"Taming unbalanced training workloads in deep learning with partial collective operations", PPoPP 2020, section 4.3. So
+a rank takes part in the rounds of others while its program blocks its own loop, for example in `backward()`. In the
+in-process worlds the runtime and the callers share one loop. In both cases a call starts when it is made, not when it
+is awaited.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
 
-# How long pure Python code in another thread may keep the GIL once the progress thread wants it. At the default of
-# 5 ms a round waits up to 10 ms for a rank that computes in Python; at this value, 1.2 ms.
+# The time that pure Python code in another thread may keep the GIL while the progress thread waits for it. At Python's
+# default of 5 ms a round waits up to 10 ms for a rank that computes in Python; at this value, 1.2 ms.
 SWITCH_INTERVAL_S = 0.0005
 
-# Work in memory waits for its caller to come back to it for once to twice as long. A caller who computes first wants it
-# done meanwhile.
+# After once to twice this time, the runtime takes over work in shared memory that its caller has not awaited. A caller
+# that computes before it awaits the call expects the work to be done meanwhile.
 TAKEOVER_S = 0.0005
 
-_AGAIN_S = 0.01  # between two attempts to wake a caller, or to see what it waits for, if signal handlers may raise
-_ENDING_S = 1.0  # for work that is cancelled at the end and waits for peers to leave its memory, which may be dead
-_abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: loops of its parent's runtime
+_AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
+_ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
+_abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
 
 
 def _ignore() -> None:
@@ -46,34 +48,37 @@ def _ignore() -> None:
 
 
 class Runner(Protocol):
-    """Starts coroutines on the runtime's loop.
+    """Starts the work of calls on the runtime's loop.
 
-    `home` is the loop of the program, where the runner was made. Calls may come from any running loop.
+    `start` and `drive` may be called from any running loop, `post` from any thread. `home` is the loop of the program,
+    on which the runner was made.
     """
 
     home: asyncio.AbstractEventLoop
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        """Start `work` now; the coroutine that is returned waits for it.
+        """Start `work` now; the returned coroutine waits for it and returns its result.
 
-        Cancelling that coroutine cancels `work`, which has by then taken its first step, and waits until it has
-        stopped: nothing of the caller's memory is in use afterwards. Then `discarded` is called on the runtime's loop,
-        as `work` may have been done already, and nobody gets its result. An exception of a signal handler does the
-        same. If nobody awaits it, `work` runs to its end, and `discarded` is called, too.
+        Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
+        does not use the caller's memory afterwards. Then `discarded` is called on the runtime's loop, because `work`
+        may have completed, and its result has no receiver. An exception that a signal handler raises in the caller has
+        the same effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called,
+        too.
         """
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        """Begin `work` now; the coroutine that is returned goes on with it, and the runtime does if nobody awaits that.
+        """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
-        Cancelling it cancels `work`, and waits until it has stopped. Then `discarded` is called, as above.
+        If the returned coroutine is not awaited within TAKEOVER_S to twice that, the runtime's loop continues the work.
+        Cancellation and `discarded` are those of `start`.
         """
 
     def post(self, what: Callable[[], None]) -> None:
-        """Call `what` on the runtime's loop, soon."""
+        """Schedule `what` on the runtime's loop, from any thread."""
 
 
 class _Awaited(Coroutine[Any, Any, T]):
-    """The coroutine that a caller gets for work that has begun."""
+    """The coroutine that the caller of a runner gets, after its first step."""
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class _Awaited(Coroutine[Any, Any, T]):
         discarded: Callable[[], None],
         runtime_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`waiting` waits for the work; `discarded` is called if nobody gets its answer."""
+        """`waiting` waits for the work; `discarded` is called if the result has no receiver."""
         self._discarded = discarded
         self._runtime_loop = runtime_loop
         self._waiting = waiting
@@ -100,13 +105,16 @@ class _Awaited(Coroutine[Any, Any, T]):
 
 
 class _Begun(_Awaited[T]):
-    """The same before its first step.
+    """The coroutine that the caller of a runner gets, before its first step.
 
-    A task that is cancelled before its first step throws a plain coroutine away. This one takes the step first, so that
-    the work hears of it and lets go of the caller's memory. If the object ends without a step, nobody will get the
-    answer, and it is discarded once the work is over. That is done on the runtime's loop, because objects may end in
-    any thread, and while that has a lock. After the first step the object has no finalizer any more: each call would
-    run it in the caller's thread, and an exception that a signal handler raises in a finalizer is lost.
+    If a task is cancelled before its first step, asyncio closes a plain coroutine without running it. This one runs its
+    first step before it raises the cancellation, so that the work is cancelled and stops using the caller's memory.
+
+    If this object is destroyed before its first step, the result has no receiver, and `discarded` is called. It is
+    called on the runtime's loop, because a finalizer may run in any thread, also in one that holds a lock.
+
+    The first step changes the class to `_Awaited`, which has no finalizer. With a finalizer, every call would run it in
+    the caller's thread, and Python drops an exception that a signal handler raises in a finalizer.
     """
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -121,14 +129,14 @@ class _Begun(_Awaited[T]):
         self.__class__ = _Awaited  # type: ignore[assignment]
         try:
             self._waiting.send(None)
-        except StopIteration:  # the answer was there, and nobody gets it
+        except StopIteration:  # the result was ready, and has no receiver now
             self._discarded()
             raise error from None
         return self._waiting.throw(error, *more)
 
     def __del__(self) -> None:
-        if hasattr(self, "_waiting"):  # or a signal handler has raised while it was made
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
+        if hasattr(self, "_waiting"):  # not set if a signal handler raised during `__init__`
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the world has ended
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 
 
@@ -176,7 +184,7 @@ class _Ended(Coroutine[Any, Any, T]):
 
 
 class SharedLoop:
-    """The runtime runs on the caller's own loop."""
+    """A runner for in-process worlds: the runtime and the program share the loop on which this object is made."""
 
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
@@ -209,14 +217,14 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     try:
         return await _shielded(task)
     except asyncio.CancelledError:
-        asyncio.get_running_loop().call_soon(task.cancel)  # after the first step, which is already scheduled
+        asyncio.get_running_loop().call_soon(task.cancel)  # later than the first step, which is already scheduled
         await _settled(task)
         discarded()
         raise
 
 
 def _shielded(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """`asyncio.shield`. Who is cancelled in the turn in which the future fails does not look at its exception."""
+    """`asyncio.shield`, without a warning if the waiter is cancelled in the turn in which the future fails."""
     shield = asyncio.shield(future)
     shield.add_done_callback(_see)
     return shield
@@ -228,7 +236,7 @@ def _see(future: asyncio.Future[Any]) -> None:
 
 
 async def _settled(future: asyncio.Future[Any]) -> None:
-    """Wait until `future` is done, however it ends and however often the waiter is cancelled."""
+    """Wait until `future` is done, with any outcome. Cancelling the waiter does not end the wait."""
     while not future.done():
         with contextlib.suppress(BaseException):
             await _shielded(future)
@@ -236,7 +244,10 @@ async def _settled(future: asyncio.Future[Any]) -> None:
 
 
 class ProgressThread:
-    """The runtime runs on its own thread."""
+    """A runner for worlds of processes: the runtime has a thread and a loop of its own.
+
+    The loop and the thread exist from `__init__` to `stop`. Signal handlers of Python never run on that thread.
+    """
 
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
@@ -244,10 +255,11 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        # Begun by callers who have not come to wait for it: their loop, and the timer's turn in which it began.
+        # Work that has begun and that its caller has not awaited yet: the caller's loop, and `_turn` when it began.
         self._unclaimed: dict[Work[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
-        self._taken: weakref.WeakKeyDictionary[Work[Any], _Crossing] = weakref.WeakKeyDictionary()  # by the runtime
-        self._turn = 0
+        # Work that the runtime has taken over. Weak, because the caller may never come.
+        self._taken: weakref.WeakKeyDictionary[Work[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self._turn = 0  # how often the timer has expired
         self._timer = Timer()
         self._is_timer_set = False
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
@@ -268,9 +280,9 @@ class ProgressThread:
         return _Begun(self._claim(work, discarded), discarded, self._loop)
 
     async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
-        """The caller has come to wait for it."""
+        """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self._unclaimed.pop(work, None) is not None
-        if claimed and may_interrupt():  # since the call
+        if claimed and may_interrupt():  # the program has set a signal handler since the call
             return await self.start(work.finish(), discarded)
         try:
             if claimed:
@@ -278,23 +290,25 @@ class ProgressThread:
             outcome: T = await self._taken.pop(work).outcome(_ignore)
             return outcome
         except asyncio.CancelledError:
-            discarded()  # here: the caller's next call may begin before the runtime's loop turns
+            discarded()  # in the caller's thread: its next call may begin before the runtime's loop turns
             raise
 
     def _set_timer(self) -> None:
-        """After something was left unclaimed. It takes long, so not once for each."""
+        """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
         if not self._is_timer_set:
             self._is_timer_set = True
             self._timer.set(TAKEOVER_S)
 
     def _take_over(self) -> None:
-        """What nobody has come to wait for is the runtime's."""
+        """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""
         self._timer.read()
         self._is_timer_set = False
         for work, (caller, turn) in list(self._unclaimed.items()):
             if turn < self._turn:
                 crossing = self._taken[work] = _Crossing(self._loop, caller)
-                if self._unclaimed.pop(work, None) is None:  # its caller has come in this moment
+                # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so
+                # the crossing must be in `_taken` before: a caller that loses the race looks there.
+                if self._unclaimed.pop(work, None) is None:
                     del self._taken[work]
                 else:
                     crossing.begin_here(work.finish())
@@ -306,7 +320,7 @@ class ProgressThread:
         self._loop.call_soon_threadsafe(what)
 
     def stop(self) -> None:
-        """End the thread, and what was begun on it and is awaited no more."""
+        """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""
         forks.unregister(self)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -315,11 +329,11 @@ class ProgressThread:
         sys.setswitchinterval(self._switch_interval_s)
 
     def abandon(self, parent: int) -> None:
-        """In a forked child, which has no such thread: whoever waits for its work there has nothing to wait for."""
+        """In a forked child, which does not have this thread: callers there must not wait for its work."""
         _abandoned.add(self._loop)
         forks.isolate(self._loop)
         forks.give_up([self._timer.fileno()])
-        forks.keep(self._loop)  # it counts as running, and so cannot be destroyed
+        forks.keep(self._loop)  # uvloop refuses to destroy a loop that counts as running
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -338,39 +352,42 @@ async def _cancel_the_rest() -> None:
 
 
 class _Crossing:
-    """One piece of work on the runtime's loop, and its outcome on the caller's.
+    """One piece of work on the runtime's loop, and its outcome as a future of the caller's loop.
 
-    Signal handlers may raise in the caller's thread, also in the callback that wakes the caller. So the runtime repeats
-    that callback until it has run to its end, as long as the world is open. A caller that gives up does not rely on it.
+    A signal handler may raise in the caller's thread at any point, also in the callback that wakes the caller
+    (`_settle`). So the runtime's loop repeats that callback until it has run to its end, as long as the world is open.
+    A caller that is cancelled does not rely on the callback: it polls the state of the task.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop | None = None) -> None:
-        """`here` is the caller's, by default the one that runs."""
+        """`there` is the runtime's loop, `here` the caller's, by default the running one."""
         self._there = there
         self._here = here or asyncio.get_running_loop()
         self._outcome: asyncio.Future[Any] = self._here.create_future()
-        self._end: asyncio.Future[None] | None = None  # for a caller that does not want the outcome any more
-        self._is_told = False  # the caller's loop knows how the work has ended
+        self._end: asyncio.Future[None] | None = None  # done at the end of the work, for a caller that was cancelled
+        self._is_told = False  # `_settle` has run to its end
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start `work` on the runtime's loop. On the caller's loop."""
         self._there.call_soon_threadsafe(self.begin_here, work)
 
     async def outcome(self, discarded: Callable[[], None]) -> Any:
+        """The result of the work. An exception in the waiter cancels the work. On the caller's loop."""
         try:
             return await self._outcome
         except BaseException as error:
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
-            if not self._there.is_closed() and self._there not in _abandoned:  # or the runtime has ended with its work
+            if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
                 self._there.call_soon_threadsafe(self._cancel)
-                if not isinstance(error, GeneratorExit):  # after which there is no waiting
+                if not isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
                     await self._ended()
                 self._there.call_soon_threadsafe(discarded)
             raise
 
     async def _ended(self) -> None:
-        """Wait until the work is over, however often the waiter is interrupted."""
+        """Wait until the work is over. Cancelling the waiter does not end the wait."""
         while not self._is_over():
             self._end = self._here.create_future()
             with contextlib.suppress(Exception, asyncio.CancelledError):
@@ -380,24 +397,25 @@ class _Crossing:
         return self._is_told or self._there.is_closed() or (self._task is not None and self._task.done())
 
     def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:
-        """On the runtime's loop."""
+        """Start `work`. On the runtime's loop."""
         self._task = self._there.create_task(work)
         self._task.add_done_callback(self._done)
 
     def _cancel(self) -> None:
-        if self._task is not None:  # or an interruption came before `begin`
-            self._there.call_soon(self._task.cancel)  # after its first step
+        if self._task is not None:  # None if a signal handler raised before `begin`
+            self._there.call_soon(self._task.cancel)  # later than its first step
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        """Tell the caller's loop, and look later whether it knows."""
+        """Wake the caller, and check later whether that was interrupted. On the runtime's loop."""
         if self._is_told:
             return
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there is no waiter
             self._here.call_soon_threadsafe(self._settle, task)
             if handlers_may_raise():
                 self._there.call_later(_AGAIN_S, self._done, task)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
+        """Complete the future that the caller awaits. On the caller's loop. May run again after an interruption."""
         outcome = self._outcome
         if outcome.done():
             pass
@@ -410,13 +428,13 @@ class _Crossing:
             outcome.set_result(task.result())
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
-        self._is_told = True  # last: a signal handler may raise before
+        self._is_told = True  # last: a signal handler may raise at any line above
 
 
 def _crossed(
     there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], discarded: Callable[[], None]
 ) -> Coroutine[Any, Any, T]:
-    """Start `work` on the loop `there`; the coroutine that is returned waits for it on the one that runs here."""
+    """Start `work` on the loop `there`; the returned coroutine waits for it on the loop that runs here."""
     crossing = _Crossing(there)
     begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded, there)
     crossing.begin(work)
@@ -424,10 +442,18 @@ def _crossed(
 
 
 async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:
-    """Run `fn(*args)`, which blocks or computes, in a thread and wait for it, so that the caller's loop goes on.
+    """Run `fn(*args)` in a thread and return its result, so that the caller's loop continues meanwhile.
 
-    The thread is one of the loop's own, or of `threads`. Cancelling the wait does not stop it. In virtual time it runs
-    at once, on the loop: there are no threads.
+    ```python
+    loss = await asyncoll.offload(train_step, model, batch)  # blocks for 100 ms, but not the loop
+    ```
+
+    Use it for functions that block or compute. `fn` is a plain function. It runs in a copy of the caller's context. Any
+    one rank may call it: no other rank takes part. `threads` is the executor to use, by default that of the loop.
+
+    An exception of `fn` is raised here, StopIteration as RuntimeError. Cancelling the wait does not stop `fn`, which
+    runs to its end in its thread. In a simulated world `fn` runs at once on the loop, because virtual time has no
+    threads.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualTimeLoop):
@@ -438,5 +464,5 @@ async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = N
 def _run(fn: Callable[..., T], *args: Any) -> T:
     try:
         return fn(*args)
-    except StopIteration as error:  # no future can hold it, and whoever waits would wait for ever
+    except StopIteration as error:  # a future cannot hold it: the waiter would never wake
         raise RuntimeError(f"{fn!r} raised StopIteration") from error

@@ -1,7 +1,7 @@
-"""All that leaves a rank, and who hears what comes beside executions: signals and control messages.
+"""The router of one rank: sends every message, and dispatches signals and control messages to their handlers.
 
-A peer may have come to something before this rank has. So what nobody here listens to yet is kept, up to a bound, and
-whoever asks for it later hears that first.
+A peer may use an operation or a communicator before this rank creates it. So the router keeps messages without a
+handler, up to a bound, and delivers them first when the handler is registered.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from asyncoll.errors import ProtocolError
 from asyncoll.statistics import Traffic
 from asyncoll.transport import Buffer, Transport, wire
 
-_EARLY_MAX = 1 << 16  # signals and announcements kept for what does not exist here yet
+_EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts together
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
-Asked = TypeVar("Asked", wire.Announce, wire.Where, wire.Here)  # control messages for whoever asks for them
+Handled = TypeVar("Handled", wire.Announce, wire.Where, wire.Here)  # control messages with a registered listener
 
 
 class Router:
-    """The messages of one rank. All that it sends counts in `traffic`."""
+    """The messages of one rank, on the runtime's loop. Every message that it sends counts in `traffic`.
+
+    In, from the endpoint (messages of peers): `signalled` and `told`. In, from all parts of the runtime and the
+    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. Out: `Transport.send`, and the registered
+    handlers.
+    """
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:
         self.rank = transport.rank
@@ -29,41 +34,44 @@ class Router:
         self._traffic = traffic
         self._handlers: dict[int, SignalHandler] = {}
         self._listeners: dict[tuple[type, int], Callable[[int, Any], None]] = {}
-        self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}
-        self._early_controls: dict[tuple[type, int], list[tuple[int, Any]]] = {}
+        self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}  # by context
+        self._early_controls: dict[tuple[type, int], list[tuple[int, Any]]] = {}  # by type and communicator
         self._early_count = 0
 
     def send(self, dest: int, frames: list[Buffer]) -> None:
-        """Send one message."""
+        """Send one message to the world rank `dest`. Never waits; the frames may be reused when it returns."""
         self._traffic.messages_sent += 1
         if len(frames) > 1:
             self._traffic.bytes_sent += len(frames[1])
         self._transport.send(dest, frames)
 
     def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:
-        """Tell the handler of `context` at `dest`. The payload, at most a segment, does not wait for credit."""
+        """Send a signal to the handler of `context` at world rank `dest`.
+
+        The payload is at most one segment (wire.SEGMENT_BYTES) and needs no credit.
+        """
         self.send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint), payload])
 
     def tell(self, dest: int, message: wire.Control) -> None:
-        """Send a control message."""
+        """Send a control message to the world rank `dest`."""
         self.send(dest, wire.encode_control(message))
 
     def on_signal(self, context: int, handler: SignalHandler) -> None:
-        """Signals for `context` go to `handler`, those that have come already first."""
+        """Pass signals for `context` to `handler`, beginning with those that have come already."""
         self._handlers[context] = handler
         for signal in self._early_signals.pop(context, []):
             self._early_count -= 1
             handler(*signal)
 
-    def on_control(self, kind: type[Asked], communicator: int, listener: Callable[[int, Asked], None]) -> None:
-        """Messages of that kind for `communicator` go to `listener`, those that have come already first."""
+    def on_control(self, kind: type[Handled], communicator: int, listener: Callable[[int, Handled], None]) -> None:
+        """Pass control messages of type `kind` for `communicator` to `listener`, beginning with the early ones."""
         self._listeners[kind, communicator] = listener
         for source, message in self._early_controls.pop((kind, communicator), []):
             self._early_count -= 1
             listener(source, message)
 
     def signalled(self, source: int, header: wire.Header, payload: Buffer) -> None:
-        """A signal came."""
+        """A SIGNAL message of `source`. Raises ProtocolError if too many messages have no handler here."""
         signal = (source, header.number, header.step, header.fingerprint, payload)
         handler = self._handlers.get(header.context)
         if handler is not None:
@@ -73,7 +81,7 @@ class Router:
             self._early_signals.setdefault(header.context, []).append(signal)
 
     def told(self, source: int, message: wire.Announce | wire.Where | wire.Here) -> None:
-        """A control message came."""
+        """A CONTROL message of `source`. Raises ProtocolError if too many messages have no listener here."""
         listener = self._listeners.get((type(message), message.communicator))
         if listener is not None:
             listener(source, message)
@@ -84,4 +92,4 @@ class Router:
     def _count_early(self) -> None:
         self._early_count += 1
         if self._early_count > _EARLY_MAX:
-            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that nobody here has opened")
+            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that this rank has not opened")

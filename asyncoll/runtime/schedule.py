@@ -1,8 +1,10 @@
-"""A DAG of consumable operations: what became ready after this one fired?
+"""Schedules: directed acyclic graphs of operations, each of which fires at most once. Nothing here waits or sends.
 
-Seed 000, section 4.1: an operation fires at most once in an execution of its schedule (it is *consumed*), after all of
-its predecessors or after any one of them. A schedule is a value for one execution; a persistent operation makes a new
-one for its next round. Nothing here waits or sends: callers fire what happened and carry out what comes back.
+After Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
+collective operations", PPoPP 2020, section 4.1. An operation fires after all of its predecessors, or after any one of
+them, and at most once in an execution of its schedule: the paper calls it *consumable*. That is how several initiators
+start one collective once. A schedule serves one execution; a persistent operation makes a new one for each round. The
+caller fires the operations that have happened and executes those that `fire` returns.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ Op = TypeVar("Op", bound=Hashable)
 
 
 class Schedule(Generic[Op]):
-    """Operations are whatever hashable names the caller likes."""
+    """A schedule for one execution. Operations are hashable values of the caller's choice."""
 
     __slots__ = ("_missing", "_successors", "fired")
 
     def __init__(self) -> None:
-        self._missing: dict[Op, int] = {}  # predecessors still needed before the operation is ready
+        self._missing: dict[Op, int] = {}  # predecessors that must still fire before the operation does
         self._successors: dict[Op, list[Op]] = {}
         self.fired: set[Op] = set()
 
     def add(self, op: Op, *, after: Iterable[Op] = (), after_any: Iterable[Op] = ()) -> Op:
-        """Add `op`: ready once all of `after` have fired, or one of `after_any`.
+        """Add `op` and return it. It fires once all of `after` have fired, or once any one of `after_any` has.
 
-        With neither, it waits for the outside to fire it. Predecessors must have been added before.
+        Without predecessors only the caller fires it. Predecessors must have been added before, so there are no cycles.
+        Raises ValueError for an operation that is there already, for both kinds of predecessors, and for unknown ones.
         """
         every, some = tuple(after), tuple(after_any)
         if op in self._missing:
@@ -42,7 +45,10 @@ class Schedule(Generic[Op]):
         return op
 
     def fresh(self) -> Schedule[Op]:
-        """The same operations for another execution, none of them fired. Only a schedule that never fired has this."""
+        """The same operations for another execution, none of them fired. This schedule must not have fired any.
+
+        The successors are shared with this schedule: add nothing to either of them afterwards.
+        """
         assert not self.fired, "this schedule has been used"
         copy: Schedule[Op] = Schedule()
         copy._missing = self._missing.copy()
@@ -53,9 +59,9 @@ class Schedule(Generic[Op]):
         return op in self._missing
 
     def fire(self, op: Op) -> list[Op]:
-        """Fire `op` and all that it makes ready; returns them in the order in which they fired.
+        """Fire `op` and all operations that become ready by it; returns them in the order in which they fired.
 
-        Firing what has been consumed does nothing and returns nothing.
+        Does nothing and returns an empty list if `op` has fired before.
         """
         if op in self.fired:
             return []

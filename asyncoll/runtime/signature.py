@@ -1,4 +1,4 @@
-"""What a call is, in words that every rank of its communicator can compare and show."""
+"""The signature of a call: what all ranks must agree on, as a fingerprint to compare and as text for errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncoll.arguments import digest
 
 
 class Site(NamedTuple):
-    """A place in the user's code."""
+    """A line of the user's code."""
 
     path: str
     line: int
@@ -19,21 +19,22 @@ class Site(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A call that the other ranks of the communicator must make, too."""
+    """A call that all ranks of the communicator must make alike."""
 
     operation: str
     number: int
     dtype: str
-    elements: int  # -1: any
+    elements: int  # -1: not compared
     detail: str
     site: Site
 
     def fingerprint(self) -> int:
-        """Equal at two ranks that have made the same call."""
+        """64 bits that are equal at two ranks that have made the same call. The line of code is not part of it."""
         return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
 
     @property
     def key(self) -> str:
+        """The name of the call, equal at all ranks."""
         return f"{self.operation} #{self.number} {self.detail}"
 
     def __str__(self) -> str:

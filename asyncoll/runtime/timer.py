@@ -1,4 +1,7 @@
-"""A timer that any thread may set and one loop hears: Linux's timerfd, without waking the loop to set it."""
+"""A timer that any thread may set and one loop waits for: Linux's timerfd.
+
+`loop.call_soon_threadsafe(loop.call_later, ...)` would wake the loop to set the timer; a timerfd does not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # neither call blocks, so the GIL ma
 
 
 class Timer:
-    """Readable once the time is over."""
+    """A file descriptor that becomes readable once the time is over. `set` may be called from any thread."""
 
     def __init__(self) -> None:
         self._fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
@@ -24,11 +27,11 @@ class Timer:
         return self._fd
 
     def set(self, seconds: float) -> None:
-        """Ring after `seconds`, and not when it was to ring before; 0: never."""
+        """Expire after `seconds`, in place of any earlier setting; 0 disarms the timer."""
         _libc.timerfd_settime(self._fd, 0, struct.pack("4q", 0, 0, *divmod(int(seconds * 1e9), 10**9)), None)
 
     def read(self) -> None:
-        """Be silent again."""
+        """Clear an expiry, so that the descriptor is not readable any more."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._fd, 8)
 

@@ -1,9 +1,9 @@
-"""Who drives a coroutine in memory: the caller who awaits it, or the runtime if nobody does.
+"""Work in shared memory: a coroutine that any loop can drive.
 
-Such a coroutine awaits nothing but conditions of shared memory and turns (`transport.control_block.until`, `turn_of`),
-so it belongs to no loop and may be driven by any, one after another. Its first steps are taken at the call, in the
-caller's own thread: a call between ranks that are all there is over without any other thread, or the loop, having
-turned.
+Such a coroutine awaits only conditions of shared memory and turns (`transport.control_block.until` and `turn_of`). So
+it belongs to no loop, and several loops may drive it one after another: the caller's loop if the call is awaited, or
+else the runtime's loop. Its first steps run at the call, in the caller's thread. If all ranks have arrived, a short
+call completes there, without a turn of any loop and without another thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """A coroutine in memory, to be driven to its end once."""
+    """A coroutine in shared memory, driven to its end once. Only one thread may drive it at a time."""
 
     __slots__ = ("__weakref__", "_arena", "_body", "_check", "_error", "_result", "_wait", "_what", "is_over")
 
     def __init__(
         self, arena: Arena, body: Coroutine[Wait | Turn, None, T], check: Callable[[], None], what: Callable[[], str]
     ) -> None:
-        """`check` raises if there is nothing to wait for any more; `what` describes the work."""
+        """`check` raises if the communicator has failed; `what` describes the work, for the report of a deadlock."""
         self._arena = arena
         self._body = body
         self._check = check
@@ -36,13 +36,13 @@ class Work(Generic[T]):
         self.is_over = False
 
     def begin(self) -> None:
-        """Go as far as possible without waiting."""
+        """Run `body` until it has to wait, in the calling thread."""
         self._step(self._body.send, None)
 
     async def finish(self) -> T:
-        """Go on to the end, on the loop that runs here, and return what the coroutine returns.
+        """Run `body` to its end, on the loop that runs here, and return its result.
 
-        If this is cancelled, or `check` raises, the coroutine gets the exception where it waits, and may clean up.
+        If this is cancelled, or if `check` raises, `body` gets the exception where it waits, and may clean up.
         """
         if self._wait is None and not self.is_over:
             self.begin()
@@ -53,7 +53,7 @@ class Work(Generic[T]):
                 else:
                     await self._arena.wait(self._wait, self._check, self._what)
             except BaseException as error:
-                self._check = _nothing  # it has said what it had to say: what waits now is cleaning up
+                self._check = _nothing  # `body` has its exception; it must be able to wait while it cleans up
                 self._step(self._body.throw, error)
             else:
                 self._step(self._body.send, None)
@@ -73,7 +73,8 @@ class Work(Generic[T]):
             self._result = stop.value
             self.is_over = True
         except BaseException as error:
-            if getcoroutinestate(self._body) != CORO_CLOSED:  # a signal handler raised after the step
+            # If the body is not closed, it did not raise this itself: a signal handler raised after the step.
+            if getcoroutinestate(self._body) != CORO_CLOSED:
                 self._step(self._body.throw, error)
                 return
             self._error = error

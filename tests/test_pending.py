@@ -1,4 +1,4 @@
-"""Who asks where the others are when a call is overdue, and whose answers count."""
+"""The question after an overdue call, and the answers that count."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asyncoll.testing import Network, Pause, simulate
 from asyncoll.transport.wire import Here
 
 
-def test_whatever_begins_while_others_are_asked_the_answers_count():
-    """Its own deadline has the calls looked through, of which one is overdue."""
-    told = []
+def test_a_call_that_begins_during_a_question_does_not_drop_the_answers():
+    """The deadline of the second call triggers a check while the question about the first call is open."""
+    reported = []
 
     async def meet(comm):
         with deadline(1) if comm.rank == 0 else contextlib.nullcontext():
@@ -29,28 +29,29 @@ def test_whatever_begins_while_others_are_asked_the_answers_count():
     async def main(comm):
         await comm.barrier()
         await asyncio.sleep(2)
-        if comm.rank == 1:  # which is stopped for good
+        if comm.rank == 1:  # this rank never answers
             await asyncio.Event().wait()
         try:
             await asyncio.gather(meet(comm), *([begin_another(comm)] if comm.rank == 0 else []))
         except DeadlineError as error:
             if comm.rank == 0:
-                told.append((error.arrived, error.missing))
+                reported.append((error.arrived, error.missing))
             raise
 
     with pytest.raises(DeadlineError):
         simulate(4, main, Network(latency_s=0.05, faults=[Pause(1, 1.5, 1000)]))
-    assert told == [((0, 2, 3), (1,))]
+    assert reported == [((0, 2, 3), (1,))]
 
 
-def test_who_was_not_asked_does_not_answer_for_who_was():
+def test_only_the_addressed_rank_answers():
     async def main(comm):
         await comm.barrier()
         if comm.rank == 0:
             pending = comm._calls._pending
             asking = asyncio.ensure_future(pending._ask((0, 1)))
             await asyncio.sleep(0)
-            pending._heard(2, Here(comm._core.member.group.communicator, 0, "", "late"))  # to an earlier question
+            # An answer to an earlier question.
+            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "late"))
             await asking
             assert 1 in pending._answers
         await comm.barrier()
