@@ -55,7 +55,8 @@ def case(**values):
 def looped(names, values):
     """As `pytest.mark.parametrize`, but one item runs all values one after another; the report names the failing one.
 
-    The leak check and the fixtures cost more than a short test. A fixture has one value for all cases of an item.
+    The leak check and the fixtures cost more than a short test. A fixture has one value for all cases of an item;
+    only `monkeypatch` is a new one, undone, for each.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     values = list(values)
@@ -65,8 +66,9 @@ def looped(names, values):
         def run_all(**arguments):
             for value in values:
                 chosen = dict(zip(names, value if len(names) > 1 else [value], strict=True))
-                with case(**chosen):
-                    test(**arguments, **chosen)
+                with case(**chosen), pytest.MonkeyPatch.context() as patch:
+                    own = {"monkeypatch": patch} if "monkeypatch" in arguments else {}
+                    test(**{**arguments, **chosen, **own})
 
         signature = inspect.signature(test)
         left = [each for name, each in signature.parameters.items() if name not in names]

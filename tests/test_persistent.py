@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES
+from conftest import SIZES, looped
 
 from asyncoll import AVG, MAX, ClosedError, MismatchError
 from asyncoll.algorithms.rounds.operation import Opening, Operation
@@ -95,7 +95,7 @@ def test_other_buckets_under_a_name_are_a_mismatch(simulated):
 # -- candidates ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_candidates_are_distinct_and_evenly_drawn(size):
     for candidates in range(1, size + 1):
         operation = Operation("x", (), ReduceOp.SUM, Opening.MAJORITY, candidates=candidates)
@@ -174,8 +174,8 @@ def test_lag_is_counted_in_rounds(simulated):
 # -- several at once, leaving --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("sync_every", [0, 1, 3])
+@looped("size", [1, 2, 3, 5, 8])
+@looped("sync_every", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["solo", "majority", "quorum", "candidates", "group"])
 def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size, simulated):
     """Those that are done stand in for the rest of the others' rounds, so nobody waits for a call that never comes."""
