@@ -133,6 +133,18 @@ def test_a_fault_strikes_when_it_is_said_to(at, memory):
     assert (VICTIM in done) == (at == "after")
 
 
+def test_control_blocks_that_are_made_inside_the_block_are_watched():
+    async def main(comm: Communicator) -> int:
+        arena = comm._core.member.endpoint.arena
+        with InjectionPoints(comm) as injection_points:
+            with arena.control_block(1 << 40, 1):
+                pass
+        return injection_points.count
+
+    assert run_ranks(1, main, transport="shm") == [2]
+    assert world(1, main, memory=True) == [2]
+
+
 @memory
 def test_a_block_with_fewer_injection_points_is_struck_at_its_end(memory):
     struck = []
