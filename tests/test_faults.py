@@ -331,7 +331,7 @@ STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memor
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ({"told": []}, "nothing struck"),
+        ({"told": []}, "the fault did not strike"),
         ({"left": ["process 7"]}, "left behind: process 7"),
         ({"codes": {0: 1, 1: 1, 2: 1}}, "ended with code 1"),
         ({"hung": {0: STACK}}, "rank 0 hung: wait transport/memory/arena.py:7"),
