@@ -138,7 +138,7 @@ def test_layouts_meet_registered_tensors(layout):
         np.testing.assert_array_equal(plain(x), 3 * plain(LAYOUTS[layout]()))
 
 
-def test_views_of_registered_tensors_are_reduced_and_their_neighbours_left_alone(run):
+def test_views_of_registered_tensors_are_reduced_and_their_neighbours_unchanged(run):
     async def main(comm):
         whole = comm.empty((5, 70_000), torch.float32)
         whole[...] = -1.0
@@ -171,7 +171,7 @@ def test_registered_memory_lives_as_long_as_any_view_of_it(run):
     run(2, main)
 
 
-def test_registered_memory_is_used_again():
+def test_registered_memory_is_reused():
     async def main(comm):
         arena, made = comm._core.backend.memory, set()
         for _ in range(50):
@@ -184,7 +184,7 @@ def test_registered_memory_is_used_again():
     assert max(run_ranks(2, main, transport="shm")) < 5
 
 
-def test_the_tensors_of_a_split_are_registered_for_the_whole_and_the_other_way_round(run):
+def test_the_tensors_of_a_split_are_registered_for_the_world_and_vice_versa(run):
     async def main(comm):
         half = await comm.split(comm.rank % 2)
         for owner, user in [(comm, half), (half, comm)]:
@@ -232,7 +232,7 @@ def test_collectives_of_many_windows(size, run):
 
 
 @sizes
-def test_lengths_may_be_very_different_and_nothing(size, run):
+def test_lengths_may_be_very_different_or_zero(size, run):
     generator = np.random.default_rng(size)
     lengths = generator.choice([0, 0, 1, 5, 70_001, 300_000], (size, size))
 
@@ -378,7 +378,7 @@ CANCELLED = {
 @pytest.mark.parametrize("what", CANCELLED)
 @looped("who", [0, 1, 2])
 @looped("others", ["registered", "not"])
-def test_what_was_cancelled_is_the_callers_again_and_spoils_no_result(what, who, others):
+def test_the_tensor_of_a_cancelled_call_is_the_callers_and_changes_no_result(what, who, others):
     """Nobody writes to it any more, and whoever is given a result is given the right one."""
     call, result = CANCELLED[what]
     outcomes = Counter()
@@ -415,7 +415,7 @@ def test_what_was_cancelled_is_the_callers_again_and_spoils_no_result(what, who,
 @looped("seed", range(10))
 @pytest.mark.parametrize("quorum", [1, 2])
 @pytest.mark.parametrize("count", [2, 60_000])
-def test_registered_contributions_that_were_given_up_count_once_and_are_read_no_more(count, quorum, seed):
+def test_registered_contributions_of_cancelled_calls_count_once_and_are_not_read_later(count, quorum, seed):
     """Every contribution is a power of two of its own, and its memory is scribbled on as soon as it is the caller's."""
     rounds: dict[int, int] = {}
     calls, last, given_up = 15, 30, []
@@ -456,7 +456,7 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize("kind", ROUNDS)
-def test_blocks_are_used_again(kind, monkeypatch):
+def test_blocks_are_reused(kind, monkeypatch):
     """However many rounds there are, and calls that are given up, only so many blocks are ever made."""
     made = Counter()
     provide = BlockTable.provide
@@ -489,7 +489,7 @@ def test_blocks_are_used_again(kind, monkeypatch):
     assert many <= few + 4
 
 
-def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_alone(monkeypatch):
+def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
     """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
     slept = 0
     sleep = ControlBlock.sleep
