@@ -130,7 +130,7 @@ class Keeper:
 
 
 def failures(size, act, run, survivors=0):
-    """The errors of `act(comm)` by rank, in a world that `run(size, main)` makes. No rank leaves before all are done."""
+    """The errors of `act(comm)` by rank, in a world of `run(size, main)`. No rank leaves before all are done."""
     raised = {}
     begin, end = asyncio.Barrier(size), asyncio.Barrier(survivors or size)
 

@@ -103,9 +103,11 @@ def operation(opening=Opening.SOLO, **options):
 
 
 def gathering(number=1, size=4, drawn=(2,), waiting=(), gone=()):
-    view = Gathering(number, size, drawn, gone)
+    view = Gathering(number, size, drawn)
     for rank in waiting:
         view.arrived(rank)
+    for rank in gone:
+        view.gone(rank)
     return view
 
 

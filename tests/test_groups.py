@@ -121,7 +121,7 @@ def test_average_divides_by_the_number_of_contributed_models(simulated):
 
 
 def test_a_fixed_group_may_be_many_rounds_ahead_of_another(simulated):
-    """A member of one group sleeps. The other group continues, and its signals are kept for the rounds of the sleeper."""
+    """A member of one group sleeps. The other continues, and its signals are kept for the rounds of the sleeper."""
 
     async def main(comm):
         newest = 0

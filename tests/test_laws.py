@@ -259,7 +259,7 @@ def test_a_fault_breaks_its_law(law, kind, lie, spread):
 
 
 def test_a_cancelled_call_may_have_taken_part_in_a_synchronous_round():
-    """The answer of the cancelled call was in flight, so the next call aims, in its caller's view, before that round."""
+    """The answer of the cancelled call was in flight, so in its caller's view the next call aims before that round."""
     case = replace(draw("solo", 1, 0), sync_every=3)
 
     def told(index, aim, number, holds):
