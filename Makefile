@@ -4,13 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs clean
+# The fast tests of `make check`: unit tests, and the laws in a few worlds. `make test` runs everything.
+FAST := $(addprefix tests/test_,architecture.py arena.py attendance.py backend.py engine.py flat.py interruption.py \
+	joining.py liveness.py matching.py persistent.py rendezvous.py replicas.py rpc_codec.py schedule.py selection.py \
+	slots.py transport.py wire.py worlds.py collectives.py::test_every_dtype_and_reduction \
+	collectives.py::test_split_orders_by_key_and_colours_do_not_mix laws.py::test_a_few_worlds_of_each_kind)
+
+.PHONY: demo test check lint docs clean
 
 demo: $(READY)
 	$(BIN)/python -m trainers demo
 
 test: lint
 	$(BIN)/python -X dev -m pytest --dist load --tx "2*popen//python=$(BIN)/python -X dev"
+
+check: lint
+	$(BIN)/python -m pytest -q -m "not slow" --dist load --tx "2*popen//python=$(BIN)/python" $(FAST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

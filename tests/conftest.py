@@ -1,10 +1,12 @@
-"""What every test must leave behind: nothing."""
+"""Fixtures of worlds, helpers for many cases in one item, and the check that no test leaves anything behind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import inspect
 import os
 import threading
 from functools import partial
@@ -19,36 +21,76 @@ from asyncoll import testing
 from asyncoll.errors import AsyncollError
 from asyncoll.transport.messages import service_sockets, zeromq
 
-# Two processes share two busy cores here, and one flake refuses everybody's work: so no draw is timed, and every run
-# draws the same, which also leaves nothing to remember.
+# On a busy machine a deadline for each example makes tests flaky, and so does a different draw in each run. So there is
+# no deadline, every run draws the same examples, and no database of failures is needed.
 settings.register_profile(
     "asyncoll", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("asyncoll")
 
-# A process, or a thread of ZeroMQ, that gets no time for half a second, as happens, is no frozen one: neither here nor
-# in what is launched. What is about frozen ones sets its own.
+# On a busy machine a process or a ZeroMQ thread may get no processor time for half a second. It must not count as
+# frozen, in this process or in launched ones. Tests of frozen ranks set a limit of their own.
 FREEZE_S = 20.0
 os.environ["ASYNCOLL_FREEZE_S"] = str(FREEZE_S)
 zeromq.ZeroMQTransport.__init__.__kwdefaults__["freeze_s"] = service_sockets.FREEZE_S = FREEZE_S
 
-# What is opened once in a process, by importing torch or by the first loop of libuv, is charged to no test.
+# The first loop of libuv opens descriptors that stay open. They are opened here, so that no test is charged for them.
 uvloop.new_event_loop().close()
 
-PATIENCE_S = 300  # until what hangs is given up: a safety net, far beyond what the slowest machine needs
-SIZES = [*range(1, 10), 13, 17]
-SPARED = (4, 6, 7, 9, 17)
+PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
+SIZES = [*range(1, 10), 13, 17]  # numbers of ranks: bugs hide behind powers of two
+SPARED = (4, 6, 7, 9, 17)  # sizes that real shared memory leaves out, because it takes longer than its simulation
+
+
+@contextlib.contextmanager
+def case(**values):
+    """Names the values in the report of a failure inside the block. The block is one case of a test with many."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {', '.join(f'{name}={value!r}' for name, value in values.items())}")
+        raise
+
+
+def looped(names, values):
+    """As `pytest.mark.parametrize`, but one item runs all values one after another; the report names the failing one.
+
+    The leak check and the fixtures cost more than a short test. A fixture has one value for all cases of an item;
+    only `monkeypatch` is a new one, undone, for each.
+    """
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    values = list(values)
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run_all(**arguments):
+            for value in values:
+                chosen = dict(zip(names, value if len(names) > 1 else [value], strict=True))
+                with case(**chosen), pytest.MonkeyPatch.context() as patch:
+                    own = {"monkeypatch": patch} if "monkeypatch" in arguments else {}
+                    test(**{**arguments, **chosen, **own})
+
+        signature = inspect.signature(test)
+        left = [each for name, each in signature.parameters.items() if name not in names]
+        assert len(left) == len(signature.parameters) - len(names), f"{names} are not all parameters of {test}"
+        run_all.__signature__ = signature.replace(parameters=left)
+        return run_all
+
+    return decorate
 
 
 @pytest.fixture(params=["messages", "memory"])
 def simulated(request):
-    """Ranks in virtual time that talk by messages, and such that share memory."""
+    """`simulate` for ranks that exchange messages, and for ranks that share memory."""
     return partial(testing.simulate, shared_memory=request.param == "memory")
 
 
 @pytest.fixture(params=["inproc", "shm", "memory"])
 def run(request):
-    """Ranks that talk by messages, such that share real memory, and its twin, where they come between each other."""
+    """Runs ranks that exchange messages, ranks that share real memory, and ranks that share simulated memory.
+
+    In simulated memory the work of different ranks interleaves at random.
+    """
     if request.param != "memory":
         return partial(testing.run_ranks, transport=request.param)
     weather = testing.Network(jitter_s=1e-3)
@@ -57,7 +99,7 @@ def run(request):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """The models of trainers are tiny, and threads that wait for each other crawl where cores are busy."""
+    """Limits torch to one thread: the models are tiny, and threads that spin for each other are slow on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +107,7 @@ def one_thread():
 
 
 class Keeper:
-    """Keeps what it is told of, for tests to wait for."""
+    """Records messages and other events, and lets tests wait for them."""
 
     def __init__(self):
         self.messages = []
@@ -81,14 +123,14 @@ class Keeper:
             await self.changed.wait()
 
     async def take(self, count=1):
-        """So many messages, which are not held here any more."""
+        """Wait for `count` messages, then remove and return the first `count`."""
         await self.until(lambda: len(self.messages) >= count)
         taken, self.messages = self.messages[:count], self.messages[count:]
         return taken
 
 
 def failures(size, act, run, survivors=0):
-    """What `act(comm)` raised at each rank, in a world that `run(size, main)` makes; none leaves before all know."""
+    """The errors of `act(comm)` by rank, in a world of `run(size, main)`. No rank leaves before all are done."""
     raised = {}
     begin, end = asyncio.Barrier(size), asyncio.Barrier(survivors or size)
 
@@ -106,7 +148,7 @@ def failures(size, act, run, survivors=0):
 
 
 def pytest_collection_modifyitems(items):
-    """Every size runs in the twin of real memory; real memory, which takes longer, leaves out some."""
+    """Leave out the SPARED sizes in real shared memory. Simulated memory runs every size."""
     items[:] = [item for item in items if not _is_spared(item)]
 
 
@@ -138,8 +180,8 @@ def _state() -> dict[str, set]:
         "descriptors": _descriptors(),
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
-        # All programs of the machine make names there, and none says whose it is: so these are the library's alone.
-        # What this process has open is among the descriptors, whatever it is called.
+        # Other programs of the machine use /dev/shm, too, so only names of this library count. Memory without a name
+        # is found among the descriptors.
         "/dev/shm": {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")},
         "tasks": {repr(task) for task in asyncio.tasks._all_tasks if not task.done()},
     }
@@ -156,5 +198,6 @@ def nothing_is_left():
     before = _state()
     yield
     if _left(before):
-        gc.collect()  # what a cycle still holds is garbage, not a leak
+        gc.collect()  # objects in a reference cycle are garbage, not a leak
+
     assert not _left(before), "the test leaked"

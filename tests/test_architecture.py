@@ -155,14 +155,14 @@ def packages_used(tree: ast.AST) -> set[str]:
     return {module.partition(".")[0] for module, _ in imports(tree)}
 
 
-def test_the_table_shows_every_arrow_between_packages_and_no_other():
+def test_the_table_shows_every_import_between_packages_and_no_other():
     drawn = {(name, used) for name in PACKAGES for used in PACKAGES[name]}
     real = {(package(module), package(used)) for module, path in modules.items() for used in modules_used(parse(path))}
     assert {(one, other) for one, other in real if one != other} == drawn
     assert set(map(package, modules)) == set(PACKAGES)
 
 
-def test_arrows_between_packages_only_go_up_the_table():
+def test_packages_import_only_packages_above_them_in_the_table():
     order = list(PACKAGES)
     assert not [(name, used) for name in order for used in PACKAGES[name] if order.index(used) >= order.index(name)]
 
@@ -179,7 +179,7 @@ def test_the_top_of_the_package_is_small():
     assert len(packages) <= PACKAGES_MAX
 
 
-def test_the_protocol_has_no_loop_no_clock_and_no_socket():
+def test_the_protocol_uses_no_loop_no_clock_and_no_socket():
     offenders = {module: packages_used(parse(modules[module])) & SANS_IO_FORBIDDEN for module in SANS_IO}
     assert not any(offenders.values()), offenders
 
@@ -200,7 +200,7 @@ def test_torch_is_imported_when_it_is_needed():
     assert not {module for module, path in modules.items() if "torch" in imported_at_once(parse(path))}
 
 
-def test_nothing_in_the_package_unpickles_evaluates_or_listens_to_the_world():
+def test_the_package_neither_unpickles_nor_evaluates_nor_listens_on_all_addresses():
     assert not {module: found for module, path in modules.items() if (found := list(forbidden(parse(path))))}
 
 
@@ -216,7 +216,7 @@ def forbidden(tree: ast.Module) -> Iterator[str]:
             yield from (address for address in ("tcp://*", "tcp://0.0.0.0") if address in node.value)
 
 
-def test_what_is_forbidden_is_found():
+def test_forbidden_constructs_are_found():
     assert set(forbidden(ast.parse("import pickle; eval('1'); bind('tcp://*:1')"))) == {"pickle", "eval", "tcp://*"}
 
 
@@ -235,7 +235,7 @@ def check_names(tree: ast.Module) -> None:
             assert node.attr in asyncoll.__all__ or f"asyncoll.{node.attr}" in DOORS
 
 
-def test_every_public_name_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     for name in asyncoll.__all__:
         value = getattr(asyncoll, name)
         assert not inspect.ismodule(value)
@@ -246,6 +246,6 @@ def test_every_public_name_is_there_and_documented():
                 assert method.__doc__, f"{name}.{attribute}"
 
 
-def test_what_is_not_public_is_not_an_attribute():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = asyncoll.no_such_name

@@ -82,7 +82,7 @@ class Copying(inproc.InprocArena):
 
 def test_the_contract_notices_a_broken_promise(monkeypatch):
     monkeypatch.setattr(inproc, "InprocArena", Copying)
-    with pytest.raises(AssertionError, match="whatever one writes all see"):
+    with pytest.raises(AssertionError, match="all ranks read what one rank has written"):
         check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)))
 
 

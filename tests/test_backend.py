@@ -80,7 +80,7 @@ def test_backends_agree(size):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_gives_up_ends_the_calls_of_all(backend):
+def test_a_rank_that_aborts_ends_the_calls_of_all_ranks(backend):
     async def main(comm):
         if comm.rank == 1:
             comm.abort("enough")

@@ -71,13 +71,13 @@ def test_durations() -> None:
         (["allreduce", "--transport", "pigeon"], "'pigeon' is not one of"),
     ],
 )
-def test_mistakes_are_named(arguments: Sequence[str], complaint: str) -> None:
+def test_usage_errors_name_the_mistake(arguments: Sequence[str], complaint: str) -> None:
     code, output = invoke(*arguments)
     assert code == 2
     assert complaint in output
 
 
-def test_a_plan_survives_its_journey() -> None:
+def test_a_plan_is_unchanged_by_json() -> None:
     plan = Plan("solo", 4, (4, 8), "tcp", 0.5, 7)
     assert Plan.from_json(plan.to_json()) == plan
 

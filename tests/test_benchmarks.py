@@ -43,9 +43,7 @@ def load(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_script_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         load(name).main()
@@ -57,7 +55,7 @@ def test_every_script_says_what_it_is(
 # -- closed forms ---------------------------------------------------------------------------------
 
 
-def test_without_costs_the_mean_wait_is_that_of_the_micro_benchmark() -> None:
+def test_with_free_communication_the_mean_wait_is_that_of_the_micro_benchmark() -> None:
     forms = load("closed_forms")
     for ranks in (2, 7, 8, 32):
         for mode in MODES:
@@ -65,7 +63,7 @@ def test_without_costs_the_mean_wait_is_that_of_the_micro_benchmark() -> None:
             assert wait == pytest.approx(expected(mode, ranks)[0])
 
 
-def test_a_late_rank_waits_for_what_is_left_of_a_round() -> None:
+def test_a_late_rank_waits_for_the_rest_of_a_round() -> None:
     forms = load("closed_forms")
     assert forms.mean_wait(4, [0], 1.0, 2.5) == pytest.approx((2.5 + 1.5 + 0.5 + 0.0) / 4)
     assert forms.mean_wait(2, [1], 1.0, 0.5) == pytest.approx((1.5 + 0.5) / 2)
@@ -73,24 +71,24 @@ def test_a_late_rank_waits_for_what_is_left_of_a_round() -> None:
 
 @pytest.mark.parametrize("size", [4 << 10, 1 << 20, 4 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_powers_of_two_take_in_the_simulator_what_the_closed_forms_say(ranks: int, size: int) -> None:
+def test_powers_of_two_match_the_closed_forms_in_the_simulator(ranks: int, size: int) -> None:
     row = load("simulated_scale").together_row(ranks, size, NETWORK)
     assert row["s"] == pytest.approx(row["formula_s"], rel=0.01, abs=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [3, 6, 7, 13])
-def test_other_sizes_take_no_longer_than_the_closed_forms_say(ranks: int) -> None:
+def test_other_sizes_take_at_most_the_closed_forms(ranks: int) -> None:
     row = load("simulated_scale").together_row(ranks, 64, NETWORK)
     assert row["s"] <= 1.01 * row["formula_s"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_coordinated_rounds_take_no_longer_than_the_closed_forms_say(mode: str) -> None:
+def test_coordinated_rounds_take_at_most_the_closed_forms(mode: str) -> None:
     rows = {row["mode"]: row for row in load("simulated_scale").world(8, 4096, NETWORK, 2)}
     assert rows[mode]["wait_s"] <= 1.01 * rows[mode]["wait_formula_s"]
 
 
-def test_activated_rounds_take_what_the_closed_forms_say() -> None:
+def test_activated_rounds_match_the_closed_forms() -> None:
     simulated = load("simulated_scale")
     rows = {row["mode"]: row for row in simulated.world(8, 160 << 10, NETWORK, 2)}
     for row in rows.values():

@@ -77,14 +77,14 @@ def test_without_history_a_lost_answer_counts_as_skipped():
     assert engine.deliver(4, []) == Told([], 3, [])
 
 
-def test_what_is_owed_too_long_is_dropped_and_skipped():
+def test_a_result_owed_too_long_is_dropped_and_counted_as_skipped():
     engine = Engine(history=1)
     engine.deliver(1, [])
     engine.take_back(results(1), 0)
     assert engine.deliver(3, results(2)) == Told(results(2), 1, results(1))
 
 
-def test_every_round_is_told_once_whatever_is_lost():
+def test_every_round_is_reported_once_although_answers_are_lost():
     engine, told = Engine(history=3), []
     for number, missed in [(1, []), (3, results(2)), (4, [])]:
         answer = engine.deliver(number, missed)
@@ -136,7 +136,7 @@ SYNCHRONOUS = operation(sync_every=2)
         (SYNCHRONOUS, 2, [0], [1, 2, 3], True),
     ],
 )
-def test_opening(what, number, waiting, gone, opens):
+def test_a_round_opens_when_its_condition_holds(what, number, waiting, gone, opens):
     assert rules.may_open(what, gathering(number, waiting=waiting, gone=gone)) is opens
 
 
@@ -150,11 +150,11 @@ def test_opening(what, number, waiting, gone, opens):
         (operation(Opening.MAJORITY, sync_every=2), 2, 2, [0, 1, 3], False),
     ],
 )
-def test_a_late_call_opens_for_those_who_wait(what, number, rank, waiting, opens):
+def test_a_late_call_opens_for_waiting_ranks(what, number, rank, waiting, opens):
     assert rules.late_call_opens(what, gathering(number, waiting=waiting), rank) is opens
 
 
-def test_inclusion():
+def test_a_contribution_is_included_if_it_was_taken():
     assert rules.is_included(operation(), ticket=2, taken=3), "contributions add up"
     assert not rules.is_included(operation(), ticket=4, taken=3)
     assert not rules.is_included(operation(group_size=2), ticket=2, taken=3), "a model that was replaced is in no round"

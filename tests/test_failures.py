@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, looped
 from conftest import failures as failures_in
 from zmq.utils.monitor import parse_monitor_message
 
@@ -136,7 +136,7 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
 
 
 @anyhow
-@pytest.mark.parametrize("size", [3, 4, 7])
+@looped("size", [3, 4, 7])
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_a_mismatch_reaches_all_ranks_and_names_both_calls(kind, size, run):
     act, zero, others = MISMATCHES[kind]
@@ -153,7 +153,7 @@ def test_a_mismatch_reaches_all_ranks_and_names_both_calls(kind, size, run):
 
 @anyhow
 @pytest.mark.parametrize("kind", MISMATCHES)
-@pytest.mark.parametrize("late", range(3))
+@looped("late", range(3))
 def test_a_late_rank_raises_the_same_mismatch(kind, late, run):
     """Early messages of its peers belong to another call. It must not use them, whatever their size."""
 
@@ -187,7 +187,7 @@ def test_a_mismatch_names_the_lines_of_the_calls(run):
         assert f"root 1 at test_failures.py:{first + 4}" in str(error)
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
+@looped("size", [2, 3, 6])
 def test_point_to_point_mismatch_reaches_both_ends(size):
     async def act(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -215,7 +215,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 @anyhow
-@pytest.mark.parametrize("size", [2, 5])
+@looped("size", [2, 5])
 @pytest.mark.parametrize("what", OPTIONS)
 def test_mismatched_wait_avoiding_options_reach_all_ranks(what, size, run):
     ours, our_options, theirs, their_options = OPTIONS[what]
@@ -256,7 +256,7 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@looped("call", CALLS)
 def test_use_after_close(call):
     async def main(comm: Communicator) -> Communicator:
         return comm
@@ -272,7 +272,7 @@ def test_use_after_close(call):
         assert comm.statistics().rank == comm.rank
 
 
-@pytest.mark.parametrize("call", [*CALLS, "sparse"])
+@looped("call", [*CALLS, "sparse"])
 def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
     """A call that is numbered and then fails makes the other ranks wait for it at the end of the world."""
     without_a_loop = CALLS | {"sparse": lambda c: c.sparse_allreduce(np.ones(2), density=1)}
@@ -296,7 +296,7 @@ def test_a_call_without_a_loop_is_refused_before_it_is_numbered(call, run):
 
 
 @anyhow
-@pytest.mark.parametrize("call", CALLS)
+@looped("call", CALLS)
 def test_abort_ends_every_call_everywhere(call, run):
     async def act(comm: Communicator) -> None:
         if comm.rank == 2:
@@ -372,8 +372,8 @@ def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
 # -- faults of a simulated world -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@looped("in_memory", [False, True])
+@looped("size", [2, 3, 5])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_survivor_raises_after_a_crash(call, size, in_memory):
     async def act(comm: Communicator) -> None:
@@ -453,7 +453,7 @@ SYNCHRONOUS = [call for call in CALLS if call not in ("solo", "majority", "quoru
 
 
 @anyhow
-@pytest.mark.parametrize("how", ["wait_for", "cancel"])
+@looped("how", ["wait_for", "cancel"])
 @pytest.mark.parametrize("call", SYNCHRONOUS)
 def test_cancelling_a_collective_aborts_it_at_all_ranks(call, how, run):
     outcomes = set()
@@ -522,9 +522,7 @@ def wait_avoiding(comm: Communicator, opening: str, x: np.ndarray) -> Coroutine[
 SHORT, LONG = 1, 1 << 17  # elements: one rank sums the short ones, and long ones are lent and reduced in place
 
 
-@pytest.mark.parametrize(
-    ("count", "seed"), [*((SHORT, seed) for seed in range(16)), *((LONG, seed) for seed in range(3))]
-)
+@looped(("count", "seed"), [*((SHORT, seed) for seed in range(16)), *((LONG, seed) for seed in range(3))])
 @pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_cancelled_contributions_count_exactly_once(size, opening, count, seed, monkeypatch):
@@ -645,7 +643,7 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
+@looped("what", BAD)
 def test_bad_input_is_refused_with_advice_and_takes_no_number(what):
     call, advice = BAD[what]
 
@@ -869,8 +867,8 @@ def test_a_protocol_violation_reaches_all_ranks(what):
     assert {type(raised[rank]) for rank in (0, 1)} <= {ProtocolError, AbortedError, PeerLostError}
 
 
-@pytest.mark.parametrize("first", ["posted", "arrived"])
-@pytest.mark.parametrize("payload", [b"", b"x" * 3, b"x" * 100], ids=len)
+@looped("first", ["posted", "arrived"])
+@looped("payload", [b"", b"x" * 3, b"x" * 100])
 def test_data_of_a_wrong_size_is_refused_before_and_after_the_receive(payload, first):
     """The header is valid, but the payload does not fit the receive of a round."""
 
@@ -929,7 +927,7 @@ async def cancelled(call: Coroutine[Any, Any, Any], after_s: float) -> bool:
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-@pytest.mark.parametrize("opening", ["solo", "majority", "quorum"])
+@looped("opening", ["solo", "majority", "quorum"])
 def test_the_call_after_a_cancelled_one_gets_the_result_in_memory_of_its_own(opening, count):
     async def main(comm: Communicator) -> tuple[int, float]:
         x = np.full(count, 1.0 + comm.rank)

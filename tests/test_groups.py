@@ -1,4 +1,4 @@
-"""The group allreduce of WAGMA-SGD: who is in which group, how far an update gets, and what a call returns."""
+"""The group allreduce of WAGMA-SGD (Li et al., TPDS 2021): its groups, the spread of updates, and its results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_groups_partition_the_ranks(size):
 
 
 @pytest.mark.parametrize("size", range(2, 70))
-def test_an_update_reaches_everybody_in_logarithmic_time(size):
+def test_an_update_reaches_all_ranks_in_logarithmic_time(size):
     for group_size in range(2, size + 1):
         least, power = 0, 1
         while power < size:
@@ -67,7 +67,7 @@ def test_an_update_reaches_everybody_in_logarithmic_time(size):
 @pytest.mark.parametrize(("size", "group_size"), [(4, 2), (6, 4), (9, 3), (13, 4), (7, 7), (5, 1)])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_sums_are_those_of_the_group(size, group_size, fixed, simulated):
-    """Everybody in step: rank r contributes 2^r, so the sum shows who is in it."""
+    """No rank is late. Rank r contributes 2^r, so the sum shows the ranks that are in it."""
 
     async def main(comm):
         for number in range(1, 8):
@@ -87,7 +87,7 @@ def test_sums_are_those_of_the_group(size, group_size, fixed, simulated):
     simulated(size, main)
 
 
-def test_a_late_rank_gives_its_older_model_and_knows_that_it_did(simulated):
+def test_a_late_rank_contributes_its_older_model_and_is_told_so(simulated):
     async def main(comm):
         x = np.array([10.0 + comm.rank])
         await comm.group_allreduce(x, group_size=2, sync_every=1, name="first")
@@ -106,7 +106,7 @@ def test_a_late_rank_gives_its_older_model_and_knows_that_it_did(simulated):
     assert late[2][1:] == (True, [3.0 + 3.0, 11.0])
 
 
-def test_average_divides_by_the_models_that_are_there(simulated):
+def test_average_divides_by_the_number_of_contributed_models(simulated):
     async def main(comm):
         if comm.rank == 2:
             await asyncio.sleep(5)
@@ -120,8 +120,8 @@ def test_average_divides_by_the_models_that_are_there(simulated):
     assert results[2] == results[0]
 
 
-def test_fixed_groups_may_run_far_apart(simulated):
-    """One group's member sleeps; the other group goes on, and the signals of its rounds wait for the sleeper's."""
+def test_a_fixed_group_may_be_many_rounds_ahead_of_another(simulated):
+    """A member of one group sleeps. The other continues, and its signals are kept for the rounds of the sleeper."""
 
     async def main(comm):
         newest = 0
@@ -173,7 +173,7 @@ def test_groups_over_real_sockets(transport):
     assert min(run_ranks(7, main, transport)) >= 20
 
 
-def test_a_group_with_nothing_to_give_leaves_the_tensor_alone(simulated):
+def test_a_group_without_contributions_leaves_the_tensor_unchanged(simulated):
     async def main(comm):
         if comm.rank:
             await asyncio.sleep(1)  # rank 0, a group of its own, has opened the first round long ago
@@ -187,7 +187,8 @@ def test_a_group_with_nothing_to_give_leaves_the_tensor_alone(simulated):
 @pytest.mark.parametrize("sync_every", [0, 30])
 @pytest.mark.parametrize(("size", "group_size"), [(2, 1), (5, 1), (4, 2), (6, 2), (13, 4)])
 def test_a_group_that_runs_far_ahead_waits_for_the_others(size, group_size, sync_every, simulated, monkeypatch):
-    """A rank keeps signals of so many later rounds and no more, so nobody may be further ahead of it."""
+    """A rank keeps signals of a bounded number of later rounds, so no rank may be further ahead."""
+
     monkeypatch.setattr("asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX", 4)
 
     async def main(comm):

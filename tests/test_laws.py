@@ -1,4 +1,4 @@
-"""The laws of wait-avoiding collectives hold in hundreds of worlds, and the checker notices whoever breaks one."""
+"""The laws of wait-avoiding collectives hold in hundreds of worlds, and the checker finds faults that break them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from asyncoll.testing.laws.runs import MEMORY, SIMULATED, read_record, tell, wri
 from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
-CALLS = draw("solo", 1, 0).calls  # that a rank may make
-SEEDS = 80  # for each kind, over all sizes: what two cores do in half a minute
+CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
+
+SEEDS = 160  # worlds of each kind, over all sizes: about a minute on two cores
 
 # -- they hold -----------------------------------------------------------------------------------
 
@@ -34,7 +35,7 @@ SEEDS = 80  # for each kind, over all sizes: what two cores do in half a minute
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, SEEDS // 3)])
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds):
-    """As the command does it, in two processes."""
+    """Runs the command, in two processes."""
     command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2"]
     command += ["--transport", transport] if transport != SIMULATED else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,8 +74,8 @@ def test_laws_in_real_time():
 
 @pytest.mark.parametrize("transport", [SIMULATED, MEMORY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_worlds_put_the_laws_to_the_test(kind, transport):
-    """Nothing is proved by worlds in which everybody is in time."""
+def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, transport):
+    """Worlds in which no rank is late would prove nothing."""
     stories = [tell(draw(kind, 5, seed), transport) for seed in range(20)]
     calls = [call for story in stories for mine in story.calls for call in mine]
     assert any(not call.included for call in calls) or kind == "full"
@@ -98,12 +99,12 @@ def test_same_seed_same_world():
 
 
 def tensors(comm, x):
-    """Of every bucket, what is behind the padding: by number of the call and rank."""
+    """The elements of every bucket behind the padding, by [number of the call, rank]."""
     return [bucket[-CALLS * comm.size :].reshape(CALLS, comm.size) for bucket in (x if isinstance(x, list) else [x])]
 
 
 def own(comm, x):
-    """The number of the call that this contribution is of."""
+    """The number of the call that made this contribution."""
     return int(np.flatnonzero(tensors(comm, x)[0][:, comm.rank])[0])
 
 
@@ -230,7 +231,7 @@ LIES = [
 
 @pytest.fixture
 def spread(monkeypatch):
-    """Let the engine tell a lie."""
+    """Replaces the method of a kind by one that changes its arguments or results."""
 
     def install(kind, lie):
         method = f"{ {'full': 'quorum', 'candidates': 'majority'}.get(kind, kind) }_allreduce"
@@ -249,7 +250,7 @@ def breaches(kind):
 
 
 @pytest.mark.parametrize(("law", "kind", "lie"), LIES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_lie_breaks_its_law(law, kind, lie, spread):
+def test_a_fault_breaks_its_law(law, kind, lie, spread):
     spread(kind, lie)
     seed, broken = next((seed, broken) for seed, broken in breaches(kind) if broken.law == law)
     assert str(broken).startswith(f"{law} is broken: ")
@@ -257,8 +258,8 @@ def test_a_lie_breaks_its_law(law, kind, lie, spread):
     assert (broken.round is None) == (broken.rank is None) == (law == "completion")
 
 
-def test_a_call_given_up_may_have_been_the_part_in_a_synchronous_round():
-    """As happens where its answer was on the way: then the next call aims, as far as its caller knows, before it."""
+def test_a_cancelled_call_may_have_taken_part_in_a_synchronous_round():
+    """The answer of the cancelled call was in flight, so in its caller's view the next call aims before that round."""
     case = replace(draw("solo", 1, 0), sync_every=3)
 
     def told(index, aim, number, holds):
@@ -273,7 +274,7 @@ def test_a_call_given_up_may_have_been_the_part_in_a_synchronous_round():
     ]
 
 
-def test_every_law_is_broken_by_a_lie():
+def test_every_law_is_broken_by_a_fault():
     laws = {law.__name__ for kind in KINDS for law in laws_of(kind)}
     assert laws | {"completion"} == {law for law, _, _ in LIES}
 
@@ -286,14 +287,14 @@ def test_a_real_transport_is_named_in_the_replay(spread):
 
 @pytest.fixture
 def temporary(monkeypatch, tmp_path):
-    """The folder for temporary files, which must be empty in the end."""
+    """Sets the folder for temporary files, and checks that it is empty afterwards."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_lie_in_the_record_of_a_process_is_noticed(monkeypatch, temporary):
+def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
     def run_and_forge(arguments):
         run_job(arguments)
         record = Path(arguments[-1]) / "rank-1.json"
@@ -310,7 +311,7 @@ def test_a_lie_in_the_record_of_a_process_is_noticed(monkeypatch, temporary):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_shown(monkeypatch, temporary):
+def test_the_output_of_a_failed_process_is_shown(monkeypatch, temporary):
     monkeypatch.setattr("asyncoll.testing.laws.draw", lambda *of: replace(draw(*of), seed=-1))  # which its ranks refuse
     with pytest.raises(LawBroken, match=r"(?s)exit code 1:.*rank \d failed.*seeds count from 0.*replay: ") as broken:
         check_laws("solo", 2, 0, transport="zmq-processes")
@@ -318,7 +319,7 @@ def test_a_process_that_fails_is_shown(monkeypatch, temporary):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_record_says_all_that_the_laws_are_judged_by(kind, tmp_path):
+def test_a_record_keeps_all_that_the_laws_need(kind, tmp_path):
     story = tell(draw(kind, 5, 1), SIMULATED)
     for calls in story.calls:
         given_up = [each for each in story.cancelled if each.rank == calls[0].rank]
@@ -347,7 +348,7 @@ def test_a_failing_seed_prints_the_command_that_replays_it(spread):
     again = run(*replay[2:])
     assert again.exit_code == 1
     assert failure in again.output
-    spread("solo", reverses_history)  # the lie of a lie
+    spread("solo", reverses_history)  # reversed twice is right
     assert run(*replay[2:]).exit_code == 0
 
 

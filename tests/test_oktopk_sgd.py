@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from conftest import looped
 
 import asyncoll
 from asyncoll.testing import run_ranks
@@ -109,7 +110,7 @@ def trained(
 # -- algorithm 2 ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_at_full_density_it_is_synchronous_sgd(algorithm: Algorithm, size: int, ranks: Ranks) -> None:
     full = functools.partial(oktopk_sgd, algorithm=algorithm, density=1.0, thresholds_every=1)
@@ -119,7 +120,7 @@ def test_at_full_density_it_is_synchronous_sgd(algorithm: Algorithm, size: int, 
     assert torch.equal(exact[0], synchronous(gradients=whole_numbers)[0])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("algorithm", SPARSE)
 def test_replicas_are_equal_to_the_bit(algorithm: Algorithm, size: int, ranks: Ranks) -> None:
     rules: dict[str, Any] = {"density": 0.1, "thresholds_every": 3, "regions_every": 4, "accumulate": "gradients"}
@@ -190,7 +191,7 @@ class Witness:
         return total
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("algorithm", SPARSE)
 def test_nothing_is_lost_in_a_training(algorithm: Algorithm, size: int, ranks: Ranks) -> None:
     """What came in = what was applied + what is kept back, at every element, exactly, after every round."""
@@ -231,7 +232,7 @@ def test_nothing_is_lost_in_a_training(algorithm: Algorithm, size: int, ranks: R
 # -- the authors' variant, and warm-up ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("optimizing", [momentum, adam])
 @pytest.mark.parametrize("algorithm", ["dense", "dense-overlapped"])
 def test_dense_gradients_are_synchronous_training_to_the_bit(
@@ -242,7 +243,7 @@ def test_dense_gradients_are_synchronous_training_to_the_bit(
     assert torch.equal(replicas[0], trained(ranks, size, allreduce_sgd, optimizing)[0])
 
 
-@pytest.mark.parametrize("optimizing", [momentum, adam])
+@looped("optimizing", [momentum, adam])
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_one_rank_at_full_density_is_the_bare_optimizer_to_the_bit(algorithm: Algorithm, optimizing: Any) -> None:
     full = functools.partial(oktopk_sgd, algorithm=algorithm, accumulate="gradients", density=1.0, thresholds_every=1)
@@ -256,7 +257,7 @@ def test_one_rank_at_full_density_is_the_bare_optimizer_to_the_bit(algorithm: Al
     assert torch.equal(alone, parameters(model))
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@looped("size", [1, 3, 4])
 @pytest.mark.parametrize("accumulate", get_args(Accumulate))
 def test_dense_rounds_come_first_and_leave_no_residual(accumulate: Accumulate, size: int, ranks: Ranks) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
@@ -302,7 +303,7 @@ def test_frozen_parameters_stay_and_the_others_learn(ranks: Ranks) -> None:
 # -- what makes no sense --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rules", "words"),
     [
         ({"algorithm": "best"}, "algorithm is one of oktopk, topka, .* not 'best'"),
@@ -353,7 +354,7 @@ def test_a_gradient_that_is_not_finite_is_every_ranks_error(ranks: Ranks) -> Non
 # -- overlap --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
 def test_overlapped_training_is_synchronous_training_to_the_bit(bucket_bytes: int, size: int, ranks: Ranks) -> None:
     overlapped = functools.partial(overlapped_sgd, bucket_bytes=bucket_bytes)
@@ -366,7 +367,7 @@ def test_overlapped_training_over_real_memory_and_on_one_loop(run: Ranks) -> Non
     assert torch.equal(replicas[0], trained(run, 3, allreduce_sgd, momentum)[0])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("sizes", "least", "buckets"),
     [
         ([3, 4, 5], 1, [Bucket(7, 12, 1), Bucket(3, 7, 1), Bucket(0, 3, 1)]),
@@ -410,7 +411,7 @@ class TwoWays(torch.nn.Module):
         return x.square().sum() + (self.unused.weight.sum() if everything else 0.0)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_buckets_start_in_one_order_whatever_comes_first_or_not_at_all(size: int, ranks: Ranks) -> None:
     """Ranks go through the layers in different orders, and use the last parameter in some rounds only."""
 

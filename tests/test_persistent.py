@@ -1,4 +1,4 @@
-"""What all wait-avoiding operations share: buckets, candidates, statistics, and what happens when ranks leave."""
+"""The common parts of all wait-avoiding operations: buckets, candidates, statistics, and ranks that leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES
+from conftest import SIZES, looped
 
 from asyncoll import AVG, MAX, ClosedError, MismatchError
 from asyncoll.algorithms.rounds.operation import Opening, Operation
@@ -67,7 +67,7 @@ def test_a_round_takes_all_buckets_of_a_rank_or_none(kind, simulated):
         simulated(5, main, JITTER, seed)
 
 
-def test_missed_buckets_are_averaged_and_shaped_like_the_callers(simulated):
+def test_missed_buckets_are_averaged_and_have_the_shapes_of_the_callers_tensors(simulated):
     async def main(comm):
         if comm.rank == 1:
             await asyncio.sleep(10)
@@ -95,7 +95,7 @@ def test_other_buckets_under_a_name_are_a_mismatch(simulated):
 # -- candidates ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_candidates_are_distinct_and_evenly_drawn(size):
     for candidates in range(1, size + 1):
         operation = Operation("x", (), ReduceOp.SUM, Opening.MAJORITY, candidates=candidates)
@@ -110,7 +110,7 @@ def test_candidates_are_distinct_and_evenly_drawn(size):
 def test_more_candidates_wait_less(candidates, simulated):
     """Arrivals one after another: the first of m candidates among P ranks is the (P + 1) / (m + 1)-th on average.
 
-    Every second round waits for all, with nothing to add, and so takes out what came too late for the one before.
+    Every second round is synchronous and gets zeros, so it takes the contributions that were too late for the last one.
     """
 
     async def main(comm):
@@ -134,8 +134,8 @@ def test_more_candidates_wait_less(candidates, simulated):
 @pytest.mark.parametrize(
     ("count", "waited", "late", "in_memory"), [(1, 9, 9, False), (1 << 17, 10, 9, False), (1, 10, 10, True)]
 )
-def test_statistics_tell_who_waits_and_who_comes_late(count, waited, late, in_memory):
-    """What is told with a contribution that opens the round cannot tell how long that one has waited."""
+def test_statistics_count_waits_and_late_arrivals(count, waited, late, in_memory):
+    """A contribution that opens a round carries the statistics of its sender from before this wait."""
 
     async def main(comm):
         for _ in range(10):
@@ -174,11 +174,11 @@ def test_lag_is_counted_in_rounds(simulated):
 # -- several at once, leaving --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("sync_every", [0, 1, 3])
+@looped("size", [1, 2, 3, 5, 8])
+@looped("sync_every", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["solo", "majority", "quorum", "candidates", "group"])
 def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size, simulated):
-    """Those that are done stand in for the rest of the others' rounds, so nobody waits for a call that never comes."""
+    """Ranks that have left take part in the remaining rounds, so no rank waits for a call that is never made."""
     calls = {
         "solo": lambda c, x: c.solo_allreduce(x, sync_every=sync_every),
         "majority": lambda c, x: c.majority_allreduce(x, sync_every=sync_every),
@@ -198,7 +198,7 @@ def test_ranks_may_make_different_numbers_of_calls(kind, sync_every, size, simul
 
 
 @pytest.mark.parametrize("sync_every", [0, 1])
-def test_an_operation_may_be_called_for_the_first_time_when_others_have_left(sync_every, simulated):
+def test_an_operation_may_be_called_first_after_other_ranks_have_left(sync_every, simulated):
     async def main(comm):
         if comm.rank == 0:
             return 0
@@ -222,7 +222,7 @@ def test_ranks_may_make_different_numbers_of_calls_over_real_sockets(sync_every,
 
 @pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
 def test_closing_with_rounds_in_flight(transport):
-    """Ranks leave while their own calls wait: each call ends, with a round or with the news that it is over."""
+    """Ranks leave while their own calls wait. Each call ends, with a round or with an error."""
     outcomes = []
 
     async def outcome(call):
@@ -246,8 +246,8 @@ def test_closing_with_rounds_in_flight(transport):
     assert set(outcomes) <= {0, 1}
 
 
-def test_one_of_several_operations_may_stand_still(simulated):
-    """A quorum that nobody else cares about keeps neither the other operations nor its namesakes elsewhere."""
+def test_one_stalled_operation_does_not_stop_the_others(simulated):
+    """A quorum that never meets blocks neither other operations nor operations of its name in other communicators."""
 
     async def main(comm):
         half = await comm.split(comm.rank % 2)

@@ -120,7 +120,7 @@ def test_a_rank_with_another_key_is_refused(env, tmp_path):
             assert (code, "is not sealed with the key of this job" in err) == (1, True), err
 
 
-def test_every_collective_from_the_environment_alone(env):
+def test_every_collective_in_a_world_described_by_the_environment_only(env):
     with world(env, 3, SCRIPTS / "every_collective.py") as ranks:
         for process in ranks:
             code, out, err = finish(process)
@@ -157,7 +157,7 @@ for address in "127.0.0.1", "127.0.0.2":
 """
 
 
-def test_the_store_listens_on_the_master_address_alone(env):
+def test_the_store_listens_on_the_master_address_only(env):
     with reserve_port() as holder:
         address, port = holder.getsockname()
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -204,7 +204,7 @@ def test_survivors_of_a_killed_rank_name_it(env, call, victim):
                 )
 
 
-def test_survivors_of_an_error_are_told_of_it(env):
+def test_survivors_of_an_error_raise_it(env):
     with world(env, 3, SCRIPTS / "last_words.py") as ranks:
         for rank, process in enumerate(ranks):
             code, out, err = finish(process)
@@ -216,7 +216,7 @@ def test_survivors_of_an_error_are_told_of_it(env):
 # -- memory that ranks share -----------------------------------------------------------------------
 
 
-def test_the_runtime_goes_on_with_calls_whose_rank_computes(env, tmp_path):
+def test_the_runtime_continues_calls_while_their_rank_computes(env, tmp_path):
     assert launch(env, 3, "overlap.py", tmp_path) == "2: the runtime took over\n"
 
 
@@ -230,7 +230,7 @@ def test_every_collective_in_memory_and_by_message(env, how):
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
-def test_memory_is_shared_inside_of_hosts_alone(env):
+def test_memory_is_shared_inside_hosts_only(env):
     with world(env | {"RANKS_PER_HOST": "2"}, 4, SCRIPTS / "hosts.py", SCRIPTS / "neighbours.py") as ranks:
         told = [finish(process) for process in ranks]
     assert [(code, out) for code, out, _ in told] == [
@@ -262,7 +262,7 @@ def test_calls_between_ranks(env, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_who_calls_a_rank_that_dies_is_told(env, transport):
+def test_a_call_to_a_rank_that_dies_fails(env, transport):
     """Nobody launches them, who would stop the others soon after the first has died."""
     with world(env | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPTS / "rpc.py", "death") as ranks:
         ends = [finish(process)[:2] for process in ranks]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, looped
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
@@ -123,7 +123,7 @@ def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Callable[[in
     return gradient
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, State]:
@@ -143,7 +143,7 @@ def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simula
     assert {name: last[name] for name in constant} == {name: first[name] for name in constant}
 
 
-@pytest.mark.parametrize("size", [3, 5, 6])
+@looped("size", [3, 5, 6])
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("is_all_frozen", [False, True])
 def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
@@ -166,7 +166,7 @@ def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str,
     assert all(after == results[0][0] for _, after in results)
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("loaded", [{0}, {1, 2}], ids=["rank 0 alone", "all but rank 0"])
 def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], trainer: str, optimizing: Optimizing) -> None:
@@ -194,7 +194,7 @@ def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], traine
     assert trained(loaded) == trained(everyone if 0 in loaded else set())
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
 def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(trainer: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
@@ -212,7 +212,7 @@ def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(trainer: str
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@looped("size", [2, 3, 5])
 @pytest.mark.parametrize("trainer", EQUAL_IN_EACH_ROUND)
 def test_a_loop_left_early_leaves_one_model(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> State:
@@ -227,7 +227,7 @@ def test_a_loop_left_early_leaves_one_model(trainer: str, size: int, simulated: 
 
 
 @pytest.mark.parametrize(("stop", "leave"), [(1, "break"), (4, "aclose"), (9, "break")])
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_dc_s3gd_left_early_leaves_the_average(size: int, stop: int, leave: str, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, float]:
         model = Mixed()
@@ -243,7 +243,7 @@ def test_dc_s3gd_left_early_leaves_the_average(size: int, stop: int, leave: str,
     assert all(result == (results[0][0], size) for result in results)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@looped("size", [2, 3, 5])
 @pytest.mark.parametrize("trainer", EQUAL_IN_SYNCHRONOUS_ROUNDS)
 def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> State:
@@ -258,7 +258,7 @@ def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size:
     assert all(after == results[0] for after in results)
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "sparse"])
 def test_one_rank_is_plain_training_buffers_included(trainer: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:

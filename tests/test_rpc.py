@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, SIZES
+from conftest import PATIENCE_S, SIZES, looped
 
 from asyncoll import (
     AbortedError,
@@ -149,7 +149,7 @@ def test_values_round_trip(run, size):
     run(size, served(act))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 100_000, 140_000, 1 << 20, (1 << 20) + 1, 20 << 20])
+@looped("nbytes", [0, 1, 100_000, 140_000, 1 << 20, (1 << 20) + 1, 20 << 20])
 def test_tensors_of_any_length(run, nbytes):
     async def act(comm, service, other):
         x = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
@@ -398,7 +398,7 @@ def test_notifications_begin_before_their_sender_has_left(run, size):
 # -- streams -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [0, 1, 16, 17, 500])
+@looped("n", [0, 1, 16, 17, 500])
 def test_streams(run, n):
     async def act(comm, service, other):
         assert [item async for item in comm.rpc.stream(other, "count", n)] == list(range(n))
@@ -644,7 +644,7 @@ def test_streams_and_notifications_have_deadlines_too():
     assert simulate(2, main, NETWORK).virtual_s < 10
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_the_call_after_a_cancelled_call_is_right(seed):
     """25 calls for each seed, 1,000 in all, cancelled at random points of virtual time."""
     draw = random.Random(seed)
@@ -675,7 +675,7 @@ def test_the_call_after_a_cancelled_call_is_right(seed):
     simulate(3, main, Network(latency_s=1e-3, jitter_s=1e-3, bandwidth_bytes_per_s=1e9), seed=seed)
 
 
-@pytest.mark.parametrize("turns", range(0, 60, 3))
+@looped("turns", range(0, 60, 3))
 def test_cancelling_after_any_number_of_turns_of_a_real_loop(turns):
     async def act(comm, service, other):
         for kind in ("echo", "sleep", "count", "bounce") * 3:
@@ -805,7 +805,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), BAD.values(), ids=BAD.keys())
+@looped(("arguments", "kind", "message"), BAD.values())
 def test_bad_calls(run, arguments, kind, message):
     async def act(comm, service, other):
         with pytest.raises(kind, match=message):
@@ -1312,7 +1312,7 @@ def test_the_caller_is_answered_whatever_a_function_raises(run, caplog, function
     caplog.clear()  # its traceback holds the world
 
 
-@pytest.mark.parametrize("name", ["\ud800", "", "a b", "a..b", "x" * 10_000, 5])
+@looped("name", ["\ud800", "", "a b", "a..b", "x" * 10_000, 5])
 def test_an_invalid_name_takes_no_slot(name):
     async def main(comm):
         @comm.rpc.register

@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES
+from conftest import SIZES, looped
 from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError
@@ -66,7 +66,7 @@ WHO = {
 
 
 @sizes
-@pytest.mark.parametrize("who", WHO)
+@looped("who", WHO)
 def test_allreduce_sums_in_the_order_of_ranks_wherever_the_arrays_lie(size, who, run):
     """Around the lengths where an array is cut into chunks and windows."""
     data = np.random.default_rng(size).standard_normal((size, 5 * WINDOW // 8), np.float32)
@@ -81,7 +81,7 @@ def test_allreduce_sums_in_the_order_of_ranks_wherever_the_arrays_lie(size, who,
     run(size, main)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 @pytest.mark.parametrize("who", ["all registered", "every other"])
 def test_every_dtype_and_reduction_of_registered_tensors(dtype, who):
     values = torch.from_numpy(np.random.default_rng(1).integers(0, 4, (3, 20_000)))
@@ -99,8 +99,8 @@ def test_every_dtype_and_reduction_of_registered_tensors(dtype, who):
     in_virtual_time(3, main)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("op", [SUM, AVG, PROD])
+@looped("dtype", [torch.float16, torch.bfloat16])
+@looped("op", [SUM, AVG, PROD])
 @pytest.mark.parametrize("who", WHO)
 def test_halves_are_added_in_single_precision_and_rounded_once(dtype, op, who):
     size, count = 7, 5000
@@ -121,7 +121,7 @@ def test_halves_are_added_in_single_precision_and_rounded_once(dtype, op, who):
     in_virtual_time(size, main)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_layouts_meet_registered_tensors(layout):
     """One rank's tensor is laid out in some way, and the others' are registered."""
 
@@ -138,7 +138,7 @@ def test_layouts_meet_registered_tensors(layout):
         np.testing.assert_array_equal(plain(x), 3 * plain(LAYOUTS[layout]()))
 
 
-def test_views_of_registered_tensors_are_reduced_and_their_neighbours_left_alone(run):
+def test_views_of_registered_tensors_are_reduced_and_their_neighbours_unchanged(run):
     async def main(comm):
         whole = comm.empty((5, 70_000), torch.float32)
         whole[...] = -1.0
@@ -171,7 +171,7 @@ def test_registered_memory_lives_as_long_as_any_view_of_it(run):
     run(2, main)
 
 
-def test_registered_memory_is_used_again():
+def test_registered_memory_is_reused():
     async def main(comm):
         arena, made = comm._core.backend.memory, set()
         for _ in range(50):
@@ -184,7 +184,7 @@ def test_registered_memory_is_used_again():
     assert max(run_ranks(2, main, transport="shm")) < 5
 
 
-def test_the_tensors_of_a_split_are_registered_for_the_whole_and_the_other_way_round(run):
+def test_the_tensors_of_a_split_are_registered_for_the_world_and_vice_versa(run):
     async def main(comm):
         half = await comm.split(comm.rank % 2)
         for owner, user in [(comm, half), (half, comm)]:
@@ -232,7 +232,7 @@ def test_collectives_of_many_windows(size, run):
 
 
 @sizes
-def test_lengths_may_be_very_different_and_nothing(size, run):
+def test_lengths_may_be_very_different_or_zero(size, run):
     generator = np.random.default_rng(size)
     lengths = generator.choice([0, 0, 1, 5, 70_001, 300_000], (size, size))
 
@@ -282,7 +282,7 @@ def some_calls(comm, number):
 
 
 @sizes
-@pytest.mark.parametrize("seed", range(2))
+@looped("seed", range(2))
 def test_many_calls_in_flight_may_be_awaited_in_any_order(size, seed, run):
     """More than have places to meet, and each rank awaits them in an order of its own."""
 
@@ -297,7 +297,7 @@ def test_many_calls_in_flight_may_be_awaited_in_any_order(size, seed, run):
     run(size, main)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_short_calls_overtake_long_ones(seed):
     """Places are used in turn, and one may be free for a moment between two rendezvous of a long call."""
 
@@ -331,7 +331,7 @@ def test_calls_that_are_awaited_after_the_next_ones(run):
     run(4, main)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@looped("seed", range(5))
 def test_communicators_run_at_once(seed, run):
     """Ranks are in several, and call them in orders of their own."""
 
@@ -376,9 +376,9 @@ CANCELLED = {
 
 
 @pytest.mark.parametrize("what", CANCELLED)
-@pytest.mark.parametrize("who", [0, 1, 2])
-@pytest.mark.parametrize("others", ["registered", "not"])
-def test_what_was_cancelled_is_the_callers_again_and_spoils_no_result(what, who, others):
+@looped("who", [0, 1, 2])
+@looped("others", ["registered", "not"])
+def test_the_tensor_of_a_cancelled_call_is_the_callers_and_changes_no_result(what, who, others):
     """Nobody writes to it any more, and whoever is given a result is given the right one."""
     call, result = CANCELLED[what]
     outcomes = Counter()
@@ -412,10 +412,10 @@ def test_what_was_cancelled_is_the_callers_again_and_spoils_no_result(what, who,
 # -- rounds -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
+@looped("seed", range(10))
 @pytest.mark.parametrize("quorum", [1, 2])
 @pytest.mark.parametrize("count", [2, 60_000])
-def test_registered_contributions_that_were_given_up_count_once_and_are_read_no_more(count, quorum, seed):
+def test_registered_contributions_of_cancelled_calls_count_once_and_are_not_read_later(count, quorum, seed):
     """Every contribution is a power of two of its own, and its memory is scribbled on as soon as it is the caller's."""
     rounds: dict[int, int] = {}
     calls, last, given_up = 15, 30, []
@@ -456,7 +456,7 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize("kind", ROUNDS)
-def test_blocks_are_used_again(kind, monkeypatch):
+def test_blocks_are_reused(kind, monkeypatch):
     """However many rounds there are, and calls that are given up, only so many blocks are ever made."""
     made = Counter()
     provide = BlockTable.provide
@@ -489,7 +489,7 @@ def test_blocks_are_used_again(kind, monkeypatch):
     assert many <= few + 4
 
 
-def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_alone(monkeypatch):
+def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
     """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
     slept = 0
     sleep = ControlBlock.sleep

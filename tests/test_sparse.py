@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES
+from conftest import SIZES, looped
 from conftest import failures as failures_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -256,7 +256,7 @@ def test_every_law_in_any_world(world):
         check_laws(round_, number, algorithm, exact=False)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
+@looped("size", [1, 3, 8])
 @pytest.mark.parametrize("feedback", [None, Feedback()])
 def test_a_threshold_that_is_reused_selects_everything_or_nothing_after_a_jump(size, feedback, simulated):
     draw = np.random.default_rng(size)
@@ -297,7 +297,7 @@ def test_thresholds_and_regions_are_kept_for_their_periods(simulated, monkeypatc
     assert len(cuts) == 2 * 3
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size >= 5])
+@looped("size", [size for size in SIZES if size >= 5])
 def test_sums_that_lie_in_one_region_are_spread_evenly_first(size, simulated, monkeypatch):
     """The regions are those of the first round, and all that reaches the threshold in the second lies in the last."""
     count = 100 * size
@@ -327,7 +327,7 @@ def test_sums_that_lie_in_one_region_are_spread_evenly_first(size, simulated, mo
         np.testing.assert_array_equal(one.after, other.after)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 13])
+@looped("size", [1, 2, 3, 6, 13])
 @pytest.mark.parametrize(("thresholds_every", "regions_every"), [(1, 1), (3, 2)])
 def test_how_the_global_threshold_is_found_and_how_words_travel_change_no_bit(size, thresholds_every, regions_every):
     draw = np.random.default_rng(size)
@@ -398,7 +398,7 @@ def plain(x) -> np.ndarray:
     return x.astype("f8") if isinstance(x, np.ndarray) else x.detach().double().numpy()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_every_layout_keeps_its_residual_in_place(layout, simulated):
     async def main(comm):
         told = []
@@ -481,9 +481,9 @@ def test_large_parts_travel_in_pieces(simulated):
             assert name == "gtopk" or not np.any(lost)
 
 
-@pytest.mark.parametrize("index", [np.int32, np.int64])
-@pytest.mark.parametrize("value", [np.float32, np.float64])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@looped("index", [np.int32, np.int64])
+@looped("value", [np.float32, np.float64])
+@looped("count", [0, 1, 2, 7])
 def test_packed_parts_are_aligned_and_whole(index, value, count):
     part = algorithms.Part(np.arange(count, dtype=index) * 3, np.arange(count, dtype=value) / 7)
     packing = algorithms.Packing(part)
@@ -573,7 +573,7 @@ def test_bad_input_is_refused_with_advice_and_takes_no_number(simulated):
     simulated(2, main)
 
 
-@pytest.mark.parametrize("density", [1, np.int64(1), np.float64(0.5), np.float32(0.1), np.float16(0.01)])
+@looped("density", [1, np.int64(1), np.float64(0.5), np.float32(0.1), np.float16(0.01)])
 def test_densities_of_numpy_are_numbers(density):
     async def main(comm):
         x = np.ones(100_000, "f4")
@@ -603,7 +603,7 @@ BAD = {"nan": [math.nan], "inf": [math.inf], "both infinities": [math.inf, -math
 
 
 @algorithm_names
-@pytest.mark.parametrize("who", ["one", "some", "all"])
+@looped("who", ["one", "some", "all"])
 def test_nan_and_infinity_are_refused_everywhere_and_change_nothing(who, algorithm, run):
     size = 5
     culprits = {"one": [3], "some": [0, 2, 3], "all": list(range(size))}[who]
@@ -734,7 +734,7 @@ DISAGREEMENTS = {
 
 
 @in_either_form
-@pytest.mark.parametrize("size", [2, 5])
+@looped("size", [2, 5])
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_are_told_so_by_both_sides(what, size, in_memory):
     odd, usual, zero, others = DISAGREEMENTS[what]
@@ -883,7 +883,7 @@ def test_by_message_words_that_are_sent_are_received(size):
             assert sent == sum(reduction.words_received for reduction in round_.reductions)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 13])
+@looped("size", [2, 3, 5, 8, 13])
 @pytest.mark.parametrize("algorithm", ["topka", "gaussiank"])
 def test_words_of_a_gather_of_everything(size, algorithm, simulated):
     for round_ in told(size, [distinct(size, 1000)] * 2, simulated, density=0.02, algorithm=algorithm):
@@ -893,8 +893,8 @@ def test_words_of_a_gather_of_everything(size, algorithm, simulated):
             assert reduction.words_received == 2 * (sum(selected) - selected[rank]) + 2 * (size - 1)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 13])
-@pytest.mark.parametrize("k", [10, 600])
+@looped("size", [2, 3, 5, 8, 13])
+@looped("k", [10, 600])
 def test_words_of_a_split_gather(size, k, simulated):
     count = 1920
     (round_,) = told(size, [distinct(size, count)], simulated, density=k / count, algorithm="topkdsa")
@@ -908,7 +908,7 @@ def test_words_of_a_split_gather(size, k, simulated):
     assert mean_words(round_) - counts <= 1.1 * (2 * k + count) * (size - 1) / size
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 13])
+@looped("size", [2, 3, 5, 8, 13])
 def test_words_of_a_tree(size, simulated):
     k, levels = 20, math.ceil(math.log2(size))
     (round_,) = told(size, [distinct(size, 1000)], simulated, density=k / 1000, algorithm="gtopk")
@@ -919,7 +919,7 @@ def test_words_of_a_tree(size, simulated):
     assert sum(words) == 2 * (size - 1) * (2 * k + 2)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@looped("size", [2, 3, 5, 8])
 def test_words_of_all_elements(size, simulated):
     count = 120 * 6000
     (round_,) = told(size, [np.ones((size, count), "f4")], simulated, density=0.5, algorithm="dense")

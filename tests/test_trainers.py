@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, looped
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
@@ -73,19 +73,19 @@ def test_durations_and_schedules_are_parsed() -> None:
     assert parse_imbalance("all-skewed:50ms-0.4s") == AllSkewed(0.05, 0.4)
 
 
-@pytest.mark.parametrize("text", ["100", "ms", "-1s", "1 s", "1m", "", "1e3ms", "nans"])
+@looped("text", ["100", "ms", "-1s", "1 s", "1m", "", "1e3ms", "nans"])
 def test_bad_durations_say_so(text: str) -> None:
     with pytest.raises(ValueError, match="not a duration such as 100ms"):
         parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["", "some", "none:1s", "all-skewed:400ms-50ms", "all-skewed:50ms", "one-random"])
+@looped("text", ["", "some", "none:1s", "all-skewed:400ms-50ms", "all-skewed:50ms", "one-random"])
 def test_bad_schedules_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"none of|not a duration|longer to a shorter"):
         parse_imbalance(text)
 
 
-@pytest.mark.parametrize("imbalance", [Balanced(), OneRandom(0.2), AllSkewed(0.05, 0.4)])
+@looped("imbalance", [Balanced(), OneRandom(0.2), AllSkewed(0.05, 0.4)])
 def test_a_schedule_prints_as_it_is_parsed(imbalance: Balanced | OneRandom | AllSkewed) -> None:
     assert parse_imbalance(str(imbalance)) == imbalance
 
@@ -113,7 +113,7 @@ def test_all_skewed_spreads_evenly_and_shifts_by_one_rank() -> None:
 # -- the time model ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@looped("ranks", [2, 4, 8])
 def test_the_recursion_respects_the_bounds(ranks: int) -> None:
     expected = {
         rule: expected_round_s(rule, 0.1, OneRandom(0.2), ranks, average_every=25, rounds=1500)
@@ -149,7 +149,7 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_allreduce_sgd_is_sgd_on_the_concatenated_batch(size: int) -> None:
     rounds = 6
 
@@ -198,8 +198,8 @@ def test_the_first_models_need_not_be_equal() -> None:
 # -- eager ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("partial", ["solo", "majority"])
-@pytest.mark.parametrize("size", SIZES)
+@looped("partial", ["solo", "majority"])
+@looped("size", SIZES)
 def test_eager_sgd_ends_with_one_model_at_the_last_round(size: int, partial: Partial) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, list[int]]:
         workload = Digits(comm.rank, comm.size, batch=8, seed=0)
@@ -220,8 +220,8 @@ def test_eager_sgd_ends_with_one_model_at_the_last_round(size: int, partial: Par
 
 
 @pytest.mark.parametrize("partial", ["solo", "majority"])
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-@pytest.mark.parametrize("average_every", [1, 5, 100])
+@looped("size", [2, 3, 4, 7])
+@looped("average_every", [1, 5, 100])
 def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, average_every: int) -> None:
     rounds = 23
 
@@ -308,7 +308,7 @@ def assert_equal_at(traces: list[Trace], rounds: Iterable[int]) -> None:
         assert len({trace.states[round_] for trace in traces if round_ in trace.states}) == 1, f"round {round_}"
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize(
     "rules",
     [
@@ -332,7 +332,7 @@ def test_with_history_replicas_are_equal_to_the_bit_in_every_round(
     assert missed  # somebody was late
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("partial", ["solo", "majority", "quorum"])
 def test_replicas_beyond_the_history_are_equal_again_after_a_synchronous_round(
     partial: Partial, optimizing: Optimizing
@@ -348,7 +348,7 @@ def test_replicas_beyond_the_history_are_equal_again_after_a_synchronous_round(
     assert skipped  # somebody was too late
 
 
-@pytest.mark.parametrize("seed", range(5))
+@looped("seed", range(5))
 def test_a_history_as_long_as_a_period_is_never_overrun(seed: int) -> None:
     traces = eager_traces(4, seed, momentum, history=6, sync_every=8)  # rounds 1 to 6 before 7; 8 waits
     assert not any(trace.skipped for trace in traces)
@@ -361,7 +361,7 @@ def test_an_overrun_history_without_synchronous_rounds_is_an_error() -> None:
         eager_traces(3, 0, momentum, history=1)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rules", "words"),
     [
         ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
@@ -376,7 +376,7 @@ def test_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words:
         eager_traces(3, 0, momentum, **rules)
 
 
-@pytest.mark.parametrize(("size", "quorum", "least"), [(4, 3, 3), (5, None, 3), (3, 3, 3)])
+@looped(("size", "quorum", "least"), [(4, 3, 3), (5, None, 3), (3, 3, 3)])
 def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: int) -> None:
     async def main(comm: asyncoll.Communicator) -> list[int]:
         model = torch.nn.Linear(2, 1)
@@ -391,7 +391,7 @@ def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: 
     assert min(active for of_rank in simulate(size, main).results for active in of_rank) >= least
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@looped("size", range(1, 10))
 def test_a_quorum_is_a_majority_unless_it_is_given(size: int) -> None:
     """Half of two ranks was one: every round was solo."""
 
@@ -409,9 +409,7 @@ def test_a_quorum_is_a_majority_unless_it_is_given(size: int) -> None:
 
 
 @pytest.mark.parametrize("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)]
-)
+@looped(("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)])
 def test_who_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
         torch.manual_seed(comm.rank)
@@ -489,8 +487,8 @@ ALONE: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize("trainer", ALONE)
+@looped("optimizing", OPTIMIZERS)
+@looped("trainer", ALONE)
 def test_one_rank_is_the_bare_optimizer_bit_for_bit(trainer: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> torch.Tensor:
         workload = Digits(0, 1, batch=8, seed=2)
@@ -536,9 +534,9 @@ def test_wagma_in_one_group_with_nobody_late_is_synchronous_sgd() -> None:
         torch.testing.assert_close(averaged, synchronous, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9])
+@looped("size", [2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("order", ["step-then-average", "average-then-step"])
-@pytest.mark.parametrize("fixed", [False, True])
+@looped("fixed", [False, True])
 def test_weights_of_a_merge_add_up_to_one(size: int, order: Order, fixed: bool) -> None:
     """With no steps and equal models nothing moves, to the bit, whoever is late."""
 
@@ -576,9 +574,9 @@ def test_a_merge_takes_my_model_in_once_more_only_if_it_was_too_late() -> None:
     assert merge(torch.zeros(1), own, dataclasses.replace(fresh, included=False, active=0)) == 9.0
 
 
-@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("order", ["step-then-average", "average-then-step"])
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@looped("size", [2, 3, 4, 6])
 def test_wagma_has_one_model_after_each_average_of_all(size: int, order: Order, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[dict[int, bytes], bytes, list[Any]]:
         workload = Digits(comm.rank, comm.size, batch=8, seed=0)
@@ -653,7 +651,7 @@ def test_wagma_with_stragglers_learns_as_well_as_synchronous_sgd() -> None:
         assert digits_score(wagma_sgd, 4, order=order) > synchronous - 0.02
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rules", "words"),
     [
         ({"order": "both"}, "order is step-then-average or average-then-step"),
@@ -692,7 +690,7 @@ def test_the_consensus_distance_is_a_root_mean_square_over_ranks() -> None:
 
 
 @pytest.mark.parametrize("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@looped("size", [2, 3, 4, 5])
 def test_every_rank_steps_from_the_same_average_to_the_bit(size: int, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[list[bytes], bytes]:
         workload = Digits(comm.rank, comm.size, batch=8, seed=0)
@@ -715,7 +713,7 @@ def test_every_rank_steps_from_the_same_average_to_the_bit(size: int, optimizing
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("lambda0", [0.0, 0.2])
+@looped("lambda0", [0.0, 0.2])
 def test_dc_s3gd_is_the_papers_algorithm(lambda0: float) -> None:
     """Algorithm 1 by hand, in numpy and double precision, for two ranks that fit a line with momentum."""
     rounds, rate, mu = 15, 0.05, 0.9
@@ -762,7 +760,7 @@ def test_the_correction_is_a_fixed_share_of_the_gradient() -> None:
     np.testing.assert_allclose(g.numpy(), [3.0, -4.0] + 0.2 * 5.0 / np.linalg.norm(raw) * raw, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("gradient", "distance"),
     [([1.0, 2.0], [0.0, 0.0]), ([0.0, 0.0], [1.0, 1.0]), ([1.0, 0.0], [0.0, 1.0]), ([1e30, 1.0], [1.0, 1.0])],
 )
@@ -871,7 +869,7 @@ def test_digits_are_learnt(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_a_report_accounts_for_every_round_and_call(trainer: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
     settings = Settings.of(trainer, rounds=5, target=1.0, report=path, imbalance=OneRandom(0.0))
@@ -940,7 +938,7 @@ def test_the_hyperplane_has_the_papers_size() -> None:
     assert Hyperplane.POINTS == 32768
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@looped("workload", WORKLOADS)
 def test_a_batch_above_the_share_is_a_usage_error(workload: str) -> None:
     with pytest.raises(asyncoll.UsageError, match=r"a batch of 64 is more than a rank's share of \d+ samples"):
         WORKLOADS[workload](0, 1000, 64, 0)
@@ -957,7 +955,7 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_trainer() -> N
 # -- the command line ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "words"),
     [
         (["eager_sgd", "--compute", "10"], "'10' is not a duration such as 100ms"),

@@ -15,7 +15,7 @@ from asyncoll.testing import Network, run_ranks, simulate
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
 
 
-def test_short_history_says_what_it_no_longer_has(simulated):
+def test_short_history_counts_dropped_results_as_skipped(simulated):
     async def main(comm):
         if comm.rank == 1:
             await asyncio.sleep(10.5)
@@ -33,7 +33,7 @@ def test_short_history_says_what_it_no_longer_has(simulated):
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
-def test_a_sleeping_trainer_delays_nobody_and_its_gift_counts_later(size, simulated):
+def test_a_sleeping_trainer_delays_no_rank_and_its_contribution_counts_later(size, simulated):
     async def main(comm):
         loop = asyncio.get_running_loop()
         if comm.rank == 1:
@@ -52,7 +52,7 @@ def test_a_sleeping_trainer_delays_nobody_and_its_gift_counts_later(size, simula
     assert results[1][1] == results[0][1][-1:]
 
 
-def test_quorum_is_a_promise_and_majority_an_expectation(simulated):
+def test_quorum_guarantees_and_majority_expects_half_of_the_ranks(simulated):
     async def main(comm, kind):
         seen = []
         for _ in range(100):
@@ -85,8 +85,8 @@ def test_sync_every_waits_for_all_and_flushes_what_was_stale(simulated):
             assert count == 3 or not synchronous
 
 
-def test_a_late_rank_heals(simulated):
-    """After one long delay a rank is in step again: the round is its clock, not its own count."""
+def test_a_late_rank_catches_up(simulated):
+    """After one long delay a rank is in step again, because it numbers its calls by rounds and not by its own count."""
 
     async def main(comm):
         newest, late = 0, []
@@ -103,7 +103,7 @@ def test_a_late_rank_heals(simulated):
 
 
 def test_an_awaited_initiator_opens_its_round_late(simulated):
-    """Most ranks wait for the drawn rank, which comes late for an older round: it keeps them no step longer."""
+    """Most ranks wait for the drawn rank, which makes a late call for an older round. That call opens their round."""
 
     async def main(comm):
         loop = asyncio.get_running_loop()
@@ -147,7 +147,7 @@ def test_average_divides_by_size_in_the_missed_results_too(simulated):
     assert simulated(2, main).results == [[3.0, 3.0, 3.0]] * 2
 
 
-def test_operations_and_communicators_do_not_disturb_each_other(simulated):
+def test_operations_and_communicators_are_independent(simulated):
     async def main(comm):
         half = await comm.split(comm.rank % 2)
         calls = [
@@ -226,7 +226,7 @@ def test_overlapping_calls_of_one_rank_each_count_in_their_own_round(simulated):
     assert simulated(2, main).results == [[(1001, 10010), [(2, True)] * 2]] * 2
 
 
-def test_a_failed_part_leaves_the_whole_alone(simulated):
+def test_the_failure_of_a_split_does_not_reach_the_world(simulated):
     async def main(comm):
         half = await comm.split(comm.rank % 2)
         if comm.rank == 0:
@@ -242,7 +242,7 @@ def test_a_failed_part_leaves_the_whole_alone(simulated):
 
 
 def test_a_rank_that_has_finished_still_opens_rounds_for_the_others(simulated):
-    """Everybody counts its own calls, which it should not: those who are done first must not keep the late one."""
+    """Every rank stops after its own number of calls. Ranks that stop first must not block the late one."""
 
     async def main(comm):
         for _ in range(6):
@@ -256,8 +256,8 @@ def test_a_rank_that_has_finished_still_opens_rounds_for_the_others(simulated):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("history", [0, 2])
-def test_rounds_that_end_at_once_do_not_spoil_a_result_that_is_being_handed_out(seed, history, simulated):
-    """News of one round is long on its way; those of later ones are there when it comes, and all end in one turn."""
+def test_rounds_that_end_in_one_turn_do_not_change_a_result_being_delivered(seed, history, simulated):
+    """The message of one round is slow. Those of later rounds have arrived before it, so all end in one turn."""
 
     async def main(comm):
         values, newest = {}, 0
@@ -275,8 +275,8 @@ def test_rounds_that_end_at_once_do_not_spoil_a_result_that_is_being_handed_out(
 
 @pytest.mark.parametrize("kind", ["short", "long", "long with history", "short group", "long group"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_caller_gives_up_a_synchronous_round_while_a_rank_is_late(size, kind, simulated):
-    """The wait ends before the late rank has come. The contribution is in the round once, and `x` stays as it is."""
+def test_a_call_is_cancelled_in_a_synchronous_round_while_a_rank_is_late(size, kind, simulated):
+    """The wait ends before the late rank arrives. The contribution is in the round once, and `x` is not written."""
     count = 5 if "short" in kind else 200_000
     everybody_gave_up = asyncio.Barrier(size)
 
@@ -312,8 +312,8 @@ def test_a_caller_gives_up_a_synchronous_round_while_a_rank_is_late(size, kind, 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("history", [0, 16])
-def test_each_round_is_told_once_although_a_call_among_others_is_cancelled(simulated, size, history):
-    """Three calls are under way; one is cancelled, at a rank and a moment that are different in every world."""
+def test_each_round_is_reported_once_although_one_of_several_calls_is_cancelled(simulated, size, history):
+    """Three calls are in flight, and one is cancelled, at a rank and a moment that differ between worlds."""
 
     async def main(comm, turns, victim):
         calls = [asyncio.ensure_future(comm.solo_allreduce(np.ones(3), history=history)) for _ in range(3)]

@@ -36,7 +36,7 @@ async def test_errors_come_out_of_the_inner_world():
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_world_has_a_rank(size):
+def test_a_world_has_at_least_one_rank(size):
     for world in (run_ranks, simulate):
         with pytest.raises(UsageError, match="at least one rank"):
             world(size, total)
@@ -57,7 +57,7 @@ def test_virtual_time_costs_nothing_and_is_reported():
     assert 1e6 < report.virtual_s < 1e6 + 10
 
 
-def test_bandwidth_is_what_a_long_message_costs():
+def test_a_long_message_takes_its_bytes_over_the_bandwidth():
     async def main(comm):
         loop = asyncio.get_running_loop()
         start = loop.time()

@@ -1,5 +1,5 @@
-"""`asyncoll bench`: how fast, and whether right. Every measured result is checked; `#wrong` counts bad elements.
+"""`asyncoll bench`: micro-benchmarks of this host. Every measured result is checked; `#wrong` counts wrong elements.
 
-commands ── what the user asks for        worlds ── where it runs        table ── how it is shown
-plan     ── what every rank is told       dense, skewed ── what is measured
+commands ── the command line        plan          ── one benchmark, sent to ranks        runs  ── starts the ranks
+tune     ── sizes in memory         dense, skewed ── the measurements                    table ── prints the rows
 """

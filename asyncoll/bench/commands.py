@@ -1,4 +1,4 @@
-"""The commands `asyncoll bench …`. What measures is imported when one of them runs."""
+"""The commands `asyncoll bench …`. A command imports the measuring modules when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncoll.errors import UsageError
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
-    """Make of an option what `parse` makes of it; its ValueError is the user's mistake."""
+    """A click callback that converts an option by `parse`. A ValueError of `parse` becomes a usage error."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str) -> Any:
         try:
@@ -87,18 +87,19 @@ def pingpong(as_json: bool, **plan: Any) -> None:
     callback=_parsed(parse_duration),
     default="1ms",
     show_default=True,
-    help="Rank r comes r times this late.",
+    help="Rank r arrives r times this late.",
 )
 @click.option("--iterations", type=click.IntRange(min=1), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
-    """Skewed arrivals: how long ranks wait in full, majority, quorum (half) and solo allreduces, and for whom."""
+    """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces."""
     _measure(Plan("solo", **plan), as_json)
 
 
 @bench.command()
 @_ranks(2)
 def tune(ranks: int) -> None:
-    """Measure how arrays are best cut up in shared memory here, and print the setting. Takes some minutes."""
+    """Measure the best sizes of pieces in shared memory on this host, and print the setting. Takes some minutes."""
+
     from asyncoll.algorithms.dense.tuning import VARIABLE, choose
     from asyncoll.bench.table import aligned
     from asyncoll.bench.tune import setting

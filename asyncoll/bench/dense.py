@@ -1,7 +1,7 @@
-"""Dense calls, timed one by one from a common start, every result compared with what it must be.
+"""Dense calls, timed one by one after a barrier. Every element of every result is checked.
 
-The rows are equal at all ranks. Times are in microseconds. A time is the slowest rank's: each rank takes the median of
-its own calls, and the largest of these medians is reported (of the 99th percentiles likewise).
+The rows are equal at all ranks. Times are in microseconds. Each rank takes the median and the 99th percentile of its
+own calls; a row has the largest median and the largest percentile of any rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 
 WARMUP = 3
-PERIOD = 1021  # a prime, so that an element that came from another place is seen
+PERIOD = 1021  # a prime: an element that is shifted by any power of two differs
 
 
 def pattern(count: int) -> Array:
-    """1, 2, …, PERIOD, 1, …: small integers, whose sums float32 holds exactly."""
+    """1, 2, …, PERIOD, 1, …: small integers, because float32 holds their sums exactly."""
     return (np.arange(count) % PERIOD + 1).astype(np.float32)
 
 
@@ -53,7 +53,10 @@ async def _allreduce(comm: Communicator, size: int, *, registered: bool) -> Row:
 
 
 def bus_bandwidth(algorithm: float, ranks: int) -> float:
-    """What an allreduce asks of each rank's link, whatever the number of ranks (nccl-tests, PERFORMANCE.md)."""
+    """The load of each rank's link in an optimal allreduce, comparable across numbers of ranks.
+
+    Defined by nccl-tests, PERFORMANCE.md.
+    """
     return algorithm * 2 * (ranks - 1) / ranks
 
 
@@ -96,7 +99,7 @@ async def timed(
     call: Callable[[], Awaitable[object]],
     wrong: Callable[[], int],
 ) -> tuple[list[float], int]:
-    """Seconds of each counted call, and the wrong elements of all; preparing and checking are not timed."""
+    """Seconds of each counted call, and the number of wrong elements in all calls. Only `call` is timed."""
     seconds, found = [], 0
     for _ in range(WARMUP + repeats(size)):
         prepare()
@@ -113,7 +116,8 @@ def wrong_elements(x: Array, expected: Array | float) -> int:
 
 
 async def slowest(comm: Communicator, seconds: list[float], wrong: int) -> tuple[float, float, int]:
-    """The largest median and 99th percentile of any rank, and the wrong elements of all."""
+    """The largest median and 99th percentile of any rank, and the number of wrong elements at all ranks."""
+
     mine = np.array([np.median(seconds), np.percentile(seconds, 99, method="inverted_cdf"), wrong])
     everyones = await comm.allgather(mine)
     return float(everyones[:, 0].max()), float(everyones[:, 1].max()), int(everyones[:, 2].sum())

@@ -1,4 +1,4 @@
-"""What to measure: sizes, durations, and the order that every rank gets."""
+"""The plan of a benchmark, and the parsers of its options: sizes and durations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Plan:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`4,1K,1M` is a list; `4:100M` goes up by factors of 4 and ends with 100M. Raises ValueError."""
+    """Bytes of `4,1K,1M` (a list) or `4:100M` (from 4 by factors of 4, ending with 100M). Raises ValueError."""
     if ":" not in text:
         return tuple(_size(part) for part in text.split(","))
     first, _, final = text.partition(":")
@@ -70,7 +70,8 @@ def parse_duration(text: str) -> float:
 
 
 def repeats(size: int) -> int:
-    """Counted calls of `size` bytes: enough for a median, without waiting long for it."""
+    """The number of counted calls of `size` bytes: enough for a median, in a few seconds at most."""
+
     if size <= 16 << 10:
         return 300
     if size <= 256 << 10:

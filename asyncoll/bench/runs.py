@@ -1,4 +1,4 @@
-"""Where a benchmark runs: in real processes under the launcher, or in ranks that share one loop."""
+"""Runs a benchmark: in real processes under the launcher, or in ranks that share one loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRANSPORTS = {
 
 
 def run_plan(plan: Plan) -> tuple[int, list[Row]]:
-    """The exit code of the job, and its rows."""
+    """Run the benchmark. Returns the exit code of the job, and its rows; no rows if it failed."""
     if plan.transport == "inproc":
         return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
@@ -38,17 +38,20 @@ def run_plan(plan: Plan) -> tuple[int, list[Row]]:
 
 
 def rank_main() -> None:
-    """The program of a rank. Rank 0 leaves the rows in the folder."""
+    """The program of a rank. Rank 0 writes the rows into the folder."""
     plan, folder = Plan.from_json(sys.argv[1]), Path(sys.argv[2])
     if plan.transport == "tcp":
-        _pretend_to_be_elsewhere(folder)
+        _appear_as_another_host(folder)
     rows = asyncoll.run(measure, plan)
     if int(os.environ["RANK"]) == 0:
         (folder / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _pretend_to_be_elsewhere(folder: Path) -> None:
-    """Without the job's folder, and with a temporary folder of its own, a rank is taken for another host's."""
+def _appear_as_another_host(folder: Path) -> None:
+    """Make the other ranks take this one for a rank of another host, so that they connect to it by TCP.
+
+    Ranks count as ranks of one host if they share the folder of the job, or the temporary folder.
+    """
     os.environ.pop("ASYNCOLL_FOLDER", None)
     tempfile.tempdir = tempfile.mkdtemp(dir=folder)
 
@@ -64,5 +67,6 @@ async def measure(comm: Communicator, plan: Plan) -> list[Row]:
 
 
 async def _compute(seconds: float) -> None:
-    """Keep the loop busy, as a trainer does that computes on it: progress has to come from elsewhere."""
+    """Block the loop, as a trainer that computes on it does. Progress then has to come from the progress thread."""
+
     time.sleep(seconds)  # noqa: ASYNC251

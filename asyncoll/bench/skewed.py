@@ -1,12 +1,15 @@
-"""The micro-benchmark of seed 000 (figures 8 and 9): rank r comes r times the skew late; who waits for whom?
+"""Skewed arrivals: rank r arrives r skews late. Measures the waits of the ranks and the number of active processes.
 
-Between two measured calls every rank takes part in one round that waits for all, with nothing to add. It brings in what
-came too late for the measured round, so that in every measured round a rank takes part if and only if it came in time.
-As each contributes 1.0, the received sum is the number of active processes (NAP), and what it lacks to P must turn up
-in the round after it: nothing lost, nothing counted twice. Both are checked.
+This is the micro-benchmark of Li, Ben-Nun, Di Girolamo, Alistarh and Hoefler, "Taming unbalanced training workloads in
+deep learning with partial collective operations", PPoPP 2020, figures 8 and 9.
 
-If round t is opened when rank k arrives, rank r <= k waits (k - r) skews, later ones not at all, and k + 1 ranks are
-active. Without the cost of communication the mean wait is therefore, in skews:
+After each measured call every rank takes part in a synchronous round with zeros. That round takes the contributions
+that came too late for the measured one. So a rank is in a measured round if and only if it arrived in time. Every
+contribution is 1.0, so the sum of a measured round is the number of active processes (NAP), and the sum of the round
+after it must be P - NAP: nothing is lost, nothing is counted twice. Both sums are checked.
+
+If the arrival of rank k opens a round, rank r <= k waits (k - r) skews, later ranks do not wait, and k + 1 ranks are
+active. Without the cost of communication the mean wait is, in skews:
 
     full      (k = P-1)         (P - 1) / 2               active P
     quorum Q  (k = Q-1)         Q (Q - 1) / (2 P)         active Q
@@ -35,7 +38,7 @@ Call = Callable[[Array], Awaitable[int]]
 
 
 def expected(mode: str, ranks: int) -> tuple[float, float]:
-    """The mean wait in skews, and the mean number of active processes, that theory gives."""
+    """The expected mean wait in skews, and the expected mean number of active processes, by the table above."""
     if mode == "majority":
         return (ranks * ranks - 1) / (6 * ranks), (ranks + 1) / 2
     quorum = {"full": ranks, "quorum": half(ranks), "solo": 1}[mode]
@@ -89,7 +92,8 @@ async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: 
 
 
 def _call(comm: Communicator, mode: str, size: int) -> Call:
-    """A call of this mode that returns how many ranks are in its result. Every second round waits for all."""
+    """A call of this mode that returns the number of ranks in its result. Every second round is synchronous."""
+
     name = f"bench {mode} {size}"
 
     async def full(x: Array) -> int:

@@ -1,4 +1,4 @@
-"""Rows as a table on a terminal, aligned text in a pipe, or one JSON object each; and the line above them."""
+"""Prints a headline, and rows as a table on a terminal, as aligned text into a pipe, or as JSON objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOTES = {
 
 
 def headline(plan: Plan) -> str:
-    """Where and with what: no number is worth anything without it."""
+    """The machine, the versions and the method, which readers need to judge the numbers."""
     versions = " ".join(f"{package} {version(package)}" for package in ("numpy", "pyzmq", "uvloop"))
     return (
         f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}); "
@@ -84,7 +84,8 @@ def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of plain text, to the right."""
+    """Lines of plain text with right-aligned columns."""
+
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

@@ -1,7 +1,7 @@
-"""Measure, on this host, the table that cuts arrays up in shared memory (`asyncoll.algorithms.dense.tuning`).
+"""Measures the best sizes of pieces in shared memory on this host (the table in `asyncoll.algorithms.dense.tuning`).
 
-One value after another: for each candidate the allreduces that it matters to, in turn with those of the others, several
-times; the fastest wins.
+The sizes are tuned one after another. All candidates of a size take turns in the allreduces that depend on it, several
+times, so that drift of the machine hits all alike. The fastest candidate is chosen.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CHUNKS = tuple(1 << power for power in range(15, 20))
 _WINDOWS = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
-_NO_SHORT = 64
+_NO_SHORT = 64  # a limit so small that all measured arrays are cut
 
 
 def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
-    """The best sizes for so many ranks here, and a table of what was measured."""
+    """The best sizes for `ranks` ranks on this host, and a table of the measured times."""
     sizes, lines = choose(ranks, {}), [["what", "bytes", "time (us) of", *map(str, _LONG), "chosen"]]
     long = Plan("allreduce", ranks, _LONG)
     for name, candidates, plan in (
@@ -36,13 +36,13 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
     ):
         times = _compare(plan, [sizes._replace(**{name: candidate}) for candidate in candidates])
         best = int(np.argmin(np.log(times).sum(axis=1)))
-        for place, candidate in enumerate(candidates):
-            cells = [f"{time:.0f}" for time in times[place]]
-            lines.append([name, str(candidate), "allreduce", *cells, "*" if place == best else ""])
+        for index, candidate in enumerate(candidates):
+            cells = [f"{time:.0f}" for time in times[index]]
+            lines.append([name, str(candidate), "allreduce", *cells, "*" if index == best else ""])
         sizes = sizes._replace(**{name: candidates[best]})
     shorts = Plan("allreduce", ranks, _SHORTS)
     at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
-    worthwhile = list(takewhile(lambda place: at_once[place] <= cut[place], range(len(_SHORTS))))
+    worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
     sizes = sizes._replace(short=_SHORTS[max(worthwhile, default=0)])
     for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
         chosen = "*" if size == sizes.short else ""
@@ -51,15 +51,15 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
 
 
 def _compare(plan: Plan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Median times in us, by candidate and size of the plan."""
+    """Median times in microseconds, by candidate and by size of the plan."""
     times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
     for repeat in range(_REPEATS):
-        for place, candidate in enumerate(candidates):
+        for index, candidate in enumerate(candidates):
             with _chosen(candidate):
                 code, rows = run_plan(plan)
             if code or any(row["wrong"] for row in rows):
                 raise RuntimeError(f"exit code {code} with {candidate}: {rows}")
-            times[repeat, place] = [row["time_us"] for row in rows]
+            times[repeat, index] = [row["time_us"] for row in rows]
     return np.median(times, axis=0)
 
 
@@ -76,5 +76,6 @@ def _chosen(sizes: Sizes) -> Iterator[None]:
 
 
 def setting(sizes: Sizes) -> str:
-    """What ASYNCOLL_SIZES says to have these."""
+    """The value of ASYNCOLL_SIZES that selects these sizes."""
+
     return ",".join(f"{name}={value}" for name, value in sizes._asdict().items())

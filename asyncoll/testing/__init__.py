@@ -1,5 +1,5 @@
-"""The test kit: worlds inside one process, real or simulated; the contract that every transport keeps; the laws of
-wait-avoiding collectives; faults that strike real ranks."""
+"""The test kit: worlds of ranks in one process, real or simulated; contract suites for transports and arenas; the laws
+of wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
 from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Signal, Slow, Stop, fault

@@ -1,4 +1,7 @@
-"""What every transport and every arena promises, as one suite each: run it on one of your own too."""
+"""Contract suites: `check_transport` and `check_arena` check the promises of every `Transport` and every `Arena`.
+
+The library runs them on its own transports and arenas. Run them on one that you write.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ Message = tuple[int, list[bytes]]  # source, frames
 def check_transport(
     open_world: OpenWorld, loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 ) -> None:
-    """Raise AssertionError, naming the promise, if the transports of `open_world(size)` break one.
+    """Check the transports that `open_world(size)` yields. Raises AssertionError, naming the promise, if one is broken.
 
-    Every check runs on a loop of its own, with 1 to 5 ranks on it.
+    `open_world` is a context manager that yields one unstarted transport for each rank. Every check opens a world of 1
+    to 5 ranks, and runs on a new loop from `loop_factory`.
     """
     for size, check in _CHECKS:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -34,9 +38,10 @@ def check_transport(
 def check_arena(
     open_arenas: OpenArenas, loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 ) -> None:
-    """Raise AssertionError, naming the promise, if the arenas of `open_arenas(size)` break one.
+    """Check the arenas that `open_arenas(size)` yields. Raises AssertionError, naming the promise, if one is broken.
 
-    Every check runs on a loop of its own, with 1 to 5 ranks on it.
+    `open_arenas` is a context manager that yields the arena of each rank. Every check opens 1 to 5 arenas, and runs on
+    a new loop from `loop_factory`.
     """
     for size, check in _ARENA_CHECKS:
         with asyncio.Runner(loop_factory=loop_factory) as runner, open_arenas(size) as arenas:
@@ -57,11 +62,11 @@ async def _checked(open_world: OpenWorld, size: int, check: Callable[[_World], A
 
 
 class _Recorder:
-    """A `Receiver` that keeps what it is told."""
+    """A `Receiver` that records messages and losses."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.losses: list[tuple[int, int]] = []  # (source, how many messages had come by then)
+        self.losses: list[tuple[int, int]] = []  # (lost rank, number of messages received before)
         self._changed = asyncio.Event()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
@@ -94,7 +99,7 @@ class _World:
         await asyncio.gather(*(transport.start(recorder) for transport, recorder in starts))
 
 
-async def _knows_its_place(world: _World) -> None:
+async def _knows_its_rank(world: _World) -> None:
     """rank and size are those of the world"""
     assert [transport.rank for transport in world.transports] == list(range(3))
     assert {transport.size for transport in world.transports} == {3}
@@ -118,7 +123,7 @@ async def _takes_one_frame(world: _World) -> None:
 
 
 async def _reaches_itself(world: _World) -> None:
-    """a rank can send to itself, and hears of it after `send` has returned"""
+    """a rank can send to itself, and receives the message after `send` has returned"""
     await world.start()
     world.transports[0].send(0, [b"me", b"again"])
     assert not world.recorders[0].messages
@@ -137,7 +142,7 @@ async def _copies_what_it_sends(world: _World) -> None:
     assert [frames[1][:1] + frames[1][-1:] for _, frames in received] == [b"aa", b"bb", b"cc"]
 
 
-async def _connects_everybody(world: _World) -> None:
+async def _connects_all_ranks(world: _World) -> None:
     """every rank reaches every rank, and each message names its source"""
     await world.start()
     size = len(world.transports)
@@ -150,7 +155,7 @@ async def _connects_everybody(world: _World) -> None:
 
 
 async def _carries_the_largest_frame(world: _World) -> None:
-    """a frame of MAX_FRAME_BYTES arrives, and one byte more is refused by the sender and harms nothing"""
+    """a frame of MAX_FRAME_BYTES arrives; `send` refuses a frame with one byte more, and later messages arrive"""
     await world.start()
     try:
         world.transports[0].send(1, [b"", bytes(MAX_FRAME_BYTES + 1)])
@@ -162,7 +167,7 @@ async def _carries_the_largest_frame(world: _World) -> None:
     assert await world.recorders[1].next_messages(1) == [(0, [b"", bytes(MAX_FRAME_BYTES)])]
 
 
-async def _refuses_strange_ranks(world: _World) -> None:
+async def _refuses_ranks_outside_the_world(world: _World) -> None:
     """sending to a rank outside the world is a UsageError"""
     await world.start()
     for dest in (-1, 2):
@@ -174,7 +179,7 @@ async def _refuses_strange_ranks(world: _World) -> None:
 
 
 async def _drains(world: _World) -> None:
-    """`drain` returns once a burst has left, and nothing of the burst is lost"""
+    """`drain` returns when the burst has been sent, and no message of the burst is lost"""
     await world.start()
     piece = bytes(100_000)
     for index in range(300):
@@ -184,8 +189,8 @@ async def _drains(world: _World) -> None:
     assert [int.from_bytes(frames[0], "big") for _, frames in received] == list(range(300))
 
 
-async def _tells_of_a_loss(world: _World) -> None:
-    """peers hear once that a rank has closed, after its last message; sending to it is then dropped"""
+async def _reports_a_loss(world: _World) -> None:
+    """each peer is told once of a closed rank, after its last message; later messages to that rank are dropped"""
     await world.start()
     for index in range(50):
         world.transports[2].send(0, [bytes([index])])
@@ -208,14 +213,14 @@ async def _is_silent_when_closed(world: _World) -> None:
     world.transports[0].send(1, [b"one"])
     await world.recorders[1].next_messages(1)
     await world.transports[1].close()
-    world.transports[1].send(0, [b"nobody hears this"])
+    world.transports[1].send(0, [b"after close"])
     await world.recorders[0].until(lambda: bool(world.recorders[0].losses))
     assert world.recorders[0].messages == []
     assert len(world.recorders[1].messages) == 1
 
 
 async def _flushes(world: _World) -> None:
-    """what was sent before `close(flush=True)` arrives, and only then the loss"""
+    """all messages sent before `close(flush=True)` arrive, and the loss is reported after them"""
     await world.start()
     for index in range(20):
         world.transports[0].send(1, [bytes([index]), bytes(50_000)])
@@ -225,16 +230,16 @@ async def _flushes(world: _World) -> None:
 
 
 _CHECKS: list[tuple[int, Callable[[_World], Awaitable[None]]]] = [
-    (3, _knows_its_place),
+    (3, _knows_its_rank),
     (2, _keeps_order),
     (2, _takes_one_frame),
     (1, _reaches_itself),
     (2, _copies_what_it_sends),
-    (5, _connects_everybody),
+    (5, _connects_all_ranks),
     (2, _carries_the_largest_frame),
-    (2, _refuses_strange_ranks),
+    (2, _refuses_ranks_outside_the_world),
     (2, _drains),
-    (3, _tells_of_a_loss),
+    (3, _reports_a_loss),
     (2, _is_silent_when_closed),
     (2, _flushes),
 ]
@@ -244,13 +249,13 @@ _CHECKS: list[tuple[int, Callable[[_World], Awaitable[None]]]] = [
 
 
 class _StoppedError(Exception):
-    """There is nothing to wait for any more."""
+    """The wait was ended by its check."""
 
 
 async def _wait(
     arena: Arena, control_block: ControlBlock, ready: Callable[[], bool], stopped: Sequence[object] = ()
 ) -> None:
-    """Wait for `ready`, until `stopped` has something in it."""
+    """Wait for `ready`. Raises _StoppedError once `stopped` is not empty."""
 
     def check() -> None:
         if stopped:
@@ -261,7 +266,7 @@ async def _wait(
 
 async def _until_asleep(arena: Arena, count: int = 1) -> None:
     while len(arena.waiting()) < count:
-        await asyncio.sleep(1e-6)  # a moment even in virtual time
+        await asyncio.sleep(1e-6)  # not 0: virtual time has to advance, too
 
 
 def _is_set(control_block: ControlBlock, cell: int) -> Callable[[], bool]:
@@ -288,7 +293,7 @@ async def _shares_a_clock(arenas: Sequence[Arena]) -> None:
 
 
 async def _shares_memory(arenas: Sequence[Arena]) -> None:
-    """an address means the same byte at every rank, and whatever one writes all see"""
+    """an address means the same byte at every rank, and all ranks read what one rank has written"""
     for owner in arenas:
         address = owner.allocate(100)
         for writer in arenas:
@@ -298,7 +303,7 @@ async def _shares_memory(arenas: Sequence[Arena]) -> None:
 
 
 async def _keeps_blocks_apart(arenas: Sequence[Arena]) -> None:
-    """what is allocated is aligned to 64 bytes, of the size asked for, and overlaps nothing that is in use"""
+    """an allocated block is aligned to 64 bytes, has the requested size, and overlaps no block in use"""
     blocks: dict[int, tuple[int, int]] = {}
     for number, nbytes in enumerate([1, 64, 65, 0, 4096, 100_000, 3 << 20, 17] * 3):
         arena = arenas[number % len(arenas)]
@@ -318,7 +323,7 @@ async def _keeps_blocks_apart(arenas: Sequence[Arena]) -> None:
 
 
 async def _locates_its_own(arenas: Sequence[Arena]) -> None:
-    """`locate` knows the address of any array in this rank's part, and that other arrays have none"""
+    """`locate` returns the address of an array in this rank's part of the memory, and None for other arrays"""
     for arena in arenas:
         address = arena.allocate(1000)
         flat = arena.view(address, 1000)
@@ -328,7 +333,7 @@ async def _locates_its_own(arenas: Sequence[Arena]) -> None:
 
 
 async def _shares_control_blocks(arenas: Sequence[Arena]) -> None:
-    """a context is one control block at every rank, zero at first, made by the first to ask, apart from the others"""
+    """a context has one control block, the same at every rank; the first rank that asks creates it, with zero cells"""
     first, second = ([arena.control_block(context, 4) for arena in arenas] for context in (7, (1 << 64) - 1))
     for control_blocks in (first, second):
         assert [control_block.created for control_block in control_blocks] == [True, False, False]
@@ -341,7 +346,7 @@ async def _shares_control_blocks(arenas: Sequence[Arena]) -> None:
 
 
 async def _refuses_another_size(arenas: Sequence[Arena]) -> None:
-    """a control block of another size than the one that there is, is an error, and harms nothing"""
+    """asking for an existing control block with another number of cells is an error, and leaves its cells unchanged"""
     _change(arenas[0].control_block(7, 4), 3)
     try:
         arenas[1].control_block(7, 5)
@@ -352,14 +357,14 @@ async def _refuses_another_size(arenas: Sequence[Arena]) -> None:
 
 
 async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
-    """a wait for what is ready ends, and nobody is waiting then"""
+    """a wait whose condition holds already returns, and `waiting` is empty afterwards"""
     control_block = arenas[0].control_block(1, 1)
     await _wait(arenas[0], control_block, lambda: control_block.cells[0] == 0)
     assert arenas[0].waiting() == []
 
 
 async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
-    """a wait that is to be turning leaves the loop to others, and ends like any other"""
+    """a wait with `turning=True` yields to the loop in each turn, and ends when its condition holds"""
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     wait = Wait(control_blocks[0], lambda: control_blocks[0].cells[0] == 3)
     task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", yielding=True))
@@ -372,7 +377,7 @@ async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
 
 
 async def _wakes_sleepers(arenas: Sequence[Arena]) -> None:
-    """whoever waits says so, and wakes when another rank has changed the cells"""
+    """`waiting` lists a sleeping wait, and the wait wakes when another rank has changed the cells"""
     control_blocks = [arena.control_block(1, 2) for arena in arenas]
     task = asyncio.create_task(_wait(arenas[0], control_blocks[0], lambda: control_blocks[0].cells[0] == 2))
     for _ in range(2):
@@ -385,7 +390,7 @@ async def _wakes_sleepers(arenas: Sequence[Arena]) -> None:
 
 
 async def _wakes_many(arenas: Sequence[Arena]) -> None:
-    """any number may wait, at each rank and on several control blocks, and each wakes for what it waits for"""
+    """any number of tasks may wait, at each rank and on several control blocks; each wakes when its condition holds"""
     contexts = range(3)
     control_blocks = [[arena.control_block(context, 5) for context in contexts] for arena in arenas]
     tasks = [
@@ -403,7 +408,7 @@ async def _wakes_many(arenas: Sequence[Arena]) -> None:
 
 
 async def _meets(arenas: Sequence[Arena]) -> None:
-    """no wake-up is lost: ranks that count each other in never stop"""
+    """no wake-up is lost: ranks that meet at a counter a hundred times never stop"""
 
     async def rank(arena: Arena) -> None:
         control_block = arena.control_block(3, 1)
@@ -446,11 +451,12 @@ async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
         await _wait(arenas[0], control_block, lambda: False, ["stopped"])
     except _StoppedError:
         return
-    raise AssertionError("it found what never was")
+    raise AssertionError("the wait ended although its condition never held")
 
 
 async def _survives_cancelling(arenas: Sequence[Arena]) -> None:
-    """a wait that is cancelled leaves nothing behind, and keeps nobody else from waking"""
+    """a cancelled wait leaves nothing behind, and the other waits still wake"""
+
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     tasks = [
         asyncio.create_task(_wait(arenas[0], control_blocks[0], lambda: control_blocks[0].cells[0] > 0))

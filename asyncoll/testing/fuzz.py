@@ -1,7 +1,7 @@
-"""Random and damaged bytes for all that decodes what peers say: `python -m asyncoll.testing.fuzz [SEED [COUNT]]`.
+"""Feed random and damaged bytes to every decoder of peer data: `python -m asyncoll.testing.fuzz [SEED [COUNT]]`.
 
-Whatever comes, a decoder returns or raises ProtocolError, or UsageError for a dataclass that is another one here. What
-it raises else is a bug; the seed and the number of the input are printed with it.
+For any input, a decoder returns or raises ProtocolError, or raises UsageError when a dataclass has other fields here
+than at the sender. Any other exception is a bug; it is reported with the seed and the number of the input.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VALUES: list[object] = [
 
 
 def fuzz(seed: int, count: int) -> None:
-    """Try `count` inputs on every decoder. Raises AssertionError, naming the input, if one fails."""
+    """Try `count` inputs on every decoder. Raises AssertionError, naming the seed and the input, if a decoder fails."""
     for number in range(count):
         draw = np.random.default_rng([seed, number])
         for decode in (_message, _control, _split, _seal, _head, _rpc, _value, _failure, _packed):
@@ -76,12 +76,12 @@ def _seal(draw: np.random.Generator) -> None:
     sealed = key.seal(message, "topic", 1)
     damaged = _damaged(draw, sealed)
     key.open(damaged, "topic", 1)
-    assert damaged == sealed, "a forged seal was taken for a true one"
+    assert damaged == sealed, "a damaged message passed as authentic"
 
 
 def _head(draw: np.random.Generator) -> None:
-    wild: Callable[..., np.ndarray[tuple[int], np.dtype[np.int64]]] = draw.integers
-    head = wild(0, 8, 2 + SHAPE_WORDS)
+    integers: Callable[..., np.ndarray[tuple[int], np.dtype[np.int64]]] = draw.integers
+    head = integers(0, 8, 2 + SHAPE_WORDS)
     head[draw.integers(head.size)] = draw.integers(-(1 << 62), 1 << 62)
     decode_head(head)
 
@@ -113,12 +113,12 @@ def _random(draw: np.random.Generator) -> bytes:
 
 
 def _damaged(draw: np.random.Generator, data: bytes) -> bytes:
-    """`data` with a bit changed, cut off, or followed by something; or something else."""
-    how, place = int(draw.integers(4)), int(draw.integers(len(data) + 1))
-    if how == 0 and place < len(data):
-        changed = data[place] ^ 1 << int(draw.integers(8))
-        return data[:place] + bytes([changed]) + data[place + 1 :]
-    return (data[:place], data + _random(draw), data[:place] + _random(draw), _random(draw))[how]
+    """`data` with one bit flipped, cut off, extended, or cut off and extended; or unrelated random bytes."""
+    how, index = int(draw.integers(4)), int(draw.integers(len(data) + 1))
+    if how == 0 and index < len(data):
+        changed = data[index] ^ 1 << int(draw.integers(8))
+        return data[:index] + bytes([changed]) + data[index + 1 :]
+    return (data[:index], data + _random(draw), data[:index] + _random(draw), _random(draw))[how]
 
 
 if __name__ == "__main__":

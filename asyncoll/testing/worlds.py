@@ -1,7 +1,7 @@
 """Many ranks in one process: real transports on one loop, or a simulated network in virtual time.
 
-Both run `main(comm)` at every rank and work from plain code and from inside a running loop alike (they then use a
-thread of their own and block until the world has ended).
+`run_ranks` and `simulate` run `main(comm)` at every rank. Plain code and code inside a running loop can call both;
+inside a running loop they use a thread of their own, and block the caller until the world has ended.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.join import World
 
 T = TypeVar("T")
-_HEARD_S = 0.05  # time for the others to hear of a failure, and to fail with its cause, before they are cancelled
+_HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
-Places = tuple[Sequence[Transport], Sequence[Arena] | Sequence[None]]  # of each rank: its transport, and its arena
+Carriers = tuple[Sequence[Transport], Sequence[Arena] | Sequence[None]]  # the transport and the arena of each rank
 
 
 @contextlib.contextmanager
-def _inproc(size: int) -> Iterator[Places]:
+def _inproc(size: int) -> Iterator[Carriers]:
     yield inproc.world(size), [None] * size
 
 
 @contextlib.contextmanager
-def _zmq(size: int) -> Iterator[Places]:
+def _zmq(size: int) -> Iterator[Carriers]:
     with zeromq.local_world(size) as transports:
         yield transports, [None] * size
 
 
 @contextlib.contextmanager
-def _shm(size: int) -> Iterator[Places]:
+def _shm(size: int) -> Iterator[Carriers]:
     with zeromq.local_world(size) as transports, arena.local_world(size) as arenas:
         yield list(map(SlottedTransport, transports, arenas)), arenas
 
@@ -57,10 +57,11 @@ _WORLDS = {"inproc": _inproc, "zmq": _zmq, "shm": _shm}
 
 
 def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
-    """Run `main(comm)` at `size` ranks on one loop; returns their results by rank.
+    """Run `main(comm)` at `size` ranks on one loop. Returns the results of the ranks, in the order of ranks.
 
-    `transport` is "inproc", "zmq" (real sockets) or "shm" (real sockets and real shared memory). When a rank raises,
-    the others are cancelled and its error is raised here.
+    `transport` is "inproc" (messages are passed as objects), "zmq" (real sockets) or "shm" (real sockets and real
+    shared memory). When a rank raises, the others are cancelled and its error is raised here. A UsageError is raised
+    for a size below 1, an unknown transport, or a `main` that is not callable.
     """
     _check(size, main)
     if transport not in _WORLDS:
@@ -75,7 +76,7 @@ def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class SimReport:
-    """What a simulated world did. Times are virtual seconds; a word is 4 bytes of payload."""
+    """The record of a simulated world. Times are virtual seconds. A word is 4 bytes of payload."""
 
     results: list[Any]  # by rank; None for a rank that crashed
     virtual_s: float
@@ -87,15 +88,16 @@ class SimReport:
 def simulate(
     size: int, main: Main[Any], network: Network | None = None, seed: int = 0, *, shared_memory: bool = False
 ) -> SimReport:
-    """Run `main(comm)` at `size` ranks on a simulated network, in virtual time: same seed, same trace.
+    """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
-    With `shared_memory` they are ranks of one host: collectives pass through memory, where each piece of work takes up
-    to the network's jitter, at random, and others come in between.
+    With `shared_memory` the ranks are ranks of one host. Collectives then go through memory; each piece of work takes a
+    random time up to the network's jitter, and pieces of work of different ranks interleave.
 
-    Time passes only when everybody waits: a rank that never does (a root that only broadcasts) stops the clock.
+    Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
+    clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
 
-    Raises the first error of a rank, or DeadlockError, listing who waits for what, if nothing can ever happen again.
-    `main` must not touch the real world: `asyncio.sleep` is how a rank computes.
+    Raises the first error of a rank. Raises DeadlockError, with a list of the pending calls, when all ranks wait and no
+    timer is set.
     """
     _check(size, main)
     world = SimulatedWorld(size, network or Network(), seed)
@@ -125,7 +127,7 @@ async def _run_all(
     endpoints: dict[int, Endpoint],
     crashes: Sequence[Crash] = (),
 ) -> list[T]:
-    """Every rank's `main` in a task of its own. The first failure cancels the rest and is raised."""
+    """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     try:
@@ -141,7 +143,10 @@ async def _run_all(
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """The first error that does not tell of another rank's: who gives up may be heard before it has raised its own."""
+    """The first error that is not an AbortedError, because an AbortedError reports an error of another rank.
+
+    An AbortedError may be recorded before the failing rank's own exception.
+    """
     return next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
 
 
@@ -168,7 +173,8 @@ def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> No
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage seldom: the live objects of a thousand ranks make each collection long and find nothing."""
+    """Raise the thresholds of the garbage collector: with the live objects of a thousand ranks each collection is long
+    and frees nothing."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
@@ -180,7 +186,7 @@ def _rare_collections() -> Iterator[None]:
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
     lines = [f"  rank {rank}: {line}" for rank, endpoint in endpoints.items() for line in endpoint.waiting()]
     return DeadlockError(
-        "everything waits and no timer is set:\n" + "\n".join(lines or ["  nobody waits for a message"])
+        "all ranks wait and no timer is set:\n" + "\n".join(lines or ["  no rank waits for a message"])
     )
 
 
@@ -191,7 +197,7 @@ def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _outside_of_any_loop(work: Callable[[], T]) -> T:
-    """Run `work`, which runs a loop of its own: here or, if a loop is running here already, in a thread."""
+    """Run `work`, which runs a loop of its own. It runs in a new thread if a loop runs in this one already."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Faults that strike ranks at named points, for anybody's tests; and the matrix of all of them, as a command."""
+"""Faults that strike ranks at named points, for tests of any program; and the matrix of faults, `asyncoll faults`."""
 
 from asyncoll.testing.faults.injectors import (
     Disconnect,

@@ -1,4 +1,4 @@
-"""What ranks do when a fault strikes one of them: each makes one call of everybody, and checks what it gets."""
+"""The operations of the matrix. Each makes one call at every rank and checks its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-Operation = Callable[[Communicator, int], Awaitable[None]]  # elements of each rank's array, a multiple of the ranks
+Operation = Callable[[Communicator, int], Awaitable[None]]  # the number of elements is a multiple of that of ranks
 
 
 async def allreduce(comm: Communicator, elements: int) -> None:
@@ -77,7 +77,7 @@ async def barrier(comm: Communicator, elements: int) -> None:
 
 
 async def send_recv(comm: Communicator, elements: int) -> None:
-    """Around the ring: a rank talks to its neighbours alone."""
+    """Send to the next rank of a ring, and receive from the one before: a rank talks to its neighbours only."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sending = comm.send(np.full(elements, float(comm.rank)), after)
     received, _ = await _all_of(comm.recv(np.zeros(elements), before), sending)
@@ -101,7 +101,7 @@ async def group(comm: Communicator, elements: int) -> None:
 
 
 async def synchronous_solo(comm: Communicator, elements: int) -> None:
-    """Every second round waits for all."""
+    """A solo allreduce in which every second round is synchronous."""
     call = comm.solo_allreduce(x := np.ones(elements), name="synchronous", sync_every=2)
     await _rounds(comm.size, call, x)
 
@@ -114,13 +114,13 @@ async def sparse(comm: Communicator, elements: int) -> None:
 
 
 async def rpc(comm: Communicator, elements: int) -> None:
-    """Everybody calls its neighbour; `echo` is registered."""
+    """Every rank calls `echo` at the next rank. The caller of this function has registered `echo`."""
     x = np.full(elements, float(comm.rank))
     _all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)
 
 
 async def ddp_step(comm: Communicator, elements: int) -> None:
-    """A synchronous training step: gradients are averaged in buckets while the next ones are computed."""
+    """A synchronous training step: a bucket of gradients is averaged while the next ones are computed."""
     buckets, calls = [np.empty(elements) for _ in range(3)], []
     for bucket in buckets:
         bucket[:] = np.sqrt(np.full(elements, float(comm.rank) ** 2))
@@ -131,7 +131,7 @@ async def ddp_step(comm: Communicator, elements: int) -> None:
 
 
 async def eager_step(comm: Communicator, elements: int) -> None:
-    """A step of eager-SGD: the gradients of whoever is there."""
+    """A step of eager-SGD (Li et al., PPoPP 2020) with the gradients of the ranks that have arrived."""
     gradient = np.sqrt(np.full(elements, 1.0))
     reduction = await comm.solo_allreduce(gradient, name="gradients", history=4)
     parameters = np.zeros(elements)
@@ -141,7 +141,7 @@ async def eager_step(comm: Communicator, elements: int) -> None:
 
 
 async def _all_of(*calls: Awaitable[Any]) -> list[Any]:
-    """What they return, or what the first of them raises, in any case once all are over."""
+    """Wait for all calls. Returns their results, or raises the first exception in the order of `calls`."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -183,7 +183,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
-    """Everybody always gives 1, so a result is a number of contributions, the same in all its elements."""
+    """Check a round. Every contribution is 1, so all elements of a result equal the number of contributions."""
+
     reduction = await call
     assert np.ptp(x) == 0, "parts of different rounds"
     assert 0 <= reduction.active <= size

@@ -1,4 +1,4 @@
-"""The cells of the matrix: what strikes, in the middle of what, and when; and all that a seed decides about one."""
+"""The cells of the matrix (a fault, an operation, a moment), and the plan that a seed draws for a cell."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from asyncoll.testing.faults.injectors import (
     Stop,
 )
 
-DEATH_S = 0.1  # within which everybody knows
-FREEZE_S = 1.0
-_ELEMENTS = (8, 20_000, 300_000)  # of a rank's array: short and long, in memory and by message
+DEATH_S = 0.1  # after a death, every survivor must have raised within this time
+FREEZE_S = 1.0  # after a freeze likewise
+_ELEMENTS = (8, 20_000, 300_000)  # lengths of a rank's array: short and long ones take different algorithms
 
 
 class TroubleError(Exception):
-    """What a rank's program raises in a cell."""
+    """Raised by the program of a rank in a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What strikes, and what the others must make of it."""
+    """A fault, and the errors and times that the matrix expects of the survivors."""
 
     make: Callable[[], Fault]
-    # What every survivor raises, one of these, which names the rank; none: nobody notices anything.
+    # The types of error of which every survivor raises one, naming the victim. Empty: no rank may notice the fault.
     told: tuple[str, ...] = ()
-    within_s: float = 0.0
-    lasts_s: float = 0.0
-    leaves_a_child: bool = False  # of the victim, for the driver to end
+    within_s: float = 0.0  # every survivor must raise within this time after the fault
+    lasts_s: float = 0.0  # duration of the fault
+    leaves_a_child: bool = False  # the victim leaves a child process, which the driver kills
 
 
 KINDS: dict[str, Kind] = {
@@ -53,9 +53,8 @@ KINDS: dict[str, Kind] = {
     "orphan": Kind(Orphan, ("PeerLostError",), DEATH_S, leaves_a_child=True),
     "exit": Kind(lambda: Exit(3), ("PeerLostError",), DEATH_S),
     "raise": Kind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
-    "signal": Kind(
-        Signal, ("AbortedError", "PeerLostError"), DEATH_S
-    ),  # the latter if it came between two words of RPC
+    # PeerLostError if the handler has raised in the middle of an RPC message.
+    "signal": Kind(Signal, ("AbortedError", "PeerLostError"), DEATH_S),
     "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
     "stop": Kind(Stop, ("PeerLostError",), FREEZE_S),
     "gil": Kind(lambda: HoldGil(5.0), lasts_s=5.0),
@@ -65,7 +64,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell in one world. The same cell, the same choices."""
+    """One cell in one world. Equal cells draw equal plans."""
 
     kind: str
     operation: str
@@ -84,11 +83,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the seed decides."""
+    """The choices that the seed of a cell makes."""
 
     victim: int
     elements: int
-    depth: float  # how far into the call "inside" is, in [0, 1)
+    depth: float  # position of "inside" among the injection points of the call, in [0, 1)
 
     @classmethod
     def draw(cls, cell: Cell) -> Plan:
@@ -98,7 +97,12 @@ class Plan:
 
 
 def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, size: int) -> list[Cell]:
-    """The cells that `pattern` names (several with commas), `sample` of them (0: all), drawn anew `repeat` times."""
+    """The cells that match `pattern` (several patterns are separated by commas).
+
+    `sample` cells are drawn for each of `repeat` seeds from `seed` on; 0 takes all. Raises UsageError if no cell
+    matches.
+    """
+
     triples = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
     patterns = pattern.split(",")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]

@@ -1,4 +1,4 @@
-"""What must be true of every cell."""
+"""The checks of a cell: no rank hangs, survivors raise the right error in time, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan
 from asyncoll.testing.faults.processes import Story, Told
 
-_SHOWN = 1500  # characters of what a rank wrote
-_FRAME = re.compile(r'File ".*/asyncoll/((?!testing).*)", line (\d+) in (\w+)')  # as faulthandler writes them
-_FRAMES = 4
+_SHOWN = 1500  # trailing characters of a rank's output that a complaint shows
+_FRAME = re.compile(r'File ".*/asyncoll/((?!testing).*)", line (\d+) in (\w+)')  # the format of faulthandler
+_FRAMES = 4  # frames of each thread that a complaint shows
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is not as it must be in a cell, and how long after the fault each survivor that named the rank did so."""
+    """The broken checks of a cell, and the seconds from the fault to each error of a survivor that names the victim."""
 
     cell: Cell
     broken: tuple[str, ...]
@@ -24,13 +24,13 @@ class Verdict:
 
     @property
     def late(self) -> tuple[str, ...]:
-        """Who knew everything, but too late: the only part that depends on how busy the host is."""
+        """Errors that were right but too late. Only this check depends on the load of the host."""
         within_s = KINDS[self.cell.kind].within_s
         return tuple(f"heard after {1e3 * heard_s:.0f} ms" for heard_s in self.heard_s if heard_s > within_s)
 
 
 def judge(cell: Cell, story: Story) -> Verdict:
-    """Look at everything that the ranks told, and at what they left."""
+    """Check the reports of the ranks, and the processes and files that they left."""
     return Verdict(cell, tuple(_breaches(cell, story)), tuple(_heard(cell, story)))
 
 
@@ -46,7 +46,7 @@ def _heard(cell: Cell, story: Story) -> Iterator[float]:
 def _breaches(cell: Cell, story: Story) -> Iterator[str]:
     kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
     if story.of(victim, "struck") is None:
-        yield f"nothing struck rank {victim}"
+        yield f"the fault did not strike rank {victim}"
     for rank in range(cell.size):
         if rank in story.hung:
             yield f"rank {rank} hung: {_where(story.hung[rank])}"
@@ -59,7 +59,7 @@ def _breaches(cell: Cell, story: Story) -> Iterator[str]:
 
 
 def _disturbed(rank: int, story: Story) -> Iterator[str]:
-    """A rank that should have noticed nothing."""
+    """Breaches of a rank that must not notice the fault."""
     if error := story.of(rank, "error"):
         yield f"rank {rank} was disturbed: {_said(error)}"
     elif not story.of(rank, "done") or story.codes[rank]:
@@ -67,7 +67,7 @@ def _disturbed(rank: int, story: Story) -> Iterator[str]:
 
 
 def _misinformed(rank: int, cell: Cell, story: Story) -> Iterator[str]:
-    """A rank that should have heard who is lost."""
+    """Breaches of a rank that must raise an error naming the victim."""
     kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
     error = story.of(rank, "error")
     if error is None:
@@ -88,7 +88,8 @@ def _said(error: Told) -> str:
 
 
 def _where(stacks: str) -> str:
-    """The innermost frames of the runtime, in each thread that is in it."""
+    """The innermost frames of the library, for each thread that is inside the library."""
+
     threads = [_FRAME.findall(thread)[:_FRAMES] for thread in stacks.split("(most recent call first)")]
     return "; ".join(
         " < ".join(f"{function} {file}:{line}" for file, line, function in each) for each in threads if each

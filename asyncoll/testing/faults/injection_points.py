@@ -1,8 +1,8 @@
-"""Where a rank is in the middle of a call, counted by what it does there.
+"""Injection points: numbered moments inside a call, at which a fault can strike.
 
-A rank *passes* whenever it sends or is handed a message, when it is about to take a lock of shared memory, and when it
-holds it. What is watched are the seams of the runtime, `Transport`, `Receiver`, `Arena` and `Mutex`, and only for as
-long as somebody watches: the runtime itself knows nothing of it.
+A rank passes an injection point when it sends a message, when it receives one, immediately before it takes a lock of
+shared memory, and immediately after it has taken it. `InjectionPoints` counts them by wrapping methods of `Transport`,
+`Receiver`, `Arena` and `Mutex` for the time of a block. The runtime has no code for this.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from asyncoll.transport.control_block import ControlBlock, Mutex
 
 
 class InjectionPoints:
-    """As a context manager, counts the injection points of this rank in `count`, whichever threads they are on.
+    """A context manager that counts the injection points of this rank in `count`, on all threads.
 
-    `passed(number)`, from 1, is called at each of them, in the very thread.
+    It calls `passed(number)` at each injection point, with numbers from 1, in the thread that passes it.
     """
 
     def __init__(self, comm: Communicator, passed: Callable[[int], None] = lambda number: None) -> None:
         self.count = 0
         self._passed = passed
-        self._counting = threading.Lock()  # of all threads that pass
+        self._counting = threading.Lock()  # the loop, the progress thread and service threads all pass points
         self._is_over = False
         self._endpoint = comm._core.member.endpoint
         self._undo = contextlib.ExitStack()
@@ -35,14 +35,14 @@ class InjectionPoints:
         enter(_shadowed(endpoint.transport, "send", self._passing(endpoint.transport.send)))
         enter(_shadowed(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
-            enter(_shadowed(arena, "control block", self._watching(arena.control_block)))
+            enter(_shadowed(arena, "control_block", self._watching(arena.control_block)))
             for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
                 self._watch(control_block)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
-        with self._counting:  # who passes in this moment is not counted any more
+        with self._counting:  # a thread that is inside a wrapper now must not count, or strike, after the block
             self._is_over = True
 
     def _pass(self) -> None:
@@ -60,7 +60,7 @@ class InjectionPoints:
         return passing
 
     def _watching(self, control_block_of: Callable[..., ControlBlock]) -> Callable[..., ControlBlock]:
-        """Control blocks that are made while somebody watches are watched too."""
+        """Wrap `control_block_of`, so that the control blocks made inside the block are watched too."""
 
         def control_block(context: int, cells: int) -> ControlBlock:
             made = control_block_of(context, cells)
@@ -82,7 +82,7 @@ class InjectionPoints:
 
 
 class _WatchedMutex:
-    """A `Mutex` that says when it is about to be taken, and when it is held."""
+    """A `Mutex` that calls `passing` before and after each acquisition."""
 
     def __init__(self, mutex: Mutex, watcher: InjectionPoints, passing: Callable[[], None]) -> None:
         self.watcher = watcher
@@ -99,7 +99,8 @@ class _WatchedMutex:
 
 @contextlib.contextmanager
 def _shadowed(thing: object, name: str, method: Callable[..., object]) -> Iterator[None]:
-    """`method` instead of the one of that name, for this one object."""
+    """Replace the method `name` of this one object by `method`, for the time of the block."""
+
     attributes = vars(thing)
     before = attributes.get(name)
     attributes[name] = method

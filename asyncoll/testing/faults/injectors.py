@@ -1,6 +1,7 @@
-"""What can happen to a rank, and `fault`, which lets it happen at a named point of a program.
+"""Faults that strike a rank, and `fault`, which injects one at a named point of a program.
 
-The faults of a simulated network (`Pause`, `Cut`, `Crash`) are given to it with their times; these strike real ranks.
+These faults strike real ranks. The faults of a simulated network (`Pause`, `Cut`, `Crash`) are arguments of `Network`,
+with their times.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from asyncoll.transport.messages.simulated import SimulatedTransport
 Moment = Literal["before", "inside", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "inside", "after")
 
-# From outside, for a process can neither continue itself nor stop only now and then. It lets go of whom it has stopped
-# whatever happens to it, and ends with it. Started by a shell that ends at once, so it is nobody's child to wait for.
+# A stopped process cannot continue itself, so a second process stops and continues it. That process continues its
+# victim when it is terminated, and ends when the victim has ended. A shell that ends at once starts it in the
+# background: so it is not a child of the victim, which would have to wait for it.
 _STOP_AND_GO = """
 (trap 'kill -CONT $0; exit' TERM
 n=$1; while [ "$n" -gt 0 ] && kill -STOP $0; do sleep $2; kill -CONT $0; sleep $3; n=$((n - 1)); done) &
@@ -35,11 +37,11 @@ n=$1; while [ "$n" -gt 0 ] && kill -STOP $0; do sleep $2; kill -CONT $0; sleep $
 _CONTINUE = """
 (while kill -0 $0 && ! grep -q '^State:.T' /proc/$0/status; do sleep 0.001; done; sleep $1; kill -CONT $0) &
 """
-_RUNNING_S = 0.005  # of a slow rank between two stops: so with factor 10 a stop is far shorter than a freeze
+_RUNNING_S = 0.005  # time between two stops of a slow rank: with factor 10 a stop is far shorter than a freeze
 
 
 class Place:
-    """Where a fault strikes: a rank, and the task that entered `fault` there."""
+    """The rank that a fault strikes, and the task that entered `fault` there."""
 
     def __init__(self, comm: Communicator) -> None:
         task = asyncio.current_task()
@@ -52,7 +54,7 @@ class Place:
         self._is_cancelled = False
 
     def interrupt(self, error: Exception) -> None:
-        """Let the task raise `error` where it waits. From any thread."""
+        """Make the task raise `error` at its current await. Safe in any thread."""
         self._error = error
         self._interruption = self._loop.call_soon_threadsafe(self._cancel)
 
@@ -61,12 +63,12 @@ class Place:
         self._task.cancel()
 
     def crash(self, transport: SimulatedTransport) -> None:
-        """Die as ranks of a simulated network do."""
+        """Crash a rank of a simulated network: its transport falls silent and its task is cancelled."""
         transport.crash()
         self._task.cancel()
 
     def settle(self) -> None:
-        """Raise what the task was interrupted with, if it was."""
+        """Raise the error of `interrupt`, if it was called."""
         if self._error is None:
             return
         assert self._interruption is not None
@@ -77,19 +79,19 @@ class Place:
 
 
 class Fault(Protocol):
-    """Something that happens to a rank."""
+    """A fault that can strike a rank. Implement this protocol for one of your own."""
 
     @property
     def of_process(self) -> bool:
-        """Whether it strikes a whole process, and so all the ranks in it."""
+        """Whether the fault strikes a whole process, and so all the ranks in it."""
 
     def strike(self, place: Place) -> None:
-        """Let it happen, now; on any thread."""
+        """Inject the fault now. Called in the thread that passes the injection point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process is gone at once, without a word (SIGKILL). In a simulated world, a `Crash`: the rank's task ends."""
+    """Kill the process (SIGKILL). In a simulated world this is a `Crash`: the task of the rank ends."""
 
     of_process: ClassVar[bool] = True
 
@@ -103,9 +105,9 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """The process is gone at once (SIGKILL), and leaves a child that it has just forked, which has all that it had.
+    """Kill the process (SIGKILL) and leave a child, forked just before, that holds copies of all its descriptors.
 
-    The child does nothing, and ends after `lives_s`, if nobody has ended it before.
+    The child does nothing. It ends after `lives_s` seconds if it is not killed before.
     """
 
     lives_s: int = 60
@@ -122,7 +124,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The process ends at once by itself (`os._exit`), as it would from C code."""
+    """End the process at once from inside (`os._exit`), as C code may do."""
 
     code: int = 1
     of_process: ClassVar[bool] = True
@@ -133,7 +135,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """The process gets a signal. If the program has a handler for it, that runs in the main thread, and may raise."""
+    """Send a signal to the process. A handler of the program runs in the main thread, and may raise."""
 
     number: int = signal.SIGTERM
     of_process: ClassVar[bool] = True
@@ -144,7 +146,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The whole process stands still (SIGSTOP), for `duration_s`, or until somebody sends it SIGCONT."""
+    """Stop the whole process (SIGSTOP) for `duration_s` seconds; if that is infinite, until it gets SIGCONT."""
 
     duration_s: float = math.inf
     of_process: ClassVar[bool] = True
@@ -157,7 +159,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """The whole process gets a `factor`-th of the time for `duration_s`: it is stopped and continued in turn."""
+    """Slow the whole process down by `factor` for `duration_s` seconds: it is stopped and continued in turn."""
 
     factor: float = 10.0
     duration_s: float = 1.0
@@ -170,18 +172,18 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class HoldGil:
-    """No thread of the process runs any Python for `duration_s`, as in C code that does not let go of the GIL."""
+    """Hold the GIL for `duration_s` seconds, as C code may do: no thread of the process runs Python meanwhile."""
 
     duration_s: float
     of_process: ClassVar[bool] = False
 
     def strike(self, place: Place) -> None:
-        ctypes.PyDLL(None).usleep(round(self.duration_s * 1e6))
+        ctypes.PyDLL(None).usleep(round(self.duration_s * 1e6))  # PyDLL, unlike CDLL, does not release the GIL
 
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The task that entered `fault` raises `error` where it waits, and what it awaits there is cancelled."""
+    """Make the task that entered `fault` raise `error` at its current await. The awaited call is cancelled."""
 
     error: Exception
     of_process: ClassVar[bool] = False
@@ -192,15 +194,15 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """All connections of this rank to its peers are shut, in both directions; the process lives on."""
+    """Shut down all connections of this rank to its peers, in both directions. The process lives on."""
 
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
         transport: Any = place.comm._core.member.endpoint.transport
-        addresses = set(getattr(transport, "_inner", transport).peers)  # slots go over another transport
+        addresses = set(getattr(transport, "_inner", transport).peers)  # a SlottedTransport wraps the one with peers
         for connection in _connections():
-            with connection, contextlib.suppress(OSError):  # it is shut already
+            with connection, contextlib.suppress(OSError):  # the connection may be shut already
                 if addresses & set(_ends(connection)):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -209,18 +211,19 @@ class Disconnect:
 def fault(
     comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", injection_point: int = 1
 ) -> Iterator[None]:
-    """Let `what` happen at rank `rank`, before, inside or after the block; at all others the block is as ever.
+    """A context manager that injects `what` at rank `rank`: before, inside or after the block. Every rank enters it.
 
         with fault(comm, Kill(), rank=2):
             await comm.allreduce(x)
 
-    "inside" is when the rank passes for the `injection_point`-th time: when it sends or is handed a message, is about
-    to take a lock of shared memory, or holds it. So it strikes in the middle of whatever the block calls, in the thread
-    that does it, which need not be the caller's. If there are not so many injection points, it strikes at the end of
-    the block. What raises, other than `Raise`, or cancels the block before is not followed by the fault.
+    With `at="inside"` the fault strikes when the rank passes its `injection_point`-th injection point in the block,
+    counted from 1. A rank passes one when it sends a message, when it receives one, before it takes a lock of shared
+    memory, and after it has taken it. So the fault strikes in the middle of a call, in the thread that does the work,
+    which may be another one than the caller's. If the block has fewer injection points, the fault strikes at its end.
+    It does not strike if the block raises or is cancelled before.
 
-    Raises UsageError if `what` strikes whole processes, and all ranks are in this one (`run_ranks`; `simulate`, but for
-    `Kill`).
+    Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
+    `simulate` for faults other than `Kill`.
     """
     _check(comm, what, at, injection_point)
     if comm.rank != rank:
@@ -256,14 +259,14 @@ def _check(comm: Communicator, what: Fault, at: str, injection_point: int) -> No
 
 
 def _start(script: str, *arguments: float) -> None:
-    """A process that does something to this one, and is not its child."""
+    """Start a shell script that acts on this process and is not its child."""
     words = [str(os.getpid()), *(f"{argument:g}" for argument in arguments)]
     quiet = subprocess.DEVNULL
     subprocess.run(["sh", "-c", script, *words], stdin=quiet, stdout=quiet, stderr=quiet, check=True)
 
 
 def _connections() -> Iterator[socket.socket]:
-    """The connected stream sockets of this process: copies of their descriptors, for the caller to close."""
+    """The connected stream sockets of this process, as duplicates that the caller closes."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -275,7 +278,8 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def _ends(connection: socket.socket) -> list[str]:
-    """Both addresses of a connection, as transports write them; none if it is not connected."""
+    """Both addresses of a connection, in the notation of transports. An empty list if it is not connected."""
+
     try:
         ends = connection.getpeername(), connection.getsockname()
     except OSError:

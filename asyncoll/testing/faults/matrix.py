@@ -1,4 +1,4 @@
-"""The matrix of faults: many cells, in several processes, and the table of how soon everybody knew."""
+"""The matrix of faults: checks many cells in several processes, and prints how soon all survivors raised."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncoll.testing.faults.processes import happen
 
 
 def check_cell(cell: Cell) -> Verdict:
-    """Let the cell happen among real processes, which are forked from this one, and judge it."""
+    """Run the cell among real processes, which are forked from this one, and check it."""
     return judge(cell, happen(cell))
 
 
 def sweep(cells: Sequence[Cell], jobs: int) -> bool:
-    """Check all cells; print what is broken as it is found, and the table. Returns whether nothing is."""
+    """Check all cells. Prints broken cells as they are found, then the table. Returns whether all cells passed."""
     console = Console(stderr=True)
     verdicts: list[Verdict] = []
     with _processes(jobs) as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -44,7 +44,7 @@ def sweep(cells: Sequence[Cell], jobs: int) -> bool:
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
-    """Each forks the ranks of its cells, and so must have one thread."""
+    """A pool of processes. Each forks the ranks of its cells, so it must have one thread: the BLAS ones are off."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
@@ -55,13 +55,13 @@ def _complaint(verdict: Verdict) -> str:
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    """How long after the fault everybody else raised its error: median and maximum, in ms; or that nobody noticed."""
+    """The table of times from the fault to the survivors' errors: median and maximum in ms; "-" for no errors."""
     found: defaultdict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         found[verdict.cell.operation, verdict.cell.kind].append(verdict)
     kinds = [kind for kind in KINDS if any((operation, kind) in found for operation in OPERATIONS)]
     headings = [Column(heading, overflow="fold") for heading in ("median/max ms", *kinds)]
-    table = Table(*headings, title="from a fault to the errors of all others (-: nobody noticed)", box=SIMPLE)
+    table = Table(*headings, title="time from a fault to the errors of all survivors (-: no errors)", box=SIMPLE)
     for operation in OPERATIONS:
         if any((operation, kind) in found for kind in kinds):
             table.add_row(operation, *(_entry(found[operation, kind]) for kind in kinds))

@@ -1,4 +1,4 @@
-"""A cell in a world of real processes: fork them, listen to what they tell, see them end, look at what they leave."""
+"""Runs a cell among real processes: forks the ranks, records their reports and ends, and finds what they leave."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from asyncoll.launch.environment import job_environment, job_folder, rank_enviro
 from asyncoll.testing.faults.cells import KINDS, Cell
 from asyncoll.testing.faults.rank_program import be_rank
 
-PATIENCE_S = 30.0  # beyond what the fault lasts: a rank that has not ended by then hangs
-_STACKS_S = 0.2  # for a rank that hangs to write down where
-_LEFTOVERS_S = 10.0  # for what ends by itself, once the ranks have
+PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
+_STACKS_S = 0.2  # time that a hanging rank gets to write its stacks
+_LEFTOVERS_S = 10.0  # time that helper processes get to end by themselves after the ranks
 
 Told = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Story:
-    """What the ranks told, in the order in which they did, and what the driver saw of their ends."""
+    """The reports of the ranks, in the order of their arrival, and how the ranks ended."""
 
     told: list[Told] = field(default_factory=list)
-    hung: dict[int, str] = field(default_factory=dict)  # by rank: where
-    codes: dict[int, int] = field(default_factory=dict)  # by rank, negative for a signal
-    output: dict[int, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    hung: dict[int, str] = field(default_factory=dict)  # by rank: the stacks of a rank that hung
+    codes: dict[int, int] = field(default_factory=dict)  # by rank: the exit code, negative for a signal
+    output: dict[int, str] = field(default_factory=dict)  # by rank
+    left: list[str] = field(default_factory=list)  # files, shared memory and processes that the ranks left
 
     def of(self, rank: int, what: str) -> Told | None:
-        """The first thing of the kind that this rank told."""
+        """The first report of this kind by this rank, or None."""
         return next((each for each in self.told if each["rank"] == rank and each["what"] == what), None)
 
 
 def happen(cell: Cell) -> Story:
-    """Let the cell happen. The process that calls this must have one thread: it is forked."""
+    """Run the cell and return its story. The calling process must have one thread, because it forks."""
     process_tree.adopt_orphans()
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="asyncoll-cell-") as folder:
@@ -58,7 +58,7 @@ def happen(cell: Cell) -> Story:
 
 
 def _shared_memory() -> set[str]:
-    """Of this library, by its names: all programs of the machine make some there, and none says whose it is."""
+    """The shared memory of this library, found by its names: other programs of the machine use /dev/shm, too."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")}
 
 
@@ -128,7 +128,7 @@ class _World:
         self.story.codes[rank] = os.waitstatus_to_exitcode(status)
 
     def _continue_the_stopped(self, running: set[int]) -> None:
-        """A rank that was frozen and given up comes back, when the others have gone."""
+        """Continue a stopped victim once all other ranks have ended: it must end, too, and leave nothing."""
         if self._cell.kind == "stop" and len(running) == 1 and not self._stopped:
             os.kill(self._pids[running.pop()], signal.SIGCONT)
             self._stopped = True
@@ -137,8 +137,8 @@ class _World:
 
     def _end_what_hangs(self) -> None:
         for pid in self._pids.values():
-            os.kill(pid, signal.SIGUSR1)
-            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stacks
+            os.kill(pid, signal.SIGCONT)  # a stopped rank handles no signal
         if self._pids:
             time.sleep(_STACKS_S)
         for rank, pid in list(self._pids.items()):
@@ -162,7 +162,8 @@ class _World:
 
 @contextlib.contextmanager
 def _deaths(pids: dict[int, int]) -> Iterator[dict[int, int]]:
-    """Descriptors that become readable when ranks end, and whose they are."""
+    """Descriptors that become readable when a rank ends, each with its rank."""
+
     deaths = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
     try:
         yield deaths

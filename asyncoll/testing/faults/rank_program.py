@@ -1,4 +1,4 @@
-"""The program of one rank of a cell, which tells the driver what happens to it, as it happens."""
+"""The program of one rank of a cell. It reports to the driver the strike of the fault, its error and its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.world.join import connect
 
-_CALLS_AFTER = 10  # that go on after what nobody may notice
+_CALLS_AFTER = 10  # calls after a fault that no rank may notice
 
 
 def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
-    """Never returns: this process was forked to be this rank."""
+    """Run the rank in this process, which was forked for it. Never returns: the process exits with code 0 or 1."""
     code = 1
     try:
         faulthandler.register(signal.SIGUSR1)
@@ -40,13 +40,13 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
 
 
 def _leave(*_: object) -> NoReturn:
-    """As programs end themselves when they are told to: an exception in the main thread, whatever that does."""
+    """Raise SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM."""
     sys.exit(3)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """A fault that is told of just before it strikes."""
+class _Reported:
+    """A fault that reports to the driver just before it strikes."""
 
     what: Fault
     part: _Part
@@ -61,7 +61,7 @@ class _Told:
 
 
 class _Part:
-    """What this rank does in the cell."""
+    """The part of this rank in the cell: a call, a counted call, the call that the fault strikes, and later calls."""
 
     def __init__(self, cell: Cell, rank: int, channel: socket.socket) -> None:
         self._cell = cell
@@ -83,7 +83,7 @@ class _Part:
                     self._tell_error(told := error)
                     raise
         except Exception as error:
-            if error is not told:  # joining or leaving went wrong
+            if error is not told:  # the rank failed while it joined or left the world
                 self._tell_error(error)
         self.tell("left")
 
@@ -93,7 +93,8 @@ class _Part:
         with InjectionPoints(comm) as rehearsed:
             await self._call(comm)
         injection_point = 1 + int(self._plan.depth * rehearsed.count)
-        what = _Told(self._kind.make(), self)
+        what = _Reported(self._kind.make(), self)
+
         with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
             await self._call(comm)
         await self._go_on(comm)

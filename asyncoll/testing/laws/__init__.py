@@ -1,4 +1,4 @@
-"""The laws of wait-avoiding collectives, and worlds drawn from seeds that put them to the test."""
+"""The laws of wait-avoiding collectives, checked in worlds that are drawn from seeds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncoll.testing.laws.story import draw
 
 
 class LawBroken(AssertionError):  # noqa: N818
-    """A world in which a law does not hold. `replay` is the command that shows it again."""
+    """A law does not hold in a world. `replay` is the command that runs the same world again."""
 
     def __init__(self, law: str, statement: str, what: str, replay: str, where: Breach | None = None) -> None:
-        place = f"round {where.round}, rank {where.rank}: " if where else ""
-        super().__init__(f"{law} is broken: {statement}\n  {place}{what}\n  replay: {replay}")
+        location = f"round {where.round}, rank {where.rank}: " if where else ""
+        super().__init__(f"{law} is broken: {statement}\n  {location}{what}\n  replay: {replay}")
         self.law = law
         self.replay = replay
         self.round = where.round if where else None
@@ -23,20 +23,22 @@ class LawBroken(AssertionError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Lawful:
-    """How much a world did that kept all laws."""
+    """The size of a world that kept all laws."""
 
     rounds: int
     messages: int  # 0 on a real transport, which does not count them
 
 
 def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -> Lawful:
-    """Run the world that `kind`, `size` and `seed` stand for, and raise LawBroken if it breaks a law.
+    """Run the world drawn from `kind`, `size` and `seed`. Raises LawBroken if it breaks a law.
 
-    Simulated, in virtual time, it has jitter, a slow rank, pauses of the network and of a trainer, a rank that ends
-    early; `transport` "memory" simulates shared memory. Over "inproc", "zmq", "shm", and as processes of
-    `asyncoll launch` over "zmq-processes" and "shm-processes", it runs in real time, without what only a simulation
-    can do.
+    `transport` "simulated" (messages) and "memory" (shared memory) run the world in virtual time, with jitter, a slow
+    rank, pauses of the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq" and
+    "shm" run the ranks on one loop in real time; "zmq-processes" and "shm-processes" run them as processes of
+    `asyncoll launch`. In real time there is neither a drawn network nor a pause of a trainer. Raises UsageError for an
+    unknown kind, a size below 1 or a negative seed.
     """
+
     replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"

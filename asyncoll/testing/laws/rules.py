@@ -1,6 +1,8 @@
-"""The laws of wait-avoiding collectives. Each is given a story and yields where it is broken; its docstring states it.
+"""The laws of wait-avoiding collectives. A law yields the breaches in a story; its docstring states the law.
 
-Contributions to a group allreduce replace and stay; in all other kinds they add up and are consumed.
+The contribution of a rank to a group allreduce replaces its last one and stays, as models do in WAGMA-SGD (Li et al.,
+TPDS 2021). In all other kinds contributions add up and are consumed, as gradients are in eager-SGD (Li et al.,
+"Taming unbalanced training workloads in deep learning with partial collective operations", PPoPP 2020).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from asyncoll.testing.laws.story import NAP_S, Call, Cancelled, Case, Story
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """Where a law is broken."""
+    """The round and the rank at which a law is broken, and what is wrong there."""
 
     round: int
     rank: int
@@ -30,16 +32,16 @@ Law = Callable[[Story], Iterator[Breach]]
 
 
 def agreement(story: Story) -> Iterator[Breach]:
-    """All members of a round's group are given one value, one `active` and one group, which is the round's."""
+    """All members of a round's group get the same value, the same `active` and the same group, the one of the round."""
     for (number, group), calls in story.rounds.items():
         first = calls[0]
         for call in calls:
             if call.rank not in group or set(group) not in map(set, _groups(story.case, number)):
-                yield Breach(number, call.rank, f"it was in the group {group}")
+                yield Breach(number, call.rank, f"its group was {group}")
             if not np.array_equal(call.sum, first.sum):
-                yield Breach(number, call.rank, f"it was given another value than rank {first.rank}")
+                yield Breach(number, call.rank, f"it got another value than rank {first.rank}")
             if call.reduction.active != first.reduction.active:
-                yield Breach(number, call.rank, f"it was told another number of contributors than rank {first.rank}")
+                yield Breach(number, call.rank, f"it got another number of contributors than rank {first.rank}")
 
 
 def wholeness(story: Story) -> Iterator[Breach]:
@@ -60,15 +62,15 @@ def exactly_once(story: Story) -> Iterator[Breach]:
 
 
 def conservation(story: Story) -> Iterator[Breach]:
-    """What was submitted is what was summed: all rounds together hold every contribution of every call.
+    """All rounds together hold every submitted contribution, and nothing else.
 
-    A call that is cancelled has submitted, too; one that an exception of a signal handler has ended may have.
+    A cancelled call has submitted its contribution. A call that ended by an exception of a signal handler may have.
     """
     case = story.case
     given = {number for number, _, _ in _sums(story)}
     unknown = [number for number in range(1, case.rounds + 1) if number not in given]
-    if not story.cancelled:  # otherwise a round may have been for a caller alone who has given up
-        yield from (Breach(number, 0, "nobody was given it") for number in unknown)
+    if not story.cancelled:  # otherwise a cancelled call may have been the only one that waited for the round
+        yield from (Breach(number, 0, "no call returned it") for number in unknown)
     total = np.zeros((case.calls, case.size), np.int64)
     for _, value, _ in _sums(story):
         total += value
@@ -79,25 +81,25 @@ def conservation(story: Story) -> Iterator[Breach]:
         if total[call.index, call.rank] < 0 and not unknown and _due(story, call) <= case.rounds:
             yield Breach(call.aim, call.rank, f"its contribution of call {call.index} is in no round")
     for index, rank in np.argwhere(total > 0).tolist():
-        yield Breach(case.rounds, rank, f"a contribution of call {index} that it never made is in a sum")
+        yield Breach(case.rounds, rank, f"a sum holds a contribution of call {index}, which it never made")
 
 
 def one_each(story: Story) -> Iterator[Breach]:
-    """Of each rank, a group's sum holds one contribution at most: that of one call, once."""
+    """The sum of a group holds at most one contribution of each rank."""
     for number, value, _ in _sums(story):
         for rank in np.flatnonzero(np.abs(value).sum(0) > 1).tolist():
-            yield Breach(number, rank, f"the sum holds its calls {np.flatnonzero(value[:, rank]).tolist()}")
+            yield Breach(number, rank, f"the sum holds its contributions {np.flatnonzero(value[:, rank]).tolist()}")
 
 
 def newest(story: Story) -> Iterator[Breach]:
-    """A group's sum is of its members' newest contributions: those staged when the round began, of no other rank."""
+    """The sum of a group holds the newest contributions of its members at the start of the round, and no others."""
     for number, value, group in _sums(story):
         for rank in range(story.case.size):
             found = np.flatnonzero(value[:, rank])
             held = int(found[0]) if len(found) else -1
             oldest, newest = _staged(story.calls[rank], number) if rank in group else (-1, -1)
             if not oldest <= held <= newest:
-                yield Breach(number, rank, f"the sum holds call {held} of it, not {oldest} to {newest} (-1: none)")
+                yield Breach(number, rank, f"the sum holds its call {held}, not {oldest} to {newest} (-1: none)")
 
 
 def never_back(story: Story) -> Iterator[Breach]:
@@ -106,12 +108,12 @@ def never_back(story: Story) -> Iterator[Breach]:
     for number, value, _ in _sums(story):
         held = np.where(value.any(0), value.argmax(0), so_far)
         for rank in np.flatnonzero(held < so_far).tolist():
-            yield Breach(number, rank, f"it holds call {held[rank]}, and an earlier round held {so_far[rank]}")
+            yield Breach(number, rank, f"the sum holds its call {held[rank]}; an earlier round held {so_far[rank]}")
         so_far = np.maximum(so_far, held)
 
 
 def staleness(story: Story) -> Iterator[Breach]:
-    """A contribution enters no round before the one that its call aimed at, and none after the next synchronous one."""
+    """A contribution enters no round before the one that its call aims at, and none after the next synchronous one."""
     entered: dict[tuple[int, int], int] = {}
     for number, value, _ in _sums(story):
         for index, rank in np.argwhere(value).tolist():
@@ -124,49 +126,49 @@ def staleness(story: Story) -> Iterator[Breach]:
 
 
 def inclusion(story: Story) -> Iterator[Breach]:
-    """`included` says whether the call's own contribution is in the sum that it returned."""
+    """`included` is true if and only if the returned sum holds the contribution of the call."""
     for call in _calls(story):
         if bool(call.sum[0, call.index, call.rank]) != call.included:
-            yield Breach(call.round, call.rank, f"call {call.index} was told included={call.included}")
+            yield Breach(call.round, call.rank, f"call {call.index} returned included={call.included}")
 
 
 def contributors(story: Story) -> Iterator[Breach]:
-    """`active` is the number of ranks that have a contribution in the sum."""
+    """`active` is the number of ranks with a contribution in the sum."""
     for call in _calls(story):
         if (count := np.count_nonzero(call.sum[0].any(0))) != call.reduction.active:
-            yield Breach(call.round, call.rank, f"active={call.reduction.active}, but the sum is of {count} ranks")
+            yield Breach(call.round, call.rank, f"active={call.reduction.active}, but {count} ranks are in the sum")
 
 
 def quorum(story: Story) -> Iterator[Breach]:
-    """A round has at least as many contributors as had to arrive to open it, but for ranks that have ended.
+    """A round has at least as many contributors as must arrive to open it, not counting ranks that have ended.
 
-    A call that was given up stands for a round, too: so one rank may need a round more than all others.
+    A cancelled call takes part in a round, too, so the rank that cancels may need one round more than the others.
     """
     for call in _calls(story):
         ended = sum(story.ended(rank, call.round) for rank in range(story.case.size))
         if call.reduction.active < (least := story.case.quorum - ended):
-            yield Breach(call.round, call.rank, f"{call.reduction.active} contributed, at least {least} must have")
+            yield Breach(call.round, call.rank, f"{call.reduction.active} ranks contributed, fewer than {least}")
 
 
 def synchrony(story: Story) -> Iterator[Breach]:
-    """Every `sync_every`-th round, and no other, is synchronous: all ranks that go on contribute and are given it."""
+    """Every `sync_every`-th round, and no other, is synchronous: each running rank contributes, and gets its result."""
     case = story.case
     for call in _calls(story):
         if call.reduction.synchronous != case.is_synchronous(call.round):
-            yield Breach(call.round, call.rank, f"call {call.index} was told synchronous={call.reduction.synchronous}")
+            yield Breach(call.round, call.rank, f"call {call.index} returned synchronous={call.reduction.synchronous}")
     for number in range(case.sync_every, case.rounds + 1, case.sync_every):
         gave_up = {call.rank for call in story.cancelled if call.aim <= number}
         for rank in set(range(case.size)) - gave_up:
-            there = any(call.round == number and call.included for call in story.calls[rank])
-            if not there and not story.ended(rank, number):
+            is_in = any(call.round == number and call.included for call in story.calls[rank])
+            if not is_in and not story.ended(rank, number):
                 yield Breach(number, rank, "it was not in this synchronous round")
 
 
 def history(story: Story) -> Iterator[Breach]:
     """A rank late by at most `history` rounds gets each result that it missed, once, oldest first.
 
-    `skipped` counts the older ones, so no round between two calls of a rank is unaccounted for. Among overlapping
-    calls, the rounds of one that was given up may be told by any later one.
+    `skipped` counts older results, so every round between two calls of a rank is accounted for. If calls of a rank
+    overlap and one is cancelled, any later call may report the rounds of the cancelled one.
     """
     values = {number: value for number, value, _ in _sums(story)}
     for calls in story.calls:
@@ -176,51 +178,52 @@ def history(story: Story) -> Iterator[Breach]:
                 yield from _completes(call, values, story.case.history)
             else:
                 yield from _matches(call, values)
-        if story.case.kind != "group":  # whose results may be the same again
+        if story.case.kind != "group":  # two rounds of a group may have equal results, as contributions stay
             yield from _balances(calls, alarmed)
 
 
 def _completes(call: Call, values: dict[int, Array], history: int) -> Iterator[Breach]:
-    """It tells of every round since the call before."""
+    """The call reports every round since the call before it."""
     late = call.round - call.aim
     kept = min(late, history)
     if (len(call.missed), call.reduction.skipped) != (kept, late - kept):
-        told = f"{len(call.missed)} missed results and skipped={call.reduction.skipped}"
-        yield Breach(call.round, call.rank, f"it aimed at round {call.aim} and was given {told}")
+        returned = f"{len(call.missed)} missed results and skipped={call.reduction.skipped}"
+        yield Breach(call.round, call.rank, f"call {call.index} aimed at round {call.aim} and returned {returned}")
     for number, result in zip(range(call.round - kept, call.round), call.missed, strict=False):
         if number in values and not np.array_equal(result[0], values[number]):
-            yield Breach(call.round, call.rank, f"call {call.index} was given something else as its missed result")
+            yield Breach(call.round, call.rank, f"call {call.index} got a wrong missed result for round {number}")
 
 
 def _matches(call: Call, values: dict[int, Array]) -> Iterator[Breach]:
-    """Missed results are those of older rounds, oldest first."""
+    """The missed results of the call are results of older rounds, oldest first."""
     older = iter([number for number in values if number < call.round])
-    if any(number not in values for number in range(1, call.round)):  # some were given to nobody but as missed results
+    if any(number not in values for number in range(1, call.round)):  # no call returned that round: nothing to compare
         return
     for result in call.missed:
         if not any(np.array_equal(result[0], values[number]) for number in older):
-            yield Breach(call.round, call.rank, f"call {call.index} was given something else as its missed result")
+            yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no older round")
 
 
 def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:
-    """Whenever no other call is under way, each round so far was told once.
+    """Each round so far has been reported once, whenever no other call of the rank is in flight.
 
-    An answer may have reached its caller, and an exception of a signal handler have come before the next step.
+    For an alarmed rank only an upper bound holds: the exception of the signal handler may come after the answer and
+    before the caller has it.
     """
-    told: list[Array] = []
+    reported: list[Array] = []
     count = 0
     for call in calls:
         count += 1 + len(call.missed) + call.reduction.skipped
         for result in (call.sum, *call.missed):
-            if result.any() and any(np.array_equal(result, other) for other in told):
-                yield Breach(call.round, call.rank, f"call {call.index} was given a result that it had been given")
-            told.append(result)
+            if result.any() and any(np.array_equal(result, other) for other in reported):
+                yield Breach(call.round, call.rank, f"call {call.index} got a result that its rank had got before")
+            reported.append(result)
         if count > call.round or (call.alone and count != call.round and call.rank not in alarmed):
-            yield Breach(call.round, call.rank, f"after call {call.index} it has been told of {count} rounds")
+            yield Breach(call.round, call.rank, f"up to call {call.index} it got reports of {count} rounds")
 
 
 def liveness(story: Story) -> Iterator[Breach]:
-    """A trainer that naps delays no rounds but those that wait for it: synchronous, full, or for it alone to open."""
+    """A sleeping trainer delays only synchronous and full rounds, and rounds that it alone may open."""
     for call in _calls(story):
         if call.wait_s > NAP_S / 2 and not _waits_for_the_sleeper(story.case, call.round):
             yield Breach(call.round, call.rank, f"call {call.index} waited for {call.wait_s:.0f} s")
@@ -232,7 +235,7 @@ _STAYING: tuple[Law, ...] = (one_each, never_back, newest, staleness)
 
 
 def laws_of(kind: str) -> tuple[Law, ...]:
-    """The laws of a kind; the later ones rely on the earlier ones."""
+    """The laws of a kind, in the order in which they are checked: later laws rely on earlier ones."""
     return (agreement, wholeness, *(_STAYING if kind == "group" else _CONSUMED), *_ALWAYS)
 
 
@@ -245,10 +248,10 @@ def _submitted(story: Story) -> Iterator[Call | Cancelled]:
 
 
 def _due(story: Story, call: Call | Cancelled) -> int:
-    """The synchronous round that takes this contribution at the latest.
+    """The last synchronous round that may take this contribution.
 
-    That is the next one, but each call that this rank had given up since it last heard of a round may have been its
-    part in one of those.
+    That is the next synchronous round. Each call that the rank cancelled since it last got a result may have been its
+    part in one, and moves the limit by one synchronous round.
     """
     turn = call.turn if isinstance(call, Cancelled) else call.aim
     before = [each for each in story.cancelled if each.rank == call.rank and each.index < call.index]
@@ -258,7 +261,7 @@ def _due(story: Story, call: Call | Cancelled) -> int:
 
 
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:
-    """(round, its sum, its group) of all that anybody was given, oldest first."""
+    """(round, sum, group) of every result that a call returned, oldest first."""
     return ((number, calls[0].sum[0], group) for (number, group), calls in story.rounds.items())
 
 
@@ -269,11 +272,12 @@ def _groups(case: Case, number: int) -> Iterable[tuple[int, ...]]:
 
 
 def _staged(calls: list[Call], number: int) -> tuple[int, int]:
-    """The oldest and the newest call of a rank whose contribution may be its newest in round `number`; -1: none yet.
+    """The oldest and the newest call of a rank whose contribution may be its newest one in round `number`; -1 for none.
 
-    A late call is given the newest result at once, while the round after it may be running already. Then its
-    contribution enters the one after that.
+    A late call returns the newest result at once, while the next round may already run. Then its contribution enters
+    the round after that one.
     """
+
     oldest = [call.index for call in calls if call.round + (0 if call.included else 2) <= number]
     newest = [call.index for call in calls if call.round + (0 if call.included else 1) <= number]
     return max(oldest, default=-1), max(newest, default=-1)

@@ -1,4 +1,4 @@
-"""Where a case happens: in virtual time, among ranks on one loop, or among processes under the launcher."""
+"""Runs a case: in virtual time, among ranks on one loop in real time, or among processes under the launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
 
 SIMULATED = "simulated"
-MEMORY = "memory"  # simulated, on one host
-PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq"}  # what `asyncoll launch --transport` calls it
-_TIMEOUT_S = 120  # a case takes about a second: in a world that takes so long, a rank waits for ever
+MEMORY = "memory"  # simulated ranks of one host
+PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq"}  # to the values of `asyncoll launch --transport`
+_TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 
 def tell(case: Case, transport: str) -> Story:
-    """Let the world happen: simulated, or on a real transport, where there is neither weather nor a nap."""
+    """Run the world and return its story. A real transport has no drawn network and no sleeper."""
     if transport in (SIMULATED, MEMORY):
         case = replace(case, alarmed=None, forking=None)
         main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
@@ -53,10 +53,9 @@ def _story(case: Case, parts: list[Part], messages: int) -> Story:
 
 
 def _launch(case: Case, transport: str) -> list[Part]:
-    """Every rank is a process, which draws the case itself and leaves a record of its part.
+    """Run every rank as a process, which draws the case itself and writes a record of its part.
 
-    One launch for each case, as ranks that end early are part of it: a rank makes no more calls when it leaves the
-    world.
+    Each case needs a launch of its own, because a rank of a case may leave the world early.
     """
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder]
@@ -65,10 +64,10 @@ def _launch(case: Case, transport: str) -> list[Part]:
 
 
 def _run_job(arguments: list[str]) -> None:
-    """`asyncoll launch`, in a process that may be run in any thread, and whose output can be kept."""
+    """Run `asyncoll launch` as a process: `launch()` needs the main thread, and its output cannot be captured."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncoll.cli", "launch", *arguments],
-        env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # torch, which is not used, takes a second
+        env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # not torch: its import takes a second
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,13 +77,14 @@ def _run_job(arguments: list[str]) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"the job failed with exit code {done.returncode}:\n{done.stdout.rstrip()}")
-    print(done.stdout, end="", file=sys.stderr)  # a warning
+    print(done.stdout, end="", file=sys.stderr)  # a job that succeeds prints warnings at most
 
 
 def rank_main() -> None:
     """The program of a rank."""
     kind, seed, folder = sys.argv[1:]
-    warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody awaits, as a signal handler has raised
+    # The exception of the signal handler may come between the creation of a coroutine and its await.
+    warnings.simplefilter("ignore", RuntimeWarning)
     sys.unraisablehook = _ignore_alarms
 
     async def main(comm: Communicator) -> tuple[int, Part]:
@@ -99,15 +99,15 @@ def _record(folder: str, rank: int) -> Path:
 
 
 def _ignore_alarms(unraisable: Any) -> None:
-    """Of what a signal handler raises in a finalizer nobody hears but the log."""
+    """Drop what the signal handler raises inside a finalizer: Python cannot raise it, and would print it."""
     if not isinstance(unraisable.exc_value, AlarmError):
         sys.__unraisablehook__(unraisable)
 
 
 def write_record(record: Path, part: Part) -> None:
     calls, cancelled = part
-    told = [*map(asdict, calls)], [*map(asdict, cancelled)]
-    record.write_text(json.dumps(told, default=lambda array: array.tolist()))
+    fields = [*map(asdict, calls)], [*map(asdict, cancelled)]
+    record.write_text(json.dumps(fields, default=lambda array: array.tolist()))
 
 
 def read_record(record: Path) -> Part:
@@ -115,10 +115,10 @@ def read_record(record: Path) -> Part:
     return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
 
 
-def _call(**told: Any) -> Call:
-    """JSON knows lists only."""
-    told["sum"] = np.array(told["sum"], np.int64)
-    told["missed"] = tuple([np.array(result, np.int64) for result in told["missed"]])
-    reduction = told["reduction"]
-    told["reduction"] = Reduction(**reduction | {"group": tuple(reduction["group"])})
-    return Call(**told)
+def _call(**fields: Any) -> Call:
+    """A `Call` from fields read from JSON, which has lists instead of arrays and tuples."""
+    fields["sum"] = np.array(fields["sum"], np.int64)
+    fields["missed"] = tuple([np.array(result, np.int64) for result in fields["missed"]])
+    reduction = fields["reduction"]
+    fields["reduction"] = Reduction(**reduction | {"group": tuple(reduction["group"])})
+    return Call(**fields)

@@ -1,7 +1,7 @@
-"""A drawn world, and the story of what its ranks were told: all that the laws are judged by.
+"""A drawn world (`Case`), and the record of all answers that its ranks got (`Story`). The laws judge the story.
 
-A case is drawn from (kind, size, seed) alone, so a seed replays it. Every call of every rank adds 1 to an element of
-its own: a sum shows exactly whose contributions, of which call, are in it.
+A case is drawn from (kind, size, seed) alone, so these three replay it. Every call of every rank adds 1 to an element
+of its own, so a sum shows which contributions, of which ranks and calls, are in it.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ KINDS = tuple(_OPERATIONS)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
-_CANCELS = 4  # calls at most that the impatient rank of a world gives up
-_ALARM_S = 0.0005  # between the beginning of a call and the signal, on average: about as long as a call takes
-_OVERLAPS = (1, 1, 2, 4)  # calls of one rank that may be under way at the same time
-_STEP_S = 0.01  # what a trainer computes between two calls, on average; one of each world takes five times as long
-_FORK_AT = (1, 3, 5)  # calls whose contributions are registered
-NAP_S = 1000.0  # longer than all the rest of a world
+_CANCELS = 4  # the most calls that the impatient rank of a world cancels
+_ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as long as a call takes, so many hit it
+_OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
+_STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
+_FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
+NAP_S = 1000.0  # the sleep of a trainer, longer than all the rest of a world
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One world: its operation, its trainers' manners, and the weather."""
+    """One world: the operation and its options, what each rank does, and the simulated network."""
 
     kind: str
     size: int
@@ -66,25 +66,25 @@ class Case:
     sync_every: int  # divides `rounds`: the last round waits for all, so nothing stays staged
     history: int
     buckets: int  # tensors in a contribution
-    padding: int  # elements of each that say nothing: short and long arrays go different ways
+    padding: int  # leading elements that stay 0, because short and long arrays take different algorithms
     group_size: int
     fixed: bool
-    slow: int  # the rank that takes five times as long
-    sleeper: int | None  # the rank whose trainer naps once,
-    nap_before: int  # before this call
-    quitter: int | None  # the rank that ends before the others,
-    quits_after: int  # so many calls
+    slow: int  # the rank that computes five times as long
+    sleeper: int | None  # the rank that sleeps NAP_S once
+    nap_before: int  # the call of the sleeper before which it sleeps
+    quitter: int | None  # the rank that leaves the world before the others
+    quits_after: int  # calls of the quitter
     impatient: int | None  # the rank that cancels some of its calls
     network: Network
-    overlap: int  # the most calls that a rank has under way at the same time
-    alarmed: int | None  # the rank whose signal handler raises in some of its calls, where it is a process of its own
-    forking: int | None  # the rank that forks a child, where it is a process of its own,
-    forks_at: int  # in this call
+    overlap: int  # the most calls that a rank has in flight at the same time
+    alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
+    forking: int | None  # the rank that forks a child; only where ranks are processes
+    forks_at: int  # the call in which it forks
     rounds: int = _ROUNDS
 
     @property
     def quorum(self) -> int:
-        """How many ranks must have arrived before a round opens."""
+        """The number of ranks that must arrive before a round opens."""
         return {"quorum": (self.size + 1) // 2, "full": self.size}.get(self.kind, 1)
 
     @property
@@ -93,23 +93,23 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """How many calls a rank may make: each answer is of a newer round than the one before."""
+        """The most calls that a rank makes. Each answer is of a newer round, so at most `rounds` calls return."""
         return self.rounds + _CANCELS + max(_OVERLAPS) - 1
 
     def is_synchronous(self, number: int) -> bool:
         return number % self.sync_every == 0
 
     def name(self, rank: int) -> str:
-        """The operation's, as a string of another type at each rank: they are equal."""
+        """The name of the operation, as a string of a different type at each rank: names of equal text must match."""
         return _STRINGS[(rank + self.seed) % len(_STRINGS)](self.kind)
 
     def number(self, rank: int) -> Any:
-        """The quorum, as numpy has it at every other rank."""
+        """The quorum, as a numpy integer at every other rank: numbers of equal value must match."""
         return np.int64(self.quorum) if rank % 2 else self.quorum
 
 
 class _String(str):
-    """A string of the user's own."""
+    """A subclass of `str`, as a user may pass."""
 
 
 class _Name(StrEnum):
@@ -125,7 +125,7 @@ _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 
 def draw(kind: str, size: int, seed: int) -> Case:
-    """The case that these three stand for."""
+    """The case of `kind`, `size` and `seed`. Raises UsageError for an unknown kind, no ranks or a negative seed."""
     if kind not in KINDS:
         raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(KINDS)}")
     if size < 1 or seed < 0:
@@ -166,18 +166,18 @@ def draw(kind: str, size: int, seed: int) -> Case:
     )
 
 
-@dataclass(frozen=True, slots=True, repr=False)  # asyncio prints what its tasks return: a quarter of the time
+@dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
 class Call:
-    """One call and its answer. A sum counts contributions by [bucket, number of the call, rank]."""
+    """One call and its answer. `sum` and `missed` count contributions by [bucket, number of the call, rank]."""
 
     rank: int
     index: int
-    aim: int  # the round after the last one that this rank had seen
+    aim: int  # the round after the newest one that earlier calls of this rank returned
     sum: Array
     missed: tuple[Array, ...]
     reduction: Reduction  # without the tensors of the missed results
-    wait_s: float  # 0 unless it was alone
-    alone: bool  # no other call of its rank was under way when it was made
+    wait_s: float  # 0 unless `alone`
+    alone: bool  # no other call of its rank was in flight
 
     @property
     def round(self) -> int:
@@ -189,7 +189,7 @@ class Call:
 
 
 class Answer(NamedTuple):
-    """What a call returned: the fields of `Call` after the first three."""
+    """The result of a call: the fields of `Call` after the first three."""
 
     sum: Array
     missed: tuple[Array, ...]
@@ -200,46 +200,44 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A call that was given up. Its contribution stays in, unless that is unsure."""
+    """A cancelled call. Its contribution stays in the operation; if `unsure`, it may never have been submitted."""
 
     rank: int
     index: int
-    aim: int  # the round after the newest that its rank had been given when it was made
-    turn: int  # the round after the newest that the calls before it were given: it may have waited for those
-    unsure: bool = False  # an exception came, perhaps before the call was made
+    aim: int  # the round after the newest one that its rank had got when the call was made
+    turn: int  # the round after the newest one that the calls before it returned: it may have waited for those
+    unsure: bool = False  # the signal handler raised, perhaps before the call was made
 
 
-Part = tuple[list[Call], list[Cancelled]]  # what one rank has done, in order
+Part = tuple[list[Call], list[Cancelled]]  # the calls of one rank, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A world that has ended."""
+    """All answers and cancelled calls of a world that has ended."""
 
     case: Case
     calls: list[list[Call]]  # by rank, in order
     cancelled: list[Cancelled]
     messages: int = 0
-    rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(
-        default_factory=dict
-    )  # (round, group): who was given it
+    rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(default_factory=dict)  # calls by (round, group)
 
     def __post_init__(self) -> None:
         for call in sorted((call for mine in self.calls for call in mine), key=lambda call: call.round):
             self.rounds.setdefault((call.round, call.reduction.group), []).append(call)
 
     def ended(self, rank: int, number: int) -> bool:
-        """Whether this rank makes no call for round `number` any more."""
+        """Whether the last call of this rank returned a round before `number`."""
         return self.calls[rank][-1].round < number
 
 
 async def take_part(comm: Communicator, case: Case) -> Part:
-    """Call at random moments until the last round is seen, and keep every answer."""
+    """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
     return await _Trainer(comm, case).run()
 
 
 class AlarmError(Exception):
-    """What the signal handler of a case raises."""
+    """Raised by the signal handler of a case."""
 
 
 def _ring(*_: object) -> None:
@@ -247,7 +245,7 @@ def _ring(*_: object) -> None:
 
 
 def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What a signal handler raises while the loop runs a callback ends that callback, and goes to the log."""
+    """Keep AlarmError out of the log: the loop logs what a signal handler raises inside a callback."""
     if not isinstance(context.get("exception"), AlarmError):
         loop.default_exception_handler(context)
 
@@ -260,10 +258,10 @@ class _Trainer:
         self._case = case
         self._generator = np.random.default_rng([case.seed, comm.rank])
         self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
-        self._begun = 0  # calls, or at least their tasks
+        self._begun = 0  # number of calls for which a task was made
         self._answers: dict[int, Answer] = {}  # by index of the call
-        self._child = 0  # its process id
-        self._aims: dict[int, int] = {}  # by index of the call: the round that it aimed at, at the earliest
+        self._child = 0  # process id of the forked child; 0 if there is none
+        self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
 
     async def run(self) -> Part:
         case, rank = self._case, self._comm.rank
@@ -279,14 +277,14 @@ class _Trainer:
         return self._part()
 
     def _given_up(self) -> list[int]:
-        """While no call is under way."""
+        """The cancelled calls. Valid only while no call is in flight."""
         return [index for index in self._aims if index not in self._answers]
 
     def _seen(self) -> int:
         return max((answer.reduction.round for answer in self._answers.values()), default=0)
 
     async def _call_together(self, count: int) -> None:
-        """So many calls, all under way at the same time. The impatient rank may give one of them up."""
+        """Make `count` calls that are in flight at the same time. The impatient rank may cancel one of them."""
         is_impatient = self._comm.rank == self._case.impatient and len(self._given_up()) < _CANCELS
         first, self._begun = self._begun, self._begun + count
         calls = [asyncio.create_task(self._call(first + number, alone=count == 1)) for number in range(count)]
@@ -299,11 +297,11 @@ class _Trainer:
                 calls[victim].cancel()
         await asyncio.wait(calls)
         for call in calls:
-            if not call.cancelled():  # before its first step: then it made no call
+            if not call.cancelled():  # a task that was cancelled before its first step has made no call
                 call.result()
 
     async def _call_alarmed(self) -> None:
-        """One call, in which a signal handler may raise, in the main thread and between any two steps of Python."""
+        """Make one call in which a signal handler may raise, in the main thread, between any two bytecodes."""
         index, self._begun = self._begun, self._begun + 1
         is_alarmed = len(self._given_up()) < _CANCELS
         asyncio.get_running_loop().set_exception_handler(_ignore_alarms)
@@ -313,12 +311,13 @@ class _Trainer:
             await self._call(index, alone=True)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except AlarmError:
-            pass  # it rings once
+            pass  # `setitimer` without an interval fires once
 
     def _cancel_at_answer(self, others: int, call: asyncio.Task[None]) -> None:
-        """Cancel `call` when an answer is ready, after so many others; if it is its own, before its caller gets it.
+        """Cancel `call` at the moment at which an answer is ready, after `others` other answers.
 
-        Nothing but the runtime knows this moment, so its method is shadowed until then.
+        If the answer is its own, the caller does not get it. Only the runtime knows this moment, so its method is
+        replaced until the call ends.
         """
         operations, loop = self._comm._core.operations, asyncio.get_running_loop()
         answer = operations.contribute
@@ -351,13 +350,17 @@ class _Trainer:
             _scribble(contribution)
             return
         value, waited_s = _counts(contribution, case), now() - began
-        if not reduction.active:  # a group that had nothing to give leaves the tensors as they are
+        if not reduction.active:  # a round without contributors leaves the caller's tensors unchanged
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
         self._answers[index] = Answer(value, missed, replace(reduction, missed=()), waited_s if alone else 0.0, alone)
 
     def _fork(self, contribution: Any) -> None:
-        """A child writes into its copy of what is registered, and calls; it lives on while the parent's call runs."""
+        """Fork a child that overwrites its copy of the registered contribution, and tries to make a call.
+
+        The child runs while the parent's call is in flight. Its writes must not reach the parent, and its call must be
+        refused.
+        """
         self._child = os.fork()
         if self._child:
             return
@@ -375,11 +378,11 @@ class _Trainer:
             raise RuntimeError("a forked child of this rank could call")
 
     def _part(self) -> Part:
-        """A call aims at the round after the newest that the calls before it were given."""
+        """The calls in order, each with its aim: the round after the newest one that earlier calls returned."""
         calls: list[Call] = []
         cancelled: list[Cancelled] = []
         aim = 1
-        for index in sorted(self._aims):  # without those whose tasks were cancelled before their first steps
+        for index in sorted(self._aims):  # a task that was cancelled before its first step has no aim, and is left out
             if index in self._answers:
                 answer = self._answers[index]
                 calls.append(Call(self._comm.rank, index, aim, *answer))
@@ -391,7 +394,7 @@ class _Trainer:
 
 
 def _contribution(case: Case, comm: Communicator, index: int) -> Any:
-    """1 in the element of this call alone, in every bucket, behind the padding. Every other call's are registered."""
+    """Zeros with a 1 in the element of this call, behind the padding. Odd calls use registered memory."""
     own = case.padding + index * case.size + comm.rank
     dtypes = (np.int64, np.float64)[: case.buckets]
     make = comm.empty if index % 2 else np.empty
@@ -408,6 +411,7 @@ def _counts(x: Any, case: Case) -> Array:
 
 
 def _scribble(x: Any) -> None:
-    """The tensors of a call that was given up are the caller's again."""
+    """Overwrite the tensors of a cancelled call, as its caller may: they belong to the caller again."""
+
     for bucket in x if isinstance(x, list) else [x]:
         bucket.fill(-7)

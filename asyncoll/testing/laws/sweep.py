@@ -1,4 +1,4 @@
-"""Many worlds, in several processes: what `asyncoll laws` does."""
+"""Checks many worlds in several processes, for the command `asyncoll laws`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, check_laws
 from asyncoll.testing.laws.story import KINDS
 
-_BATCH = 20  # worlds that a process is given at a time, at most
-_SHOWN = 3  # broken worlds that are shown; the rest of them usually say the same
+_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
+_SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
 
 World = tuple[str, int, int]  # kind, size, seed
 
 
 @dataclass(slots=True)
 class Batch:
-    """What some worlds came to."""
+    """The totals of some worlds, and the texts of their broken laws."""
 
     worlds: int = 0
     rounds: int = 0
@@ -48,7 +48,7 @@ def parse_kinds(text: str) -> list[str]:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """`1-3,7` is 1, 2, 3 and 7."""
+    """The list that `text` stands for: `1-3,7` is 1, 2, 3 and 7."""
     sizes: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -60,7 +60,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def parse_seeds(text: str) -> range:
-    """`0:200` is 0 to 199."""
+    """The range that `text` stands for: `0:200` is 0 to 199."""
     first, _, end = text.partition(":")
     seeds = _whole_numbers(first, end)[:-1]
     if not seeds:
@@ -69,14 +69,16 @@ def parse_seeds(text: str) -> range:
 
 
 def _whole_numbers(first: str, last: str) -> range:
-    """From `first` to `last`, both included; empty if that is nothing."""
+    """The numbers from `first` to `last`, both included; an empty range if one of them is no whole number."""
     if not (first.isdecimal() and last.isdecimal()):
         return range(0)
     return range(int(first), int(last) + 1)
 
 
 def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str) -> bool:
-    """Run every seed at one of the sizes in turn, and print a line for each kind. Returns whether all laws hold."""
+    """Check a world of every kind and seed, at the sizes in turn. Prints a line for each kind. Returns whether all laws
+    hold."""
+
     console = Console(stderr=True)
     lawful = True
     with _processes(jobs) as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
