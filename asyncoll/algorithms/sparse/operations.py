@@ -25,25 +25,54 @@ _GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
 
 @dataclass(frozen=True, slots=True)
 class SparseReduction:
-    """What a sparse allreduce did. Arrays are of the caller's kind, 1-d; indices count the elements of `x` in a row.
+    """The result of a sparse allreduce, and its cost at this rank.
 
-    int32 indices, or int64 where n needs them; values are float32, or float64 for such an `x`. A word is 4 bytes.
+    Arrays are one-dimensional, and numpy arrays or torch tensors as `x` is. Indices count the elements of `x` in
+    row-major order; they are int32, or int64 if `x` has more than 2**31 elements. Values are float32, or float64 if
+    `x` is. A word is 4 bytes, as in the paper.
     """
 
-    round: int  # of this name, from 1
-    indices: Any  # of the sum, ascending; the same at every rank
-    values: Any  # of the sum, which is not divided by the number of ranks; the same bits at every rank
-    included: Any  # of the indices that this rank selected, those whose values are in the sum: `x` is 0 there now
-    selected: int  # how many elements this rank has given
-    threshold_local: float  # what the magnitudes that were given had to reach
-    threshold_global: float  # what magnitudes in the sum had to reach; 0.0 if the algorithm has no such threshold
-    words_sent: float  # by this rank, in this round, counts and thresholds included
+    round: int
+    """The round of this `name`. Rounds count from 1."""
+
+    indices: Any
+    """The indices of the sum, ascending; the same at every rank."""
+
+    values: Any
+    """The values of the sum at `indices`, not divided by the number of ranks; the same bits at every rank."""
+
+    included: Any
+    """Those of the indices selected by this rank whose values are in the sum, ascending. `x` is 0 there now."""
+
+    selected: int
+    """The number of elements that this rank has selected and given."""
+
+    threshold_local: float
+    """The least magnitude that this rank has selected."""
+
+    threshold_global: float
+    """The least magnitude in the sum; 0.0 if the algorithm has no such threshold."""
+
+    words_sent: float
+    """Words that this rank has sent in this round, including counts and thresholds."""
+
     words_received: float
+    """Words that this rank has received in this round, including counts and thresholds."""
+
     messages_sent: int
+    """Messages that this rank has sent in this round."""
+
     messages_received: int
-    lost_indices: Any  # gTopk: elements of the sum that lack what this rank dropped on its way,
-    lost_values: Any  # and how much
-    dense: Any = None  # on request: the sum as a tensor of the shape of `x`
+    """Messages that this rank has received in this round."""
+
+    lost_indices: Any
+    """gTopk: the indices of elements of the sum that lack a part which this rank has dropped. Otherwise empty."""
+
+    lost_values: Any
+    """gTopk: the dropped parts, at `lost_indices`. Otherwise empty."""
+
+    dense: Any = None
+    """With `dense=True`: the sum as a tensor of the shape of `x`, with 0 where it has no element. Otherwise None."""
 
 
 class Specification(NamedTuple):
