@@ -164,7 +164,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Leave `x` alone from the call until the coroutine has ended.
 
@@ -215,7 +215,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Leave `x` alone from the call until the coroutine has ended.
 
@@ -265,7 +265,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Leave `x` alone from the call until the coroutine has ended.
 
@@ -323,7 +323,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -375,7 +375,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -421,7 +421,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -471,7 +471,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -524,7 +524,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -579,7 +579,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -631,7 +631,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -681,7 +681,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.
@@ -1276,7 +1276,7 @@ class Communicator:
 
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.A call that is never awaited runs to its end all the same.
+        in any order. A call that is never awaited runs to its end all the same.
 
         Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
         pending and later calls raise AbortedError.

@@ -48,10 +48,10 @@ class SparseReduction:
     """The number of elements that this rank has selected and given."""
 
     threshold_local: float
-    """The least magnitude that this rank has selected."""
+    """The magnitude that an element had to reach to be selected by this rank."""
 
     threshold_global: float
-    """The least magnitude in the sum; 0.0 if the algorithm has no such threshold."""
+    """The magnitude that a sum had to reach to be in the result; 0.0 if the algorithm has no such threshold."""
 
     words_sent: float
     """Words that this rank has sent in this round, including counts and thresholds."""
