@@ -11,11 +11,11 @@ from asyncoll.errors import UsageError
 from asyncoll.transport.keys import KEY_FILE
 from asyncoll.transport.messages.monitor import FREEZE_S
 
-TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
-ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
+TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
+ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
 _DEADLINE_S = 1800.0
-_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # what ZeroMQ counts in whole ms, and in 32 bits
-_LAUNCHERS = {  # what starts processes, and what it calls the rank and the number of those that it has started
+_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
+_LAUNCHERS = {  # programs that start processes, and their variables for the rank and the number of processes
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set where there is no srun, by salloc
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE"),
@@ -33,11 +33,11 @@ class Environment:
     folder: str  # of the job's sockets; empty unless `asyncoll launch` made one
     master_addr: str
     master_port: int
-    shares_memory: bool  # with the ranks of its host, if that is possible
-    run: str  # tells the runs of an elastic job apart
-    freeze_s: float = FREEZE_S  # a rank without a sign of life for so long counts as frozen; 0: never
-    deadline_s: float = _DEADLINE_S  # how long a call may take; infinity: for ever
-    key_file: str = ""  # with the job's key; empty for none
+    shares_memory: bool  # with the ranks of its host, if possible
+    run: str  # distinguishes the runs of an elastic job
+    freeze_s: float = FREEZE_S  # a rank that does not answer for so long counts as frozen; 0: never
+    deadline_s: float = _DEADLINE_S  # the longest time that a call may take; infinity: no limit
+    key_file: str = ""  # has the job's key; empty: there is none
     encrypt: str = ENCRYPT[0]
 
     @classmethod
