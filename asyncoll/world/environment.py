@@ -1,4 +1,7 @@
-"""What the environment says of the world that this process is to join. The contract is torchrun's."""
+"""The environment variables that describe the world which this process is to join.
+
+They are torchrun's, and some more.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _LAUNCHERS = {  # programs that start processes, and their variables for the ran
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The world that the environment describes, as seen by this process."""
+    """The world that the environment describes, for this process."""
 
     rank: int
     size: int
@@ -42,7 +45,10 @@ class Environment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
-        """None when no world is described. Raises UsageError for half a description or an impossible one."""
+        """Read `environ`. None if it describes no world.
+
+        Raises UsageError if it describes a part of a world, or an impossible one.
+        """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             check_alone(environ)
             return None
@@ -67,7 +73,7 @@ class Environment:
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raises UsageError if several processes were started that asyncoll would take for a world of one each."""
+    """Raise UsageError if another launcher has started several processes: each would be a world of its own."""
     for launcher, (rank_name, size_name) in _LAUNCHERS.items():
         for name, least in ((rank_name, 0), (size_name, 1)):
             count = environ.get(name, "")
@@ -81,7 +87,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Of `choices`, the first unless the environment says otherwise."""
+    """The value of `name`, one of `choices`; the first of them if it is not set."""
     chosen = environ.get(name) or choices[0]
     if chosen not in choices:
         raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
@@ -103,7 +109,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def freeze_s(environ: Mapping[str, str]) -> float:
-    """How long a process without a sign of life counts as living; 0 if for ever."""
+    """Seconds without an answer after which a process counts as frozen; 0 for never."""
     seconds = _seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
     if seconds and not _FREEZE_MIN_S <= seconds <= _FREEZE_MAX_S:
         raise UsageError(
