@@ -48,7 +48,7 @@ class Flat:
             parameter.data = view
             parameter.grad = None
         for parameter, view in self._gradient_views:
-            # An alias of the view: `model.to` changes the tensor object that `grad` holds, and the view must not change.
+            # An alias of the view: `model.to` changes the object that `grad` holds, and the view must not change.
             parameter.grad = view.detach()
 
     @property

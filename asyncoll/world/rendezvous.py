@@ -175,7 +175,7 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
 
 @contextlib.contextmanager
 def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
-    """Raise PeerLostError in place of an error that a missing folder causes: its `owner` has removed it and given up."""
+    """Raise PeerLostError in place of an error that a missing folder causes: its `owner` has given up."""
     try:
         yield
     except (UsageError, OSError) as error:

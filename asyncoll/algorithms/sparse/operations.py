@@ -1,4 +1,4 @@
-"""The sparse allreduces of one communicator, by name: what they are, what they keep, and what their callers get."""
+"""The sparse allreduces of one communicator, by name: their options, their state, and their results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SparseReduction:
 
 
 class Specification(NamedTuple):
-    """What the calls under one name must agree on."""
+    """The options on which all calls of one name must agree."""
 
     algorithm: str
     density: float
@@ -89,14 +89,14 @@ class Specification(NamedTuple):
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        """With the rules that are not the usual ones."""
+        """A text with the rules that differ from the defaults."""
         rules = zip(Rules._fields, self.rules, Rules(), strict=True)
         chosen = [f"{name}={value!r}" for name, value, usual in rules if value != usual]
         what = [self.algorithm, f"density {self.density}", f"{self.dtype} of shape {self.shape}"]
         return ", ".join(what + chosen)
 
     def check(self) -> None:
-        """Raise UsageError unless it makes sense."""
+        """Raise UsageError unless the options are possible."""
         if self.algorithm not in ALGORITHMS:
             raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(ALGORITHMS)}")
         if not 0 < self.density <= 1:
@@ -113,7 +113,7 @@ class Specification(NamedTuple):
             raise UsageError("feedback must be an asyncoll.Feedback, or None")
 
     def method(self) -> Method:
-        """A new one, at its first round."""
+        """A new method for these options, at its first round."""
         k = max(1, round(self.density * self.elements))
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
@@ -126,7 +126,7 @@ class Specification(NamedTuple):
 
 
 class SparseOperation:
-    """One name's rounds, one at a time."""
+    """The rounds of one name; one call at a time."""
 
     def __init__(self, name: str, specification: Specification) -> None:
         self.specification = specification
@@ -139,7 +139,10 @@ class SparseOperation:
         return f"{self._name!r}: {self.specification}"
 
     def choose(self, operand: Operand) -> Chosen:
-        """What this rank gives to the next round, which begins."""
+        """Begin the next round: select the elements that this rank gives.
+
+        Raises UsageError if the last round is still under way.
+        """
         if self.is_busy:
             raise UsageError(
                 f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
@@ -151,7 +154,7 @@ class SparseOperation:
     async def reduce(
         self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
     ) -> SparseReduction:
-        """Carry out the round. `operand` comes back as the residual."""
+        """Carry out the round. `operand` becomes the residual."""
         try:
             outcome = await self._method.reduce(collectives, chosen)
         finally:
@@ -192,13 +195,16 @@ class SparseOperation:
 
 
 class SparseOperations:
-    """By name."""
+    """The sparse operations of one communicator at one rank."""
 
     def __init__(self) -> None:
         self._operations: dict[str, SparseOperation] = {}
 
     def get(self, name: str, specification: Specification) -> SparseOperation:
-        """Raises UsageError if `specification` makes no sense, or is not what this name stands for."""
+        """The operation `name`, made at its first call.
+
+        Raises UsageError if `specification` is impossible, or differs from that of the first call.
+        """
         specification.check()
         operation = self._operations.get(name)
         if operation is None:
