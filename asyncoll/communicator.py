@@ -80,8 +80,8 @@ class Communicator:
     attributes `rank` and `size` are this rank's number, from 0, and the number of ranks; `hosts` has the name of each
     rank's host. Ranks in arguments and results are ranks of this communicator; those in errors are ranks of the world.
 
-    *Starting.* A call checks its arguments, and starts at once, on the runtime's loop. The coroutine that it returns
-    waits for its end. A call needs a running event loop: that of the program, or one in another thread.
+    *Starting.* A call checks its arguments and starts at once. The coroutine that it returns only waits for its end. A
+    call needs a running event loop: that of the program, or one in another thread.
 
     *Order.* Collective calls are numbered when they are made, not when they are awaited. Every rank makes the same
     collective calls in the same order; tasks may await them in any order. Messages (`send`, `recv`) are numbered by
@@ -91,7 +91,8 @@ class Communicator:
     wait until this rank makes the call, or aborts. In a forked child of a rank's process every call is a UsageError.
     All other errors are raised when a call is awaited, except ClosedError, which may come at either time.
     MismatchError, AbortedError and DeadlineError end the communicator; PeerLostError, and ProtocolError (a rank has
-    sent forbidden bytes), end the world. All ranks raise the same first error, in every pending and later call.
+    sent forbidden bytes), end all communicators of the world. All ranks raise the same first error, in every pending
+    and later call.
 
     *Cancellation.* Cancelling a collective or a message under way aborts the communicator, because other ranks wait for
     this one. Cancelling a wait-avoiding call does not: its contribution stays in.
@@ -188,7 +189,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation,
                 dtype, number of elements or `op`.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -238,7 +240,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation,
                 dtype, number of elements or root.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -289,7 +292,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation,
                 dtype, number of elements, `op` or root.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -343,7 +347,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation,
                 dtype, number of elements or `op`.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -394,7 +399,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
                 or number of elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -441,7 +447,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation or
                 dtype.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -492,7 +499,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation,
                 dtype, number of elements or root.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -546,7 +554,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation or
                 root.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -599,7 +608,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
                 or number of elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -651,7 +661,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation or
                 dtype.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -692,7 +703,8 @@ class Communicator:
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: another rank has made a different call at this position.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -733,7 +745,8 @@ class Communicator:
             MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
                 elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -783,7 +796,8 @@ class Communicator:
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -863,7 +877,8 @@ class Communicator:
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -953,7 +968,8 @@ class Communicator:
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1033,7 +1049,8 @@ class Communicator:
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1108,7 +1125,8 @@ class Communicator:
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1194,7 +1212,8 @@ class Communicator:
             MismatchError: when awaited: another rank has made a different call at this position: other operation, name,
                 dtype, number of elements or options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
             NonFiniteError: when awaited, at every rank, if any rank's `x` holds NaN or infinity. Nothing has changed,
@@ -1299,7 +1318,8 @@ class Communicator:
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: another rank has made a different call at this position.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, or cancelled a collective call.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 

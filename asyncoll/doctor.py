@@ -228,7 +228,7 @@ def _odd_host_name() -> Iterator[str]:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        yield f"the host name {name} has no address: other hosts cannot be told to come here by name"
+        yield f"the host name {name} has no address: other hosts cannot connect to this one by name"
         return
     if address.startswith("127."):
-        yield f"the host name {name} means {address} here (/etc/hosts): no MASTER_ADDR for other hosts"
+        yield f"the host name {name} is {address} on this host (/etc/hosts): other hosts cannot use it as MASTER_ADDR"

@@ -231,7 +231,7 @@ def test_a_replaced_gradient_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"zero_gradients\(\) or with zero_grad\(set_to_none=False\)"):
         _ = flat.gradients
     backward(model)  # makes new gradients elsewhere
-    with pytest.raises(UsageError, match="no longer lives in the flat tensor"):
+    with pytest.raises(UsageError, match="is no longer in the flat tensor"):
         flat.zero_gradients()
 
 

@@ -353,7 +353,7 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
         supervisor.failed(Failure(rank, 1, 1.0, traceback="Traceback\n", summary=lost, blames=2))
     supervisor.tick(1.0 + BLAME_S)
     assert list(explain(supervisor, [[]] * 4, {})) == [
-        f"rank 2 is the root cause, as the others tell: {lost}",
+        f"rank 2 is the root cause, as the other ranks report: {lost}",
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
         f"rank 0 failed too: {lost}",

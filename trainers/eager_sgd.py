@@ -55,8 +55,8 @@ async def eager_sgd(
 
     Every rank calls it. All ranks start with the model and the optimizer of rank 0, and end with one model, whose
     buffers are rank 0's (see `replicas.py`). A loop that is left early leaves each rank's model as it is. With history
-    all models are equal after a synchronous round. All ranks see that round, so it is the place to leave: `if
-    done.synchronous and ...: break`.
+    all models are equal after a synchronous round. All ranks see that round, so it is the place to leave:
+    `if done.synchronous and ...: break`.
 
     A second training on one communicator needs another `name`.
     """

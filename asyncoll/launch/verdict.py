@@ -21,7 +21,7 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids:
         root.blames if root.blames in supervisor.stopped else None
     )  # for example, it is frozen, and cannot fail by itself
     if accused is not None:
-        yield f"rank {accused} is the root cause, as the others tell: {root.summary}"
+        yield f"rank {accused} is the root cause, as the other ranks report: {root.summary}"
     yield f"rank {root.rank} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
     if root.traceback:
         yield root.traceback.rstrip("\n")

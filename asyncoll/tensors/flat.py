@@ -70,7 +70,7 @@ class Flat:
         for parameter, view in self._gradient_views:
             if parameter.grad is None or not _same_memory(parameter.grad, view):
                 raise UsageError(
-                    f"the gradient of a parameter of shape {_shape(parameter)} no longer lives in the flat "
+                    f"the gradient of a parameter of shape {_shape(parameter)} is no longer in the flat "
                     "tensor: clear gradients with zero_gradients() or with zero_grad(set_to_none=False)"
                 )
         return self._gradients
@@ -89,7 +89,7 @@ class Flat:
         for parameter, view in self._data_views:
             if not _same_memory(parameter, view):
                 raise UsageError(
-                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: move or convert the "
+                    f"a parameter of shape {_shape(parameter)} is no longer in the flat tensor: move or convert the "
                     "model (model.to, model.half, ...) first, and flatten the model again after a change"
                 )
 

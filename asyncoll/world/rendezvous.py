@@ -213,7 +213,7 @@ def _own_address(environment: Environment) -> str:
             return address
     if not environment.key_file:
         raise UsageError(
-            f"ranks that talk over tcp ({address}) need a key, or anybody on the network could join them: make one "
+            f"ranks that talk over tcp ({address}) need a key, or any program on the network could join them: make one "
             f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
         )
     return address
