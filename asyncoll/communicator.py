@@ -573,7 +573,7 @@ class Communicator:
         async def body(collectives: Collectives) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
             head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
-            await collectives.scatter(heads, head, root)
+            await collectives.scatter(heads, head, root)  # first, because only the root knows dtype and shapes
             dtype, as_torch, mine, shape = shapes.decode_head(head)
             await collectives.scatter([operand.flat for operand in operands], mine, root)
             result: T = build(mine, dtype, shape, as_torch=as_torch)
@@ -678,7 +678,9 @@ class Communicator:
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
-            await collectives.alltoall([shapes.encode_shape(operand.shape) for operand in operands], rows)
+            await collectives.alltoall(
+                [shapes.encode_shape(operand.shape) for operand in operands], rows
+            )  # shapes first
             blocks, extents = shapes.receptacles(operands[0].dtype, rows)
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
@@ -1344,6 +1346,7 @@ class Communicator:
             members = [rank for rank, row in enumerate(rows) if row[0] and row[1] == color]
             members.sort(key=lambda rank: (int(rows[rank][2]), rank))
             world_ranks = tuple(self._core.member.group.ranks[rank] for rank in members)
+            # The same at all members without communication, and different for every split and color.
             context = digest(self._core.member.communicator, "split", call.number, color)
             group = Group(world_ranks, members.index(self.rank), context)
             hosts = tuple(self.hosts[rank] for rank in members)
@@ -1408,7 +1411,7 @@ class Communicator:
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        self._core.memory.give_back()
+        self._core.memory.give_back()  # at each call, because the finalizers of tensors must not free memory themselves
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 

@@ -64,6 +64,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or while this rank waited for the
             others to leave.
         DeadlineError: a rank has not joined in time.
+        ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
 
     Example:
 
@@ -113,6 +114,7 @@ async def connect() -> AsyncIterator[Communicator]:
             the environment describes no possible world.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
         DeadlineError: a rank has not joined in time.
+        ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
 
     Example:
 
