@@ -1,4 +1,17 @@
-"""Await your collectives: wait-avoiding allreduces and more, as coroutines, for ranks that do not run in step."""
+"""Collectives as coroutines, wait-avoiding allreduces among them, for training ranks that do not run in step.
+
+`run` starts a program as a rank of a world, or `connect` inside a running event loop. Both give a `Communicator`, whose
+methods are the collectives. Each method's docstring has its whole contract.
+
+    import asyncoll
+    import torch
+
+    async def main(comm):
+        x = torch.full((3,), float(comm.rank))
+        await comm.allreduce(x)
+
+    asyncoll.run(main)  # asyncoll launch -n 4 PROGRAM.py
+"""
 
 from __future__ import annotations
 
@@ -68,7 +81,7 @@ __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDU
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use, so that the launcher starts without numpy, ZeroMQ or torch."""
+    """Load a public name at its first use, so that the launcher starts without numpy, ZeroMQ or torch."""
     if name in _REDUCTIONS:
         return getattr(importlib.import_module("asyncoll.tensors.reductions").ReduceOp, name)
     if name == "rpc":

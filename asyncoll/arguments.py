@@ -1,6 +1,6 @@
-"""Arguments that ranks must agree on, as values of exact built-in types.
+"""Conversion of arguments that all ranks must agree on into values of exact built-in types.
 
-A string of numpy, a member of a StrEnum or a numpy integer equals its built-in value, but has another type and another
+A numpy string, a member of a StrEnum or a numpy integer equals its built-in value, but has another type and another
 `repr`. Each public call converts such arguments once, before they are hashed, compared, cached or sent.
 """
 
@@ -19,7 +19,7 @@ _REALS = (int, float, np.integer, np.floating)
 
 
 def text(value: object, what: str) -> str:
-    """`value` as an exact `str`. Raises UsageError if it is no string, or one that UTF-8 cannot write."""
+    """`value` as an exact `str`. Raises UsageError if it is no string, or cannot be encoded in UTF-8."""
     if not isinstance(value, str):
         raise UsageError(f"{what} must be a string, got {value!r:.50}")
     exact = str.__str__(value)  # not str(value): a subclass may print as something else
@@ -33,7 +33,7 @@ def text(value: object, what: str) -> str:
 def whole(value: object, what: str) -> int:
     """`value` as an exact `int`. Raises UsageError if it is no integer, a bool, or does not fit into 64 bits.
 
-    numpy and torch refuse a bool where they expect an integer, too: it is most often an argument in the wrong place.
+    A bool is refused, as by numpy and torch where they expect an integer: most often it is a misplaced argument.
     """
     try:
         if isinstance(value, _BOOLS):
@@ -57,7 +57,7 @@ def real(value: object, what: str) -> float:
 
 
 def digest(*parts: int | str) -> int:
-    """A 64-bit name for `parts`, the same at every rank: contexts and fingerprints are made of it.
+    """A 64-bit hash of `parts` that is the same at every rank. Contexts and fingerprints are made of it.
 
     Raises TypeError for a part that is not exactly an int or a str: a subclass may equal one and yet differ in `repr`.
     """

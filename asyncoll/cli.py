@@ -1,4 +1,4 @@
-"""The command `asyncoll`. A subcommand imports what it needs when it runs, so the launcher starts at once."""
+"""The command `asyncoll`. Each subcommand imports its modules when it runs, so the launcher starts at once."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ import click
 from asyncoll.bench.commands import bench
 from asyncoll.errors import UsageError
 
-THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Await your collectives."""
+    """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 
 
-@main.command(context_settings=THE_PROGRAM)
+@main.command(context_settings=PROGRAM_SETTINGS)
 @click.option("-n", "size", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
-@click.option("--log-dir", type=click.Path(path_type=Path), help="Keep each rank's raw rank-R.out and rank-R.err here.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
-    help="Stop the job after so many seconds (exit code 124).",
+    help="Stop the job after this number of seconds (exit code 124).",
 )
 @click.option(
     "--transport",
     type=click.Choice(["shm", "zmq"]),
-    help="Memory that the ranks share, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
+    help="Shared memory, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
 def launch(
@@ -44,9 +46,10 @@ def launch(
 ) -> None:
     """Run a Python program as N ranks on this host.
 
-    What follows the script's or the module's name belongs to the program. The ranks find each other by the
-    environment variables that torchrun sets. If one fails, the others are stopped, its traceback comes first,
-    and its exit code is the command's. Ctrl-C lets the ranks finish; a second one kills them.
+    Arguments after the script's or the module's name are passed to the program. The ranks find each other by the
+    environment variables that torchrun sets. If one rank fails, the others are stopped. The traceback of the rank that
+    failed first is printed first, and its exit code is the command's. Ctrl-C gives the ranks time to end; a second
+    Ctrl-C kills them.
     """
     from asyncoll.launch import launch as run
 
@@ -62,7 +65,7 @@ def launch(
 def key(file: Path) -> None:
     """Make a key for jobs that run on several hosts.
 
-    Copy FILE to every host, readable for you alone, and set ASYNCOLL_KEY_FILE=FILE for all ranks.
+    Copy FILE to every host, readable for your user alone, and set ASYNCOLL_KEY_FILE=FILE for all ranks.
     """
     from asyncoll.transport.keys import write_key
 
@@ -75,7 +78,7 @@ def key(file: Path) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Show what asyncoll finds on this host and would choose for a job."""
+    """Show what asyncoll finds on this host, and what it would choose for a job."""
     from asyncoll.doctor import examine, render
 
     findings = examine()
@@ -86,21 +89,28 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--kind", default="all", show_default=True, help="solo, majority, quorum, full, candidates, group; or all."
 )
-@click.option("--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes; the seeds take turns at them.")
-@click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. The same seed, the same world.")
-@click.option("--seed", type=click.IntRange(min=0), help="One seed only: replays one world.")
-@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Processes; one for each CPU.")
+@click.option(
+    "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
+)
+@click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. A seed determines the world.")
+@click.option("--seed", type=click.IntRange(min=0), help="Replay the world of this seed alone.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=os.cpu_count() or 1,
+    help="Number of processes.  [default: one for each CPU]",
+)
 @click.option(
     "--transport",
     type=click.Choice(["simulated", "memory", "inproc", "zmq", "shm", "zmq-processes", "shm-processes"]),
     default="simulated",
     show_default=True,
-    help="A simulated network, or memory shared, in virtual time; in real time, ranks in one process or in one each.",
+    help="simulated, memory: virtual time; inproc, zmq, shm: real time in one process; others: a process each.",
 )
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
     """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.
 
-    Exits with 1 if a law is broken, and prints which one, where, and the command that replays that world.
+    Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
     """
     from asyncoll.testing.laws import sweep
 
@@ -118,23 +128,32 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 
 @main.command()
 @click.option(
-    "--cells", default="*", show_default=True, help="FAULT/OPERATION/MOMENT, with * and ?; several with commas."
+    "--cells",
+    default="*",
+    show_default=True,
+    help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
-@click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw so many of them.  [default: all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same cells.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Go on with the next seeds.")
+@click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw this number of cells.  [default: all]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Repeat with the next seeds.")
 @click.option("-n", "size", type=click.IntRange(min=2), default=4, show_default=True, help="Number of ranks.")
 @click.option("--transport", type=click.Choice(["shm", "zmq"]), default="shm", show_default=True)
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells at a time.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of cells that run at the same time.",
+)
 def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int) -> None:
-    """Let a rank fail in every way, in every operation, and check that all others know, and in time.
+    """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
-    Each cell is a world of real processes: {kill, orphan, exit, raise, signal, disconnect, stop, gil, slow} strikes one
-    of them {before, inside, after} an operation. An orphan is a living child of a rank that is killed; the handler of a
-    signal ends its program by an exception. Within 100 ms of a death and 1 s of a freeze everybody else must raise an
-    error that names that rank; of a rank that is slow or holds its GIL nobody may notice anything. Nothing may hang, or
-    be left behind. Exits with 1 if that is not so, and prints the command that repeats each such cell. With more jobs
-    than the processors have room for, times are not to be trusted.
+    Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, disconnect, stop,
+    gil, slow} {before, inside, after} an operation. "orphan" kills a rank that has a living child; "signal" sends a
+    signal whose handler ends the program by an exception. All other ranks must raise an error that names that rank:
+    within 100 ms of a death, and within 1 s of a freeze. For a rank that is slow, or holds its GIL, no rank may raise
+    an error. No rank may hang, and no process or file may be left behind. Exits with 1 if a cell fails, and prints the
+    command that repeats it. The measured times are reliable only if --jobs leaves a processor for each process.
     """
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep

@@ -1,13 +1,8 @@
-"""The facade that people hold: checks, numbers, describes and starts every call.
+"""The facade: `Communicator` checks, numbers, describes and starts every call.
 
-Calls are numbered in program order when they are made, not when they are awaited, so tasks may await them in any order;
-every rank must make the same calls on a communicator in the same order. A call starts at once, on the runtime's loop,
-and the coroutine it returns waits for it. Arguments are checked before a number is taken: a UsageError sends nothing.
-A call needs a running event loop: that of the program or one in another thread. `comm.rpc` needs that of the program.
-
-Every collective raises, when awaited: MismatchError if ranks called different things, PeerLostError if a rank is gone,
-AbortedError if one gave up, ClosedError after the communicator was closed. Cancelling a collective in flight aborts the
-communicator, because its peers cannot be left waiting; cancelling a wait-avoiding call does not.
+The order of the steps of a call matters. Arguments are checked before the call takes a number, so that a UsageError
+leaves the numbers of all ranks equal. The number is taken when the call is made, not when it is awaited, so that the
+order in which tasks run does not matter. The docstring of each method states its guarantees.
 """
 
 from __future__ import annotations
@@ -44,27 +39,83 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals since the start.
+    """What one rank has sent and received since it joined the world, and the totals of one communicator.
 
-    Messages and bytes are those of the rank, in all of its communicators: of all messages, plus those of `calls` in
-    shared memory that have ended (what a byte is there, `Traffic` says). So they are at least the sums of `calls` over
-    the rank's communicators. In shared memory, wait-avoiding rounds and calls of functions are not counted.
+    Messages and bytes are totals over all communicators of the rank: those of all messages, plus those of calls in
+    shared memory that have ended. So they are at least the sums over the `calls` of the rank's communicators. In shared
+    memory, wait-avoiding rounds and calls of functions are not counted; bytes received are those read from other ranks'
+    memory, and bytes sent are those made readable for others, counted once however many ranks read them.
     """
 
     rank: int
+    """This rank's number in the communicator."""
+
     messages_sent: int
+    """Messages of this rank, in all of its communicators."""
+
     messages_received: int
+    """Messages to this rank, in all of its communicators."""
+
     bytes_sent: int
+    """Bytes of payload of the messages sent."""
+
     bytes_received: int
-    operations: dict[str, OperationStatistics]  # the wait-avoiding operations of this communicator, by name
-    calls: dict[str, CallStatistics]  # its other calls, by operation
+    """Bytes of payload of the messages received."""
+
+    operations: dict[str, OperationStatistics]
+    """The wait-avoiding operations of this communicator, by `name`."""
+
+    calls: dict[str, CallStatistics]
+    """The other calls on this communicator that have ended, by method: number, messages and bytes.
+
+    Point-to-point calls are counted together, as `send/recv`.
+    """
 
 
 class Communicator:
-    """Ordered ranks that call collectives together. Get one from `asyncoll.run`, `asyncoll.connect` or `split`."""
+    """An ordered set of ranks that communicate.
+
+    `asyncoll.run` and `asyncoll.connect` give the communicator of all ranks, `split` gives one of some of them. The
+    attributes `rank` and `size` are this rank's number, from 0, and the number of ranks; `hosts` has the name of each
+    rank's host. Ranks in arguments and results are ranks of this communicator; those in errors are ranks of the world.
+
+    *Starting.* A call checks its arguments and starts at once. The coroutine that it returns only waits for its end. A
+    call needs a running event loop: that of the program, or one in another thread.
+
+    *Order.* Collective calls are numbered when they are made, not when they are awaited. Every rank makes the same
+    collective calls in the same order; tasks may await them in any order. Messages (`send`, `recv`) are numbered by
+    sender, receiver and tag. Wait-avoiding calls are not numbered: ranks may make different numbers of them.
+
+    *Errors.* A UsageError is raised when a call is made. It has no number then, and nothing was sent; the other ranks
+    wait until this rank makes the call, or aborts. In a forked child of a rank's process every call is a UsageError.
+    All other errors are raised when a call is awaited, except ClosedError, which may come at either time.
+    MismatchError, AbortedError and DeadlineError end the communicator; PeerLostError, and ProtocolError (a rank has
+    sent forbidden bytes), end all communicators of the world. All ranks raise the same first error, in every pending
+    and later call.
+
+    *Cancellation.* Cancelling a collective or a message under way aborts the communicator, because other ranks wait for
+    this one. Cancelling a wait-avoiding call does not: its contribution stays in.
+
+    Example:
+
+        async def main(comm):
+            x = np.full(4, float(comm.rank))
+            await comm.allreduce(x)
+
+        asyncoll.run(main)
+    """
+
+    rank: int
+    """This rank's number in the communicator, from 0 to `size` - 1."""
+
+    size: int
+    """The number of ranks."""
+
+    hosts: tuple[str, ...]
+    """The name of each rank's host."""
 
     def __init__(self, core: Core, hosts: tuple[str, ...]) -> None:
-        """`hosts` names the host of each rank."""
+        """`hosts` has the name of each rank's host."""
         self.rank = core.member.group.rank
         self.size = core.member.group.size
         self.hosts = hosts
@@ -73,17 +124,31 @@ class Communicator:
 
     @property
     def rpc(self) -> Rpc:
-        """Functions of every rank that the others may call."""
+        """Calls of functions of other ranks: an `asyncoll.rpc.Rpc`.
+
+        Local. From its first use on, this rank answers the calls of the others. It is used on the event loop of the
+        program, the one that joined the world.
+
+        Raises:
+            UsageError: this process is a forked child of a rank; or, at the first use, this thread runs no event loop.
+            ClosedError: at the first use, if this rank has left the world.
+
+        Example:
+
+            comm.rpc.register(len)
+            await comm.barrier()
+            assert await comm.rpc.call(0, "len", [1, 2, 3]) == 3
+        """
         return self._core.rpc
 
     @property
     def local_rank(self) -> int:
-        """My place among the ranks of my host."""
+        """This rank's index among the ranks of this communicator that run on its host, from 0."""
         return self.hosts[: self.rank].count(self.hosts[self.rank])
 
     @property
     def local_size(self) -> int:
-        """How many ranks of this communicator run on my host."""
+        """The number of ranks of this communicator that run on this rank's host."""
         return self.hosts.count(self.hosts[self.rank])
 
     def __repr__(self) -> str:
@@ -92,11 +157,49 @@ class Communicator:
     # -- collectives ------------------------------------------------------------------------------
 
     def allreduce(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
-        """Reduce `x` elementwise over all ranks, in place; returns `x`. Same shape and dtype at every rank.
+        """Reduce `x` element by element over all ranks, in place. Every rank gets the same bits.
 
-        Every rank ends with the same bits. AVG is the sum divided by `size`, in the dtype of `x` (floats only).
-        Of halves it is computed in float32 and rounded once, in every form. SUM of halves may overflow on the way: by
-        message each partial sum is a half, in memory the sum alone.
+        AVG is the sum divided by `size`. AVG of float16 and bfloat16 is computed in float32 and rounded once. Their SUM
+        may overflow: by message each partial sum is rounded to the half type, in shared memory only the final one.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
+        is undefined.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are the same at
+                every rank. It is used in place if it is contiguous, otherwise copied in and out.
+            op: SUM, PROD; AVG, not for integers and bool; MIN and MAX, not for complex numbers; BAND, BOR and BXOR, for
+                integers and bool.
+
+        Returns:
+            `x` itself, which holds the result.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, or `op` is not defined for its dtype; or this thread runs
+                no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements or `op`.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            gradients = torch.full((1000,), float(comm.rank))
+            await comm.allreduce(gradients, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
         operand = as_operand(x, writable=True)
         reductions.check_reduction(op, operand.dtype)
@@ -109,9 +212,48 @@ class Communicator:
         return self._calls.start(self._call("allreduce", operand, op.name), body, operand.flat.nbytes)
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
-        """Copy the root's `x` into every rank's `x`; returns `x`. Same shape and dtype at every rank."""
+        """Copy the root's `x` into every rank's `x`, in place.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
+        is undefined.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable at every rank. Dtype and number of elements are
+                the same at every rank.
+            root: the rank whose content is copied; the same at every rank.
+
+        Returns:
+            `x` itself, which holds the root's content.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, or `root` is no rank; or this thread runs no event loop.
+                Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements or root.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            weights = np.full(1000, float(comm.rank))
+            await comm.broadcast(weights, root=0)  # zeros everywhere
+        """
         operand = as_operand(x, writable=True)
-        root = self._place(root, "root")
+        root = self._rank(root, "root")
 
         async def body(collectives: Collectives) -> T:
             await collectives.broadcast(operand.flat, root)
@@ -121,8 +263,50 @@ class Communicator:
         return self._calls.start(self._call("broadcast", operand, f"root {root}"), body, operand.flat.nbytes)
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
-        """Reduce `x` into the root's `x`, in place there and untouched elsewhere; returns `x`."""
-        root = self._place(root, "root")
+        """Reduce `x` element by element over all ranks, into the root's `x`; the other ranks' `x` stays as it is.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
+        is undefined.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable at the root. Dtype and number of elements are the
+                same at every rank.
+            root: the rank that gets the result; the same at every rank.
+            op: the reduction, as for `allreduce`.
+
+        Returns:
+            `x` itself; at the root it holds the result.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, `op` is not defined for its dtype, or `root` is no rank;
+                or this thread runs no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements, `op` or root.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            loss = np.array([0.25 * comm.rank])
+            await comm.reduce(loss, root=0, op=asyncoll.MAX)
+            if comm.rank == 0:
+                print(loss[0])  # 0.25 * (size - 1)
+        """
+        root = self._rank(root, "root")
         operand = as_operand(x, writable=self.rank == root)
         reductions.check_reduction(op, operand.dtype)
 
@@ -135,9 +319,45 @@ class Communicator:
         return self._calls.start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand.flat.nbytes)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
-        """Reduce `x` and return my shard of rows, as a new tensor; `x` is untouched.
+        """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.
 
-        Rows (dimension 0) are split as evenly as they go, the first `rows mod size` ranks having one more.
+        Rows (dimension 0) are split into `size` shards, as evenly as possible: each of the first `rows mod size` ranks
+        gets one row more than the others.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout with at least one dimension. Dtype and shape are the same
+                at every rank. It is only read, but must not change from the call until the coroutine has ended.
+            op: the reduction, as for `allreduce`.
+
+        Returns:
+            A new tensor of the kind and dtype of `x` and of shape (rows of this rank, *x.shape[1:]).
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, or `op` is not defined for its dtype; or this thread runs
+                no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements or `op`.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            gradients = np.ones((2 * comm.size, 8))
+            mine = await comm.reduce_scatter(gradients)  # shape (2, 8), each element is `size`
         """
         operand = as_operand(x)
         reductions.check_reduction(op, operand.dtype)
@@ -149,13 +369,47 @@ class Communicator:
             shard = np.empty_like(chunks[self.rank])
             await collectives.reduce_scatter(chunks, shard, op, operand.dtype)
             start, end = edges_of[self.rank]
-            mine: T = operand.like(shard, (end - start, *operand.shape[1:]))
-            return mine
+            result: T = operand.like(shard, (end - start, *operand.shape[1:]))
+            return result
 
         return self._calls.start(self._call("reduce_scatter", operand, op.name), body, operand.flat.nbytes)
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
-        """Stack every rank's `x` along a new first dimension; returns a new tensor of shape (size, *x.shape)."""
+        """Collect every rank's `x` at every rank, stacked along a new first dimension.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout. Dtype and shape are the same at every rank. It is only
+                read, but must not change from the call until the coroutine has ended.
+
+        Returns:
+            A new tensor of the kind and dtype of `x` and of shape (size, *x.shape); `stacked[r]` is the `x` of rank r.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
+                and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
+                or number of elements.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            ranks = await comm.allgather(np.array(comm.rank))  # array([0, 1, ...])
+        """
         operand = as_operand(x)
 
         async def body(collectives: Collectives) -> T:
@@ -168,13 +422,49 @@ class Communicator:
         return self._calls.start(self._call("allgather", operand), body, operand.flat.nbytes)
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
-        """Collect every rank's `x`, of any shape and one dtype; returns the list of them by rank, as new tensors."""
+        """Collect every rank's `x`, of any shape, at every rank.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout. The dtype is the same at every rank; the shapes may
+                differ. It is only read, but must not change from the call until the coroutine has ended.
+
+        Returns:
+            A list of `size` new tensors of the kind and dtype of `x`; the r-th has content and shape of the `x` of rank
+            r.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
+                and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation or
+                dtype.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            parts = await comm.allgatherv(np.ones(comm.rank))
+            print([part.size for part in parts])  # [0, 1, ...]
+        """
         operand = as_operand(x)
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
             rows[self.rank][...] = shapes.encode_shape(operand.shape)
-            await collectives.allgather(rows)
+            await collectives.allgather(rows)  # the shapes first: memory for the content depends on them
             blocks, extents = shapes.receptacles(operand.dtype, rows)
             blocks[self.rank][...] = operand.flat
             await collectives.allgather(blocks)
@@ -183,9 +473,47 @@ class Communicator:
         return self._calls.start(self._call("allgatherv", operand, any_count=True), body, operand.flat.nbytes)
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
-        """Stack every rank's `x` at the root, as a new tensor of shape (size, *x.shape); None elsewhere."""
+        """Collect every rank's `x` at the root, stacked along a new first dimension.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout. Dtype and shape are the same at every rank. It is only
+                read, but must not change from the call until the coroutine has ended.
+            root: the rank that gets the result; the same at every rank.
+
+        Returns:
+            At the root, a new tensor of the kind and dtype of `x` and of shape (size, *x.shape); None at the other
+            ranks.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, or `root` is no rank; or this thread runs no event loop.
+                Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements or root.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            losses = await comm.gather(np.array([0.5 * comm.rank]), root=0)
+            if comm.rank == 0:
+                print(losses.shape)  # (size, 1)
+        """
         operand = as_operand(x)
-        root = self._place(root, "root")
+        root = self._rank(root, "root")
 
         async def body(collectives: Collectives) -> T | None:
             if self.rank != root:
@@ -199,17 +527,52 @@ class Communicator:
         return self._calls.start(self._call("gather", operand, f"root {root}"), body, operand.flat.nbytes)
 
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
-        """Give the root's `xs[rank]` to each rank, as a new tensor; `xs` is read at the root alone.
+        """Give each rank its element of the root's list of tensors.
 
-        `xs` holds `size` tensors of one dtype, whose shapes may differ.
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            xs: at the root, a sequence of `size` tensors (numpy arrays or torch CPU tensors) of one dtype, whose shapes
+                may differ. They must not change from the call until the coroutine has ended. The argument is ignored at
+                the other ranks.
+            root: the rank that has the list; the same at every rank.
+
+        Returns:
+            A new tensor with dtype, shape and content of the root's `xs[rank]`; the root's tensors also say whether it
+            is a numpy array or a torch tensor.
+
+        Raises:
+            UsageError: when called: at the root, `xs` is not such a sequence; `root` is no rank; or this thread runs no
+                event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation or
+                root.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            shards = [np.full(3, rank) for rank in range(comm.size)] if comm.rank == 0 else None
+            mine = await comm.scatter(shards, root=0)  # three times this rank's number
         """
-        root = self._place(root, "root")
+        root = self._rank(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
 
         async def body(collectives: Collectives) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
             head = np.empty(2 + shapes.SHAPE_WORDS, np.int64)
-            await collectives.scatter(heads, head, root)
+            await collectives.scatter(heads, head, root)  # first, because only the root knows dtype and shapes
             dtype, as_torch, mine, shape = shapes.decode_head(head)
             await collectives.scatter([operand.flat for operand in operands], mine, root)
             result: T = build(mine, dtype, shape, as_torch=as_torch)
@@ -220,9 +583,42 @@ class Communicator:
         )
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
-        """Send the i-th of `size` equal blocks of rows of `x` to rank i; returns what came, by rank, as a new tensor.
+        """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
 
-        The number of rows (dimension 0) must be a multiple of `size`.
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, whose number of rows (dimension 0) is a multiple of
+                `size`. Dtype and shape are the same at every rank. It is only read, but must not change from the call
+                until the coroutine has ended.
+
+        Returns:
+            A new tensor of the kind, dtype and shape of `x`: the block of rank 0, then that of rank 1, and so on.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
+                and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
+                or number of elements.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            outgoing = np.full((comm.size, 4), comm.rank)
+            incoming = await comm.alltoall(outgoing)  # row r holds the number r
         """
         operand = as_operand(x)
         rows, _ = self._rows(operand, "alltoall")
@@ -240,12 +636,50 @@ class Communicator:
         return self._calls.start(self._call("alltoall", operand), body, operand.flat.nbytes)
 
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
-        """Send `xs[i]` to rank i, of any shapes and one dtype; returns what came, by rank, as new tensors."""
+        """Send `xs[i]` to rank i, for every i, and receive one tensor from each rank; the shapes may differ.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            xs: a sequence of `size` tensors (numpy arrays or torch CPU tensors). The dtype is the same for all of them
+                and at every rank. They must not change from the call until the coroutine has ended.
+
+        Returns:
+            A list of `size` new tensors of the kind of `xs[0]`; the r-th has content and shape of the tensor that rank
+            r had for this one.
+
+        Raises:
+            UsageError: when called: `xs` is not such a sequence; or this thread runs no event loop. Nothing has been
+                sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation or
+                dtype.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            outgoing = [np.full(dest, comm.rank) for dest in range(comm.size)]
+            incoming = await comm.alltoallv(outgoing)  # each of length `rank`; the r-th holds the number r
+        """
         operands = self._operands(xs, "alltoallv")
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
-            await collectives.alltoall([shapes.encode_shape(operand.shape) for operand in operands], rows)
+            await collectives.alltoall(
+                [shapes.encode_shape(operand.shape) for operand in operands], rows
+            )  # shapes first
             blocks, extents = shapes.receptacles(operands[0].dtype, rows)
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
@@ -255,15 +689,77 @@ class Communicator:
         )
 
     def barrier(self) -> Coroutine[Any, Any, None]:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Raises:
+            UsageError: when called: this process is a forked child of a rank; or this thread runs no event loop.
+                Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            comm.rpc.register(len)
+            await comm.barrier()  # now every rank has registered its function
+        """
         return self._calls.start(self._call("barrier", None), lambda collectives: collectives.barrier())
 
     # -- point to point ---------------------------------------------------------------------------
 
     def send(self, x: object, dest: int, tag: int = 0) -> Coroutine[Any, Any, None]:
-        """Send `x` to `dest`. Messages of one tag between two ranks are received in the order in which they were sent.
+        """Send `x` to rank `dest`, which receives it with `recv`.
 
-        Returns when `x` may be reused: at once for a small tensor, and once the receive is posted above 1 MiB.
+        Point to point: this rank calls `send`, and `dest` calls `recv`. The other ranks take no part. Messages of one
+        tag from one rank to another are received in the order in which they were sent. Messages of different tags may
+        be received in any order. The call starts at once; the coroutine ends when `x` may be reused. Up to 1 MiB, it
+        does not wait for the receive, unless some 64 MiB that `dest` has not received yet are on the way to it. Above 1
+        MiB, it waits until the receive has been posted.
+
+        Cancellation of a call under way aborts the communicator, because `dest` waits for the message: pending and
+        later calls of all its ranks raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout. It is only read, but must not change from the call until
+                the coroutine has ended.
+            dest: the receiver, another rank than this one.
+            tag: any 64-bit integer.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, `dest` is no other rank, or `tag` no such integer; or
+                this thread runs no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
+                elements.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            if comm.rank == 0:
+                await comm.send(np.arange(4), dest=1)
+            elif comm.rank == 1:
+                x = await comm.recv(np.empty(4, int), source=0)
         """
         operand = as_operand(x)
         dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
@@ -274,7 +770,48 @@ class Communicator:
         return self._pairwise(operand, self.rank, dest, tag, body)
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
-        """Receive from `source` into `x`, in place; returns `x`. Dtype and number of elements are those of the send."""
+        """Receive a message that rank `source` sends with `send` into `x`, in place.
+
+        Point to point: `source` calls `send`, and this rank calls `recv`. The other ranks take no part. Messages of one
+        tag from one rank to another are received in the order in which they were sent. The call starts at once, so
+        several may be under way.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, because the message may be on its way: pending and
+        later calls of all its ranks raise AbortedError. `x` is no longer in use when CancelledError is raised; its
+        content is undefined.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are those of the
+                tensor that is sent.
+            source: the sender, another rank than this one.
+            tag: the 64-bit integer that the message was sent with.
+
+        Returns:
+            `x` itself, which holds the message.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, `source` is no other rank, or `tag` no such integer; or
+                this thread runs no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            if comm.rank == 0:
+                await comm.send(np.arange(4), dest=1, tag=7)
+            elif comm.rank == 1:
+                x = await comm.recv(np.empty(4, int), source=0, tag=7)
+        """
         operand = as_operand(x, writable=True)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
 
@@ -290,30 +827,77 @@ class Communicator:
     def solo_allreduce(
         self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0, history: int = 0
     ) -> Coroutine[Any, Any, Reduction]:
-        """Allreduce that the first rank to arrive starts for all (seed 000, section 4.2): quorum 1.
+        """Wait-avoiding allreduce in rounds: the first rank to arrive starts the round for all (a quorum of 1).
 
-        `x` is this rank's contribution and comes back as the result of `Reduction.round`, the same bits at every rank.
-        Ranks that have not arrived give what they staged before, or nothing. A contribution that comes too late is
-        added to the next one and enters a later round: none is lost or counted twice. A caller that is behind gets the
-        newest result at once, so it must count rounds (`Reduction.round`), never its own calls. What is still staged
-        when the world ends is dropped. `x` may be a list of tensors, of any dtypes: buckets that share one round.
+        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
+        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
+        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
+        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
+        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
 
-        `name` tells operations apart; each has its own rounds, and its dtypes, numbers of elements and options are
-        fixed by the first call at any rank. Calls of one rank on one name take turns. AVG divides by `size`, as the
-        paper does, whatever the number of contributors. Every `sync_every`-th round (0: none) waits for all ranks,
-        which bounds staleness by that many rounds.
+        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
+        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
+        world ends are dropped.
 
-        Cancelling the wait leaves the contribution in, and the round goes on; the next call tells of it, as missed or
-        skipped. If a round has begun that uses `x` itself (by message, a long one without `history`; in memory, a
-        registered `x`), the cancellation waits for its end. `x` is the caller's again afterwards, and holds nothing to
-        rely on.
+        `x` is reduced in place: it comes back as the result of round `Reduction.round`, with the same bits at every
+        rank that is given that round. AVG divides by `size`, whatever the number of contributors, as in the paper.
 
-        Every rank keeps the last `history` results before the newest. A rank that comes late by no more rounds gets
-        them in `Reduction.missed`, so that it can apply every result exactly once, as the ranks in time did.
+        Leave `x` alone from the call until the coroutine has ended.
 
-        A rank that has ended its program is there for every round that others would wait for it in, with nothing more
-        to give: synchronous rounds and quorums then include fewer ranks, but nobody waits for ever. That is about
-        programs: a rank that only calls other names from now on is waited for.
+        With `history`, every rank keeps the last `history` results before the newest. A rank that is late by at most
+        that many rounds gets them in `Reduction.missed`. It can apply every result exactly once, as the ranks in time
+        did, and so stay equal to them.
+
+        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
+        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
+        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
+        longer in use; its content is undefined.
+
+        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
+        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
+        or a quorum waiting.
+
+        Args:
+            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+                of any dtypes, which share one round.
+            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
+                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
+                for 1,024 names.
+            op: the reduction, as for `allreduce`.
+            sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
+                many rounds; 0: no round does.
+            history: number of results to keep. Costs as many times the memory of `x` at every rank.
+
+        Returns:
+            A `Reduction`: which round `x` holds, and whether this contribution is in it.
+
+        Raises:
+            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
+                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
+                options.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
+        partial collective operations", PPoPP 2020, section 4.1 (solo) and section 5 (stale gradients).
+
+        Example:
+
+            newest = 0
+            while newest < 100:
+                gradients = torch.ones(1000)  # of the next batch
+                reduction = await comm.solo_allreduce(gradients, op=asyncoll.AVG, history=100)
+                for result in (*reduction.missed, gradients):
+                    pass  # apply it: one step of the optimizer for each round
+                newest = reduction.round
         """
         return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
 
@@ -328,18 +912,79 @@ class Communicator:
         sync_every: int = 0,
         history: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
-        """Allreduce that starts when a rank arrives that was drawn for the round (seed 000, section 4.3).
+        """Wait-avoiding allreduce in rounds: a round starts when one of the ranks arrives that were drawn for it.
 
-        All ranks draw the same `candidates` ranks for each round from `seed`; the first of these to arrive opens it.
+        All ranks draw the same `candidates` ranks for each round from `seed`, without communication. The first of them
+        to arrive starts the round. A candidate that comes late for an older round, while at least half of the ranks
+        wait for it, starts its round at once.
 
-        Guaranteed: one of the candidates was there. Not guaranteed: a majority. If the ranks' order of arrival is
-        random, (size + 1) / (candidates + 1) of them have arrived on average, but with one candidate each number from
-        1 to `size` is as likely as any other, so about half of the rounds have fewer than half of the ranks. And if
-        all candidates are slow, everybody waits for the first of them. `quorum_allreduce` keeps a number instead. One
-        candidate is the paper's majority; as many as ranks are solo (seed 000, section 8, asks for what is between).
+        Guaranteed: at least one candidate has arrived. Not guaranteed: a majority. If the ranks' order of arrival is
+        random, (size + 1) / (candidates + 1) ranks have arrived in the mean; but with one candidate each number from 1
+        to `size` is equally likely, so about half of the rounds have fewer than half of the ranks. If all candidates
+        are slow, all ranks wait for the first of them. `quorum_allreduce` guarantees a number. One candidate is the
+        paper's majority; `size` candidates are `solo_allreduce`; the paper asks for the range between the two in
+        section 8.
 
-        A candidate that comes late for an older round, while at least half of the ranks wait for it, opens the round
-        at once. Otherwise as `solo_allreduce`.
+        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
+        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
+        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
+        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
+        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
+
+        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
+        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
+        world ends are dropped.
+
+        `x` is reduced in place: it comes back as the result of round `Reduction.round`. AVG divides by `size`, whatever
+        the number of contributors. Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
+        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
+        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
+        longer in use; its content is undefined.
+
+        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
+        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
+        or a quorum waiting.
+
+        Args:
+            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+                of any dtypes, which share one round.
+            candidates: number of ranks drawn for each round, from 1 to `size`.
+            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
+                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
+                for 1,024 names.
+            op: the reduction, as for `allreduce`.
+            seed: of the draws; a 64-bit integer.
+            sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
+            history: number of results before the newest that are kept for `Reduction.missed`.
+
+        Returns:
+            A `Reduction`: which round `x` holds, and whether this contribution is in it.
+
+        Raises:
+            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
+                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
+                options.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
+        partial collective operations", PPoPP 2020, section 4.2.
+
+        Example:
+
+            gradients = np.ones(1000)
+            reduction = await comm.majority_allreduce(gradients, op=asyncoll.AVG, sync_every=10)
+            print(reduction.round, reduction.active, reduction.included)
         """
         rules: dict[str, Any] = {"candidates": candidates, "seed": seed, "sync_every": sync_every, "history": history}
         return self._wait_avoiding(x, name, op, Opening.MAJORITY, **rules)
@@ -355,10 +1000,72 @@ class Communicator:
         sync_every: int = 0,
         history: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
-        """Allreduce that starts when `quorum` ranks have arrived, always: 1 is solo, `size` a full allreduce.
+        """Wait-avoiding allreduce in rounds: a round starts when `quorum` ranks have arrived, always.
 
-        A rank drawn for each round from `seed` counts the arrivals; its caller need not be there. Ranks that have
-        ended their program count as arrived. Otherwise as `solo_allreduce`.
+        A quorum of 1 is `solo_allreduce`, a quorum of `size` waits for all ranks like `allreduce`. By message a rank
+        that is drawn for each round from `seed` counts the arrivals; its own caller need not have arrived. Ranks that
+        have left their program count as arrived.
+
+        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
+        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
+        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
+        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
+        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
+
+        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
+        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
+        world ends are dropped.
+
+        `x` is reduced in place: it comes back as the result of round `Reduction.round`. AVG divides by `size`, whatever
+        the number of contributors. Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
+        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
+        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
+        longer in use; its content is undefined.
+
+        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
+        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
+        or a quorum waiting.
+
+        Args:
+            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+                of any dtypes, which share one round.
+            quorum: number of ranks whose arrival starts a round, from 1 to `size`.
+            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
+                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
+                for 1,024 names.
+            op: the reduction, as for `allreduce`.
+            seed: of the draws; a 64-bit integer.
+            sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
+            history: number of results before the newest that are kept for `Reduction.missed`.
+
+        Returns:
+            A `Reduction`: which round `x` holds, and whether this contribution is in it.
+
+        Raises:
+            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
+                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
+                options.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
+        partial collective operations", PPoPP 2020; section 8 asks for other quorums than solo, majority and full.
+
+        Example:
+
+            weight, bias = np.ones((3, 2), "f4"), np.ones(2)
+            reduction = await comm.quorum_allreduce([weight, bias], quorum=comm.size // 2 + 1)
+            assert reduction.active > comm.size // 2
         """
         rules: dict[str, Any] = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
         return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
@@ -373,18 +1080,72 @@ class Communicator:
         fixed: bool = False,
         sync_every: int = 0,
     ) -> Coroutine[Any, Any, Reduction]:
-        """Allreduce within the groups of a round, started for all by the first rank to arrive (seed 002, section 3).
+        """Wait-avoiding allreduce within the groups of a round, which the first rank to arrive starts for all.
 
-        For models rather than gradients: a contribution replaces this rank's earlier one and stays, so a rank that
-        has not arrived gives its newest `x` again, or nothing before its first call. `x` comes back as the result of
-        `Reduction.group`, the ranks of this rank's group; `Reduction.active` of them had something to give, and AVG
-        divides by that. Unless `Reduction.included`, this rank's own part in it is an older `x`: it is stale. If nobody
-        in the group had anything to give yet (`active` is 0), `x` stays as it is.
+        It reduces models rather than gradients. A contribution replaces this rank's earlier one and stays: a rank that
+        has not arrived gives its newest contribution again, or nothing before its first call. `x` is reduced in place:
+        it comes back as the result of `Reduction.group`, the ranks of this rank's group in that round.
+        `Reduction.active` of them had a contribution, and AVG divides by that number. Unless `Reduction.included`, this
+        rank's own part of the result is an older `x`. If no rank of the group had a contribution (`active` is 0), `x`
+        stays as it is.
 
-        The groups of a round are of `group_size` ranks, or, where that does not divide `size`, ceil(size / group_size)
-        groups of nearly equal size. They change from round to round so that an update reaches all ranks in about
-        log(size) / log(group_size) rounds (`asyncoll.algorithms.rounds.grouping`); `fixed` groups never change.
-        Every `sync_every`-th round (0: none) waits for all ranks and reduces over all. Otherwise as `solo_allreduce`.
+        A round has groups of `group_size` ranks. If that does not divide `size`, it has ceil(size / group_size) groups
+        of nearly equal size. The groups change from round to round, so that an update reaches all ranks within about
+        log(size) / log(group_size) rounds.
+
+        Not collective: ranks may make different numbers of calls. The call starts at once. If the round that it aims at
+        (the one after the newest that this rank was given) is over already, it returns the newest result at once. So a
+        caller must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation does not abort the communicator. The contribution stays in, and the round goes on. If a round has
+        begun that uses the memory of `x`, the cancellation waits for its end. Afterwards `x` is no longer in use; its
+        content is undefined.
+
+        A rank that has left its program keeps no round waiting.
+
+        Args:
+            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+                of any dtypes, which share one round.
+            group_size: from 1 to `size`.
+            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
+                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
+                for 1,024 names.
+            op: the reduction, as for `allreduce`.
+            fixed: whether all rounds have the same groups.
+            sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
+                no round does.
+
+        Returns:
+            A `Reduction`: which round and group `x` holds, and whether this contribution is in it.
+
+        Raises:
+            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
+                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
+                options.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Source: Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel
+        stochastic optimization with wait-avoiding group averaging", IEEE TPDS 2021, section III.
+
+        Example:
+
+            model = np.full(1000, float(comm.rank))
+            total = model.copy()
+            reduction = await comm.group_allreduce(total, group_size=2, sync_every=10)
+            if reduction.included:
+                model = total / reduction.active
+            elif reduction.active:
+                model = (total + model) / (reduction.active + 1)  # `total` has an older model of this rank
         """
         size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
@@ -406,30 +1167,73 @@ class Communicator:
         global_threshold: str = "auto",
         dense: bool = False,
     ) -> Coroutine[Any, Any, SparseReduction]:
-        """Add up the largest elements of all ranks' accumulators `x`; `x` keeps the residual (seed 004, algorithm 2).
+        """Add up the largest elements of all ranks' accumulators `x`; `x` keeps the residual.
 
-        k = density n of the n elements of `x` (floats of any shape; the same at every rank) are wanted. `x` comes back
-        with 0 where its values are in the sum, and unchanged elsewhere, so nothing is lost: at every element, the
-        sum of all ranks' `x` before is the result plus the sum of all ranks' `x` after, but for rounding and, with
-        gTopk, `SparseReduction.lost_values`. Zeros are not sent, except by "dense". Sums may overflow to infinity.
+        About k = density * n of the n elements are in the sum. `x` is changed in place: it comes back with 0 where its
+        values are in the sum, and unchanged elsewhere. So nothing is lost: at every element, the sum of all ranks' `x`
+        before the call is the result plus the sum of all ranks' `x` after it, except for rounding and, with "gtopk",
+        `SparseReduction.lost_values`. Zeros are not sent, except by "dense". Sums may overflow to infinity. float16 and
+        bfloat16 are summed, and returned, in float32.
 
-        `algorithm`: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank", "dense", which it is compared with.
-        Ok-Topk's thresholds are exact in every `thresholds_every`-th round and reused in between, when more or fewer
-        than k elements may be selected (the paper takes 32 or 128); it cuts the regions anew every `regions_every`
-        rounds. `feedback` lets thresholds that are reused follow the counts, and Gaussiank adjust its own; the paper's
-        do not.
-        `global_threshold`: "histogram" finds the exact one by O(1) words, "allgather" as in the paper, by as many as
-        there are sums; "auto" by whichever takes fewer. With `dense` the result holds the sum as a tensor like `x`,
-        too. Halves are summed, and returned, in float32.
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order.
 
-        What is kept from round to round belongs to the `name`; algorithm, density, options, shape and dtype are fixed
-        by its first call, and one call at a time may be under way. Every rank must call it, in the order of its other
-        calls. What to give is chosen at once, in the caller's thread; then it goes by message or through shared memory
-        as other collectives do, and as they do it fails, or ends the communicator if it is cancelled: `x` is then as it
-        was before, or the residual if the round was over.
+        The elements to send are selected at once, in the caller's thread. Each name has one call under way at a time.
+        Thresholds and regions are kept from round to round under the name. Leave `x` alone from the call until the
+        coroutine has ended.
 
-        Raises NonFiniteError at every rank, and changes nothing, if `x` holds NaN or infinity at any. It still does
-        then: a gradient that was added to the residual must be looked at before, or the residual restored.
+        Cancellation, and a call that is never awaited, abort the communicator, because this rank alone does not know
+        the result. `x` is then as it was before the call, or the residual if the round was over.
+
+        Args:
+            x: the accumulator: a numpy array or torch CPU tensor of floats, of any shape and layout, writable. Dtype
+                and shape are the same at every rank and in every call of the name.
+            density: k / n, above 0 and at most 1.
+            algorithm: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank" or "dense", which the paper compares it
+                with.
+            name: tells operations apart. Algorithm, density, options, dtype and shape are fixed by its first call.
+            thresholds_every: of "oktopk": the thresholds are exact in every so many rounds, and reused in between,
+                where more or fewer than k elements may be selected. The paper has 32 or 128.
+            regions_every: of "oktopk": the regions that the ranks reduce are cut anew every so many rounds.
+            feedback: lets reused thresholds follow the number of elements that they select, and lets "gaussiank" adjust
+                its own; the paper's do not.
+            global_threshold: of "oktopk", how the exact one is found: "histogram" takes O(1) words; "allgather", as in
+                the paper, as many words as there are sums; "auto" the one that takes fewer words.
+            dense: whether the result also has the sum as a tensor of the shape of `x`.
+
+        Returns:
+            A `SparseReduction`: indices and values of the sum, which is not divided by `size`, and what it cost.
+
+        Raises:
+            UsageError: when called: `x` or an option is not as described, the name stands for other options at this
+                rank, or its last call is still under way; or this thread runs no event loop. Nothing has been sent, and
+                this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation, name,
+                dtype, number of elements or options.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+            NonFiniteError: when awaited, at every rank, if any rank's `x` holds NaN or infinity. Nothing has changed,
+                and the next call may follow. `x` still holds them: take the gradient out of the accumulator, or restore
+                the residual.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Source: Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 3 and
+        algorithm 1; the residual: section 4 and algorithm 2; the other algorithms: section 2 and table 1.
+
+        Example:
+
+            residual = np.zeros(10_000)
+            for _ in range(3):
+                residual += np.random.default_rng(comm.rank).standard_normal(10_000)  # the step of this rank
+                found = await comm.sparse_allreduce(residual, density=0.01)
+                print(found.round, found.indices.size, "elements in the sum")
         """
         operand = as_operand(x, writable=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
@@ -439,7 +1243,8 @@ class Communicator:
         self._core.member.check_caller()
         operation = self._core.sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
         if operation.is_busy:
-            self._core.member.check_open()  # what ended the call that is under way, rather than that it is
+            # The error that has ended the call under way tells more than that the name is busy.
+            self._core.member.check_open()
             self._core.member.check()
         chosen = operation.choose(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
@@ -448,10 +1253,10 @@ class Communicator:
             try:
                 return await operation.reduce(collectives, operand, chosen, dense=dense)
             except NonFiniteError as error:
-                raise NonFiniteError(tuple(self._core.member.group.ranks[place] for place in error.ranks)) from None
+                raise NonFiniteError(tuple(self._core.member.group.ranks[rank] for rank in error.ranks)) from None
 
         def discarded() -> None:
-            # Only this rank does not know the result.
+            # The other ranks go on with a result, and thresholds, that this rank's caller does not know.
             self._core.member.abort(f"{call} was cancelled, or never awaited")
 
         return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
@@ -459,24 +1264,75 @@ class Communicator:
     # -- memory -----------------------------------------------------------------------------------
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
-        """A tensor with arbitrary content in memory that the ranks of this host share ("registered").
+        """A tensor of undefined content in memory that the ranks of this host share (*registered* memory).
 
-        A numpy array for a numpy dtype (or its name), a torch tensor for a torch dtype. Collectives reduce it where it
-        lies, without copies. Where ranks share no memory it is an ordinary tensor. Views of it are registered too; its
-        memory is given back with this rank's next call after the last of them is gone. Local: others need not call it.
-        A forked child has a copy of it as it was at the fork, which takes as much memory and some time.
+        Collectives and rounds use registered tensors where they are, without copies. If the ranks share no memory, the
+        result is an ordinary tensor. Views of it are registered, too. The memory is freed by this rank's next call
+        after the last view is gone.
 
-        Raises UsageError if the host has not so much memory left.
+        Local: the other ranks need not call it, and no event loop is needed. A forked child of this process has a copy
+        of the content at the time of the fork, which takes as much memory, and 1 to 2 s per GB.
+
+        Args:
+            shape: an integer, or a sequence of integers; 0 or more each.
+            dtype: a numpy dtype or its name, for a numpy array; a torch dtype, for a torch tensor.
+
+        Returns:
+            A contiguous numpy array or torch tensor.
+
+        Raises:
+            UsageError: the shape or the dtype is not supported, or this host has too little memory left.
+
+        Example:
+
+            gradients = comm.empty(1000, torch.float32)
+            gradients.zero_()
+            await comm.allreduce(gradients)
         """
         return self._core.memory.empty(shape, dtype)
 
     # -- the communicator itself ------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
-        """A communicator of the ranks that gave the same `color`, ordered by (`key`, rank); None for color None.
+        """Make communicators of disjoint subsets of the ranks: one for each color.
 
-        Every rank must call it. The new one numbers its own calls; it closes with the world, and what it uses of shared
-        memory (some MiB once it has been used) is given back then: make few, and use them again.
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
+        in any order. A call that is never awaited runs to its end all the same.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        The new communicator numbers its own calls, and an error that ends it (except PeerLostError, which ends the
+        world) leaves this one intact. It closes with the world; only then is its shared memory (some MiB once it has
+        been used) freed. So make few of them, and reuse them.
+
+        Args:
+            color: a 64-bit integer: ranks that give the same one get a communicator together. None: this rank gets
+                none.
+            key: a 64-bit integer: the ranks of a communicator are ordered by (`key`, rank in this communicator).
+
+        Returns:
+            A `Communicator` of the ranks that gave `color`; None for color None.
+
+        Raises:
+            UsageError: when called: `color` or `key` is no such integer; or this thread runs no event loop. Nothing has
+                been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises the same error.
+
+        Example:
+
+            half = await comm.split(color=comm.rank % 2)
+            await half.allreduce(np.ones(3))  # over the ranks with the same parity
         """
         color = None if color is None else whole(color, "color")
         key = whole(key, "key")
@@ -488,20 +1344,36 @@ class Communicator:
             await collectives.allgather(rows)
             if color is None:
                 return None
-            places = [place for place, row in enumerate(rows) if row[0] and row[1] == color]
-            places.sort(key=lambda place: (int(rows[place][2]), place))
-            ranks = tuple(self._core.member.group.ranks[place] for place in places)
+            members = [rank for rank, row in enumerate(rows) if row[0] and row[1] == color]
+            members.sort(key=lambda rank: (int(rows[rank][2]), rank))
+            world_ranks = tuple(self._core.member.group.ranks[rank] for rank in members)
+            # The same at all members without communication, and different for every split and color.
             context = digest(self._core.member.communicator, "split", call.number, color)
-            group = Group(ranks, places.index(self.rank), context)
-            hosts = tuple(self.hosts[place] for place in places)
+            group = Group(world_ranks, members.index(self.rank), context)
+            hosts = tuple(self.hosts[rank] for rank in members)
             return Communicator(self._core.split(group), hosts)
 
         return self._calls.start(call, body)
 
     def statistics(self) -> Statistics:
-        """Totals so far, as a value."""
+        """What this rank has sent and received since it joined the world, and the totals of this communicator.
+
+        Local and immediate: the other ranks need not call it, and no event loop is needed. The result is a value that
+        does not change.
+
+        Returns:
+            A `Statistics`.
+
+        Raises:
+            UsageError: this process is a forked child of a rank.
+
+        Example:
+
+            await comm.solo_allreduce(np.ones(1000), name="layer 1")
+            print(comm.statistics().operations["layer 1"].active)  # contributors: number of rounds
+        """
         self._core.member.endpoint.check_not_forked()
-        calls = self._calls.ledger.totals()  # before the rank's, which are to be no less
+        calls = self._calls.ledger.totals()  # read first: calls end on other threads, and the totals must not be less
         endpoint = self._core.member.endpoint
         traffic = [endpoint.traffic, *endpoint.in_memory.totals().values()]
         return Statistics(
@@ -515,9 +1387,24 @@ class Communicator:
         )
 
     def abort(self, reason: str) -> None:
-        """Give up: every pending and later call on this communicator raises AbortedError, at every rank.
+        """End this communicator at all of its ranks: every pending and later call raises AbortedError with `reason`.
 
-        Local, immediate, idempotent; never blocks.
+        Local and immediate: it never blocks, may be called from any thread, and needs no event loop. If the
+        communicator has already ended, it has no effect: the first reason stays.
+
+        Args:
+            reason: any text; the other ranks see it in their errors.
+
+        Raises:
+            UsageError: this process is a forked child of a rank.
+
+        Example:
+
+            try:
+                data = load(comm.rank)
+            except OSError as error:
+                comm.abort(f"no data: {error}")
+                raise
         """
         self._core.member.endpoint.check_not_forked()
         self._core.member.abort(text_of(reason))
@@ -525,7 +1412,7 @@ class Communicator:
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        self._core.memory.give_back()
+        self._core.memory.give_back()  # at each call, because the finalizers of tensors must not free memory themselves
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
@@ -538,7 +1425,9 @@ class Communicator:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
             return self._calls.start_pair(call, source, dest, tag, body)
-        except BaseException as error:  # a signal handler's: this rank's next message is not what its peer waits for
+        except BaseException as error:
+            # A signal handler has raised between the number and the start. The peer waits for this number, and the next
+            # message would have the next one.
             self._core.member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
             raise
 
@@ -594,27 +1483,29 @@ class Communicator:
         return operands
 
     def _rows(self, operand: Operand, operation: str) -> tuple[int, int]:
-        """How many rows `operand` has, and elements in each."""
+        """The number of rows of `operand`, and the number of elements of a row."""
         if not operand.shape:
             raise UsageError(f"{operation} splits dimension 0, but this tensor has none: pass x.reshape(1)")
         rows = operand.shape[0]
         return rows, operand.flat.size // rows if rows else 0
 
-    def _place(self, rank: object, what: str) -> int:
-        place = whole(rank, what)
-        if not 0 <= place < self.size:
-            raise UsageError(f"{what} {place} is not one of the ranks 0 to {self.size - 1}")
-        return place
+    def _rank(self, value: object, what: str) -> int:
+        """`value` as a rank of this communicator. `what` names the argument in the UsageError for any other value."""
+        rank = whole(value, what)
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{what} {rank} is not one of the ranks 0 to {self.size - 1}")
+        return rank
 
-    def _peer(self, rank: object, what: str) -> int:
-        place = self._place(rank, what)
-        if place == self.rank:
-            raise UsageError(f"{what} {place} is this rank itself: keep the tensor instead")
-        return place
+    def _peer(self, value: object, what: str) -> int:
+        """The same for a rank other than this one."""
+        rank = self._rank(value, what)
+        if rank == self.rank:
+            raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
+        return rank
 
 
 def _site() -> Site:
-    """Where the user's code made the call: the first frame outside this module."""
+    """The place of the call in the user's code: the first frame outside this module."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

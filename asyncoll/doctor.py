@@ -1,4 +1,4 @@
-"""What this host offers, what asyncoll would choose here, and what looks odd."""
+"""The findings of `asyncoll doctor`: the resources of this host, the choices for a job here, and warnings."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ WORLD = (
     "ASYNCOLL_KEY_FILE",
     "ASYNCOLL_ENCRYPT",
 )
-SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation: no host, but the way to it is the way out
+EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: no host has it, but the route to it is the default route
 FILES_MIN = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """By section and name; `warnings` are sentences."""
+    """Findings by section and name; `warnings` are sentences."""
 
     sections: dict[str, dict[str, str]]
     warnings: list[str] = field(default_factory=list)
 
 
 def examine() -> Findings:
-    """Look at this host and this environment. Sends nothing and changes nothing."""
+    """Examine this host and this environment. Sends nothing and changes nothing."""
     sections = {
         "versions": _versions(),
         "host": {**_cores(), **_memory(), **_files()},
@@ -55,6 +55,7 @@ def examine() -> Findings:
 
 
 def render(findings: Findings, as_json: bool) -> str:
+    """The findings as text, or as one JSON object."""
     if as_json:
         return json.dumps(asdict(findings), indent=2)
     width = max(len(name) for section in findings.sections.values() for name in section)
@@ -114,7 +115,7 @@ def _gib(count: int) -> str:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many cores the control group may use, in either version of the interface; None without a limit."""
+    """The number of cores that the control group may use, in either version of the interface; None without a limit."""
     text = _first_text(root / "cpu.max")
     quota, period = text.split() if text else (_first_text(root / "cpu/cpu.cfs_quota_us"), "")
     period = period or _first_text(root / "cpu/cpu.cfs_period_us")
@@ -148,13 +149,13 @@ def _transports() -> dict[str, str]:
 
 
 def _choices() -> dict[str, str]:
-    target = os.environ.get("MASTER_ADDR", SOMEWHERE_ELSE)
+    target = os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS)
     per_rank = " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items())
     return {"tcp address": _own_address(target), "socket folder": _folder(), "threads per rank": per_rank}
 
 
 def _own_address(target: str) -> str:
-    """The address and interface that lead to `target`. Connecting a datagram socket sends nothing."""
+    """The address and the interface that lead to `target`. Connecting a datagram socket sends nothing."""
     if chosen := os.environ.get("ASYNCOLL_ADDRESS"):
         return f"{chosen} (ASYNCOLL_ADDRESS)"
     try:
@@ -196,7 +197,7 @@ def _warnings() -> Iterator[str]:
 
 
 def _few_files() -> Iterator[str]:
-    """A rank raises the soft limit as far as it needs, so the hard one counts."""
+    """A rank raises its soft limit as far as it needs, so only the hard limit is checked."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     size = max((size for size in range(FILES_MIN) if files_for(size, has_key=True) <= files), default=0)
     if 0 <= files < FILES_MIN:
@@ -227,7 +228,7 @@ def _odd_host_name() -> Iterator[str]:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        yield f"the host name {name} has no address: other hosts cannot be told to come here by name"
+        yield f"the host name {name} has no address: other hosts cannot connect to this one by name"
         return
     if address.startswith("127."):
-        yield f"the host name {name} means {address} here (/etc/hosts): no MASTER_ADDR for other hosts"
+        yield f"the host name {name} is {address} on this host (/etc/hosts): other hosts cannot use it as MASTER_ADDR"

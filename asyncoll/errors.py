@@ -1,19 +1,19 @@
-"""What can go wrong: you, the peer, or the world.
+"""The errors of the library. Each says what is wrong, and what to do.
 
-Every error that this library raises on purpose derives from `AsyncollError`, so one `except` covers it. Anything else
-that escapes is a bug in the library.
+Every error that this library raises on purpose derives from `AsyncollError`, so one `except` covers all of them. Any
+other exception that comes out of it is a bug.
 """
 
 from __future__ import annotations
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of any exception, in characters that can be sent."""
+    """The type and the text of any exception, as valid Unicode that can be sent."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def text_of(thing: object) -> str:
-    """The text of any object, in characters that can be sent. Its own `__str__` may fail."""
+    """The text of any object, as valid Unicode that can be sent. Its own `__str__` may fail."""
     try:
         text = str(thing)
     except BaseException as failure:  # `__str__` is the user's code, and may even raise SystemExit
@@ -22,21 +22,22 @@ def text_of(thing: object) -> str:
 
 
 class AsyncollError(Exception):
-    """The base of every error below; never raised itself."""
+    """The base class of all errors of this library. It is never raised itself."""
 
 
 class UsageError(AsyncollError):
-    """You asked for something that cannot be done; the message says what to do instead. Nothing was sent."""
+    """The caller has asked for something impossible; the message says what to do instead. Nothing was sent."""
 
 
 class MismatchError(AsyncollError):
-    """Ranks called different things; the message names both sides and both call sites."""
+    """Ranks have made different calls where they must make the same; the message names both calls and their lines."""
 
 
 class ProtocolError(AsyncollError):
-    """A peer sent bytes that the protocol forbids.
+    """A peer has sent bytes that the protocol forbids. This ends the world.
 
-    `source` is its rank, or -1 while it is unknown.
+    Attributes:
+        source: the rank of the peer in the world; -1 if it is not known.
     """
 
     def __init__(self, message: str, source: int = -1) -> None:
@@ -45,11 +46,17 @@ class ProtocolError(AsyncollError):
 
 
 class PeerLostError(AsyncollError):
-    """A rank of the world is gone, or frozen: its process is stopped, or the network to it is cut.
+    """A rank of the world is gone or frozen: its process has ended or is stopped, or the network to it is cut.
 
-    Raised by every pending and later call of every survivor. `rank` is the lost one in the world, `cause` says how it
-    was noticed, and `last_seen_s` how many seconds before the error it was last known to live. `host` and `pid` are its
-    process, empty and 0 where that is unknown, and `doing` is the last call of it that the survivor heard of, if any.
+    Every survivor raises it, in every pending and later call.
+
+    Attributes:
+        rank: the lost rank, in the world.
+        cause: how the loss was noticed.
+        host: the host of its process; empty if it is not known.
+        pid: its process; 0 if it is not known.
+        last_seen_s: seconds between the last sign of life and the error.
+        doing: the last call of the lost rank that the survivor knows of; empty if there is none.
     """
 
     def __init__(
@@ -67,10 +74,13 @@ class PeerLostError(AsyncollError):
 
 
 class DeadlineError(AsyncollError):
-    """A call was not over in time. The message says who has come to it, who has not, and where these are.
+    """A call was not over in time. The message says which ranks have arrived, which are missing, and what these do.
 
-    Of a collective: raised at every rank, and its communicator has ended. `arrived` and `missing` are ranks of the
-    world; a rank that does not answer is missing.
+    For a collective or a round, it is raised at every rank, and ends the communicator.
+
+    Attributes:
+        arrived: the ranks, in the world, that have made the call.
+        missing: the other ranks that it concerns, including those that do not answer.
     """
 
     def __init__(self, message: str, arrived: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> None:
@@ -82,7 +92,8 @@ class DeadlineError(AsyncollError):
 class NonFiniteError(AsyncollError):
     """A tensor holds NaN or infinity. Raised at every rank; nothing was changed, and the next call may follow.
 
-    `ranks` of the world are those whose tensors do, or one of them.
+    Attributes:
+        ranks: ranks of the world whose tensors hold them; at least one of those, if several do.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -95,7 +106,14 @@ class NonFiniteError(AsyncollError):
 
 
 class AbortedError(AsyncollError):
-    """Some rank gave up. `rank` is that rank, `reason` its words."""
+    """A rank has ended the communicator, or its program, for a reason of its own.
+
+    It has called `abort`, has cancelled a collective, or has left the world with an exception.
+
+    Attributes:
+        rank: that rank, in the world.
+        reason: the text that it gave.
+    """
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} aborted: {reason}")
@@ -104,10 +122,13 @@ class AbortedError(AsyncollError):
 
 
 class RemoteError(AsyncollError):
-    """A function that you called raised where it ran.
+    """A function that this rank has called by RPC has raised an exception where it ran.
 
-    `rank` is where (of a service outside of a world, -1); `type_name`, `message` and `traceback` are those of its
-    exception, as text.
+    Attributes:
+        rank: the rank where it ran, in the world; -1 for a service outside of a world.
+        type_name: the type of the exception.
+        message: its text.
+        traceback: its traceback, as text.
     """
 
     def __init__(self, rank: int, type_name: str, message: str, traceback: str = "") -> None:
@@ -120,12 +141,12 @@ class RemoteError(AsyncollError):
 
 
 class ServiceLostError(AsyncollError):
-    """A service outside of a world cannot be reached, or is gone. What was called there may or may not have run."""
+    """A service outside of a world cannot be reached, or is gone. Calls under way may or may not have been executed."""
 
 
 class ClosedError(AsyncollError):
-    """The communicator was used after it was closed."""
+    """The communicator, service or connection was used after it was closed."""
 
 
 class DeadlockError(AsyncollError):
-    """In the simulated world everything waits and no timer is set; the message lists who waits for what."""
+    """In a simulated world, all ranks wait and no timer is set. The message lists what each rank waits for."""

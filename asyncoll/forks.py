@@ -1,12 +1,13 @@
-"""What a forked child of a rank gives up: its parent's connections, shared memory and event loops.
+"""The parts of a rank that its forked children give up: connections, shared memory and event loops.
 
 A forked child has copies of all descriptors and mappings of its parent, and none of its threads. A connection that the
-child keeps open looks to peers like a living parent, and what the child writes to shared memory reaches all ranks. So
-every object that holds such things registers here, and gives them up in the child before any other code runs there. The
-parent continues when that is done, so that the child gets its copies of tensors before the parent changes them.
+child keeps open looks to peers like a living parent. Data that the child writes to shared memory reaches all ranks. So
+every object that owns such a resource registers here. In the child it gives the resource up before any other code runs.
+The parent waits for that, so that the child gets its copies of tensors before the parent changes them.
 
-Python runs this whenever it forks: `os.fork`, multiprocessing, the workers of a DataLoader. It does not where C code
-forks, nor where a program is executed at once (subprocess), as the kernel closes the descriptors and mappings there.
+Python runs these hooks whenever it forks: in `os.fork`, in multiprocessing, for the workers of a DataLoader. It does
+not run them if C code forks, or if a program is executed at once (subprocess); there the kernel closes the descriptors
+and mappings.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ logger = logging.getLogger("asyncoll")
 
 
 class Owner(Protocol):
-    """An object that holds what a forked child must give up."""
+    """An object that owns resources which a forked child must give up."""
 
     def abandon(self, parent: int) -> None:
-        """Give it up; called in a forked child of process `parent`.
+        """Give them up; called in a forked child of process `parent`.
 
         This must not wait for any lock: the thread that holds it may not exist in the child.
         """
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-_parent = 0  # the process that has registered them
-_forking = threading.RLock()  # held from before a fork until after it, as the pipe belongs to one fork
+_parent = 0  # the process in which the owners have registered
+_forking = threading.RLock()  # held from before a fork until after it, because the pipe belongs to one fork
 _pipe: tuple[io.FileIO, io.FileIO] | None = None  # the parent waits until the child has closed it
-_PATIENCE_S = 10.0  # with another thread that forks
-_open: dict[Identity, list[int]] = {}  # the descriptors of a child, by file
-_given_up: set[int] = set()  # descriptors of a child
-_arrays: dict[int, weakref.ref[np.ndarray[Any, Any]]] = {}  # those that a child gets copies of, by id
+_PATIENCE_S = 10.0  # how long a fork waits for the fork of another thread
+_open: dict[Identity, list[int]] = {}  # in a child: its descriptors, by file
+_given_up: set[int] = set()  # in a child: the descriptors that it gives up
+_arrays: dict[int, weakref.ref[np.ndarray[Any, Any]]] = {}  # the arrays that a child gets copies of, by id
 
 
 def register(owner: Owner) -> None:
@@ -63,12 +64,16 @@ def register(owner: Owner) -> None:
 
 
 def unregister(owner: Owner) -> None:
-    """`owner` has nothing more to give up."""
+    """Forget `owner`: it has nothing more to give up."""
     _owners.discard(owner)
 
 
 def _before() -> None:
-    """Signal handlers may raise in it. Python ignores that, and forks; so it is repeated, as is `_after_in_parent`."""
+    """The hook before a fork; it repeats `_prepare` until that succeeds.
+
+    Signal handlers may raise in it. Python ignores an exception in such a hook, and forks. The same holds for
+    `_after_in_parent`.
+    """
     while True:
         try:
             return _prepare()
@@ -95,18 +100,18 @@ def _prepare() -> None:
 
 
 def _files(reader: int, writer: int) -> tuple[io.FileIO, io.FileIO]:
-    """As objects, whose closing may be repeated, and that close themselves if they are lost."""
+    """Both ends as file objects. Closing them twice does no harm, and they close themselves if they are lost."""
     return io.FileIO(reader), io.FileIO(writer, "wb")
 
 
 def _await_child(pipe: tuple[io.FileIO, io.FileIO] | None) -> None:
     if pipe is not None:
-        pipe[1].close()  # before another thread may fork: its child must not have it
-    with contextlib.suppress(RuntimeError):  # it is this thread's no more
+        pipe[1].close()  # before another thread may fork, because its child must not inherit it
+    with contextlib.suppress(RuntimeError):  # this thread no longer holds it
         while True:
             _forking.release()
     if pipe is not None and not pipe[0].closed:
-        pipe[0].read(1)  # the end of the file: the child is done, or it has died, or there was no fork
+        pipe[0].read(1)  # returns at the end of the file: the child has finished or died, or the fork has failed
         pipe[0].close()
 
 
@@ -152,14 +157,15 @@ def copies_of(file: Identity) -> list[int]:
 
 
 def give_up(descriptors: Iterable[int]) -> None:
-    """Let these descriptors of a child refer to nothing, once all owners have been called."""
+    """Let these descriptors of a child refer to nothing, after all owners have been called."""
     _given_up.update(descriptors)
 
 
 def _replace(descriptors: Iterable[int]) -> None:
-    """The numbers stay in use: their owners may still close them, and must not close anything else by that.
+    """Let the descriptors refer to an unused eventfd.
 
-    A loop that the child leaves may still watch them, which takes a descriptor that can be watched.
+    The numbers stay in use, because their owners may still close them, and would then close another file. An eventfd
+    can be watched, which a loop that the child leaves may still do.
     """
     nothing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     for descriptor in descriptors:
@@ -175,7 +181,7 @@ def give_up_connections(addresses: Iterable[str]) -> None:
 
 
 def ends_of(descriptor: int) -> Iterator[str]:
-    """Both addresses of a stream socket, as far as it has any; nothing for any other descriptor."""
+    """Both addresses of a stream socket, as far as it has them; nothing for any other descriptor."""
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return
@@ -201,13 +207,13 @@ def _url(end: Any) -> str:
 
 
 def copy_for_children(array: np.ndarray[Any, Any]) -> None:
-    """A forked child gets a copy of `array`, a flat array of bytes in shared memory, as long as that exists."""
+    """Give each forked child a copy of `array`, a flat array of bytes in shared memory, as long as `array` exists."""
     key = id(array)
     _arrays[key] = weakref.ref(array, lambda _: _arrays.pop(key, None))
 
 
 def arrays_within(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Address and bytes of those that lie in this range of addresses."""
+    """Address and number of bytes of those arrays that start in this range of addresses."""
     for array in [reference() for reference in list(_arrays.values())]:
         if array is not None and start <= (address := address_of(array)) < start + nbytes:
             yield address, array.nbytes
@@ -221,7 +227,7 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def refusal(parent: int) -> UsageError:
-    """What a forked child of process `parent` is told that uses the world of its parent."""
+    """The error for a forked child of process `parent` that uses the world of its parent."""
     return UsageError(
         f"this communicator belongs to process {parent}, and process {os.getpid()} is a forked child of it: call it in "
         f"process {parent} alone, and hand the child what it needs before the fork, or through a pipe"
@@ -232,10 +238,10 @@ def refusal(parent: int) -> UsageError:
 
 
 def isolate(loop: asyncio.AbstractEventLoop) -> None:
-    """Give a forked child its own epoll, and its own means to wake it, in place of those that `loop` shares.
+    """Give a forked child its own epoll and its own wake-up descriptors, in place of those that `loop` shares.
 
     A child that closes or runs the loop would otherwise remove the parent's descriptors from the parent's epoll, and
-    take the parent's wake-ups. This is for loops that a child leaves; it may not rely on them for anything else.
+    consume the parent's wake-ups. This is for loops that the child leaves; they serve no other purpose afterwards.
     """
     if loop.is_closed():
         return
@@ -257,7 +263,7 @@ def _watched(epoll: int) -> list[tuple[int, int]]:
 
 
 def _renew(loop: Any, descriptor: int) -> bool:
-    """Replace what wakes `loop` by one of this process's own; returns whether `descriptor` is that."""
+    """Replace `descriptor`, if it wakes `loop`, by one of this process's own. Returns whether it does."""
     if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventfd]":  # of uvloop
         fresh = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         os.dup2(fresh, descriptor, inheritable=False)
@@ -275,11 +281,11 @@ def _renew(loop: Any, descriptor: int) -> bool:
 
 
 def silence_signals() -> None:
-    """A signal to a child is no signal to its parent, whose loop would read of it. Python 3.12 does this itself."""
+    """Stop Python from reporting the child's signals to the parent's loop. Python 3.12 does this itself."""
     with contextlib.suppress(ValueError):  # this is not the main thread
         signal.set_wakeup_fd(-1)
 
 
 def keep(thing: object) -> None:
-    """Never destroy `thing`: its finalizer is for the process that made it, and would fail here."""
+    """Never destroy `thing`: its finalizer would fail in a process that did not make it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,4 +1,4 @@
-"""What a rank has sent and received: in all, or in one execution of one operation."""
+"""Counts of messages and bytes: of a rank, of one execution of one operation, and totals by operation."""
 
 from __future__ import annotations
 
@@ -8,49 +8,59 @@ from collections import deque
 from dataclasses import dataclass
 
 WORD_BYTES = 4  # the papers count words of a float32 or an int32
-_UNCOUNTED_MAX = 256
+_UNCOUNTED_MAX = 256  # ended calls that wait to be added up, which bounds the memory of a program that never asks
 
 
 @dataclass(slots=True)
 class Traffic:
     """Messages, and bytes of payload. Signals and headers are messages without payload.
 
-    In shared memory, bytes received are those read in other ranks' memory, and bytes sent those written or shown where
-    others read them, once, however many do; messages are the pieces.
+    In shared memory a message is one piece of an array. Bytes received are those read from other ranks' memory. Bytes
+    sent are those made readable for other ranks, counted once however many ranks read them.
     """
 
     messages_sent: int = 0
+    """Messages sent."""
+
     messages_received: int = 0
+    """Messages received."""
+
     bytes_sent: int = 0
+    """Bytes of payload sent."""
+
     bytes_received: int = 0
+    """Bytes of payload received."""
 
     @property
     def words_sent(self) -> float:
-        """In words of 4 bytes, as the papers count."""
+        """The bytes sent, in words of 4 bytes: the unit of the papers."""
         return self.bytes_sent / WORD_BYTES
 
     @property
     def words_received(self) -> float:
+        """The bytes received, in words of 4 bytes."""
         return self.bytes_received / WORD_BYTES
 
     def sent(self, nbytes: int) -> None:
-        """One more message."""
+        """Count one message with `nbytes` bytes of payload."""
         self.messages_sent += 1
         self.bytes_sent += nbytes
 
     def received(self, nbytes: int) -> None:
-        """One more message."""
+        """Count one message with `nbytes` bytes of payload."""
         self.messages_received += 1
         self.bytes_received += nbytes
 
 
 @dataclass(slots=True)
 class CallStatistics(Traffic):
-    """Of all calls of one operation that have ended here."""
+    """Totals of all calls of one operation that have ended at this rank."""
 
     calls: int = 0
+    """The number of calls."""
 
     def add(self, call: Traffic) -> None:
+        """Count one call."""
         self.calls += 1
         self.messages_sent += call.messages_sent
         self.messages_received += call.messages_received
@@ -59,19 +69,21 @@ class CallStatistics(Traffic):
 
 
 class Ledger:
-    """What the calls of one communicator have cost, by operation. Calls end on any thread."""
+    """Totals of the calls of one communicator, by operation. Calls may end on any thread."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[str, Traffic]] = deque()  # not in the totals yet: to append takes no lock
+        self._ended: deque[tuple[str, Traffic]] = deque()  # not in the totals yet: appending takes no lock
         self._totals: dict[str, CallStatistics] = {}
         self._lock = threading.Lock()
 
     def enter(self, operation: str, traffic: Traffic) -> None:
+        """Count a call of `operation` that has ended with `traffic`."""
         self._ended.append((operation, traffic))
         if len(self._ended) > _UNCOUNTED_MAX:
             self.totals()
 
     def totals(self) -> dict[str, CallStatistics]:
+        """Copies of the totals, by operation. From any thread."""
         with self._lock:
             while self._ended:
                 operation, traffic = self._ended.popleft()

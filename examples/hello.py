@@ -1,4 +1,4 @@
-"""Every rank contributes its number: `asyncoll launch -n 4 examples/hello.py`, or alone with `python`."""
+"""Every rank contributes its number. Run `asyncoll launch -n 4 examples/hello.py`, or one rank with `python`."""
 
 import torch
 

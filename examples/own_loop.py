@@ -1,6 +1,6 @@
-"""Your own training loop: gradients go through a solo allreduce, and nobody waits for stragglers.
+"""A training loop of your own: a solo allreduce reduces the gradients, and no rank waits for a late one.
 
-`asyncoll launch -n 4 examples/own_loop.py`
+Run `asyncoll launch -n 4 examples/own_loop.py`.
 """
 
 import time
@@ -24,10 +24,10 @@ async def main(comm: asyncoll.Communicator) -> None:
         x = torch.randn(16, 8)
         flat.zero_gradients()
         torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
-        # Computing blocks the loop, and so does this: now and then some rank is late.
+        # Sleeping blocks the loop, as computing does. In one step of ten a rank is late.
         time.sleep(0.02 if torch.rand(()) < 0.1 else 0.002)  # noqa: ASYNC251
         reduction = await comm.solo_allreduce(flat.gradients, op=asyncoll.AVG, history=ROUNDS)
-        for gradients in (*reduction.missed, flat.gradients.clone()):  # each round's result once: weights stay equal
+        for gradients in (*reduction.missed, flat.gradients.clone()):  # each round's result once, so weights stay equal
             flat.gradients.copy_(gradients)
             optimizer.step()
         done = reduction.round

@@ -1,6 +1,7 @@
-"""Rank 0 keeps the parameters, the others train: `asyncoll launch -n 4 examples/rpc_parameter_server.py`.
+"""Rank 0 keeps the parameters, and the other ranks train by RPC.
 
-A class says what can be called and is the typed stub of those who call it. Tensors travel beside the call, unpickled.
+The class `Parameters` is the service at rank 0, and the typed stub at its callers. Tensors are sent beside the call,
+without pickle. Run `asyncoll launch -n 4 examples/rpc_parameter_server.py`.
 """
 
 import torch
@@ -11,13 +12,13 @@ STEPS, RATE = 200, 0.1
 
 
 class Parameters:
-    """A vector that everybody moves."""
+    """A vector that all ranks read and change."""
 
     def __init__(self, size: int) -> None:
         self._vector = torch.zeros(size)
 
     async def pull(self) -> torch.Tensor:
-        """The newest state; a copy, or others might change it while it is being sent."""
+        """The newest state. A copy, because `push` may change the vector while it is being sent."""
         return self._vector.clone()
 
     async def push(self, gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Strings and numbers that ranks must agree on meet whatever their types; what can never meet is refused."""
+"""Strings and numbers that ranks must agree on match if they are equal, whatever their types; others are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncoll.testing import run_ranks, simulate
 
 
 class Printed(str):
-    """A string that prints as something else."""
+    """A string whose `str` differs from its value."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class Printed(str):
 
 
 class Whole(int):
-    """A number that prints as something else."""
+    """A number whose `repr` differs from its value."""
 
     def __repr__(self):
         return "<whole>"
@@ -59,7 +59,7 @@ REALS = [float, np.float32, np.float64, np.float16]
 
 
 class Drawn:
-    """The same values at every rank, in types that each rank draws for itself."""
+    """The same values at every rank, of types that each rank draws independently."""
 
     def __init__(self, seed, rank):
         self._draw = random.Random(f"{seed} {rank}")
@@ -78,7 +78,7 @@ class Drawn:
 
 
 async def rounds(comm, drawn):
-    """Every wait-avoiding allreduce, all ranks together: how many contributions are in the result, twice each."""
+    """Every wait-avoiding allreduce, twice, with all ranks: the number of contributions in each result."""
     number, name, one = drawn.whole, drawn.text, np.ones(2)
     for _ in range(2):
         options = {"sync_every": number(1), "history": number(2)}
@@ -130,7 +130,7 @@ async def calls(comm, drawn):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_values_meet_whatever_their_types(seed, size, run):
+def test_equal_values_of_different_types_match(seed, size, run):
     async def main(comm):
         drawn = Drawn(seed, comm.rank)
         assert [r.active async for r in rounds(comm, drawn)] == [size] * 8
@@ -158,7 +158,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_bool_is_no_number(what):
+def test_a_bool_is_refused_as_a_number(what):
     async def main(comm):
         for value in TRUTHS:
             with pytest.raises(UsageError, match=f"{what}.* must be a (whole )?number, got .*True"):
@@ -201,7 +201,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("shape", "expected"), SHAPES)
 @pytest.mark.parametrize("dtype", ["f4", torch.float32])
-def test_a_shape_is_whole_numbers_of_any_type(shape, expected, dtype, run):
+def test_a_shape_takes_integers_of_any_type(shape, expected, dtype, run):
     async def main(comm):
         return tuple(comm.empty(shape, dtype).shape)
 
@@ -209,7 +209,7 @@ def test_a_shape_is_whole_numbers_of_any_type(shape, expected, dtype, run):
 
 
 @pytest.mark.parametrize("shape", [2.0, (2, 2.0), True, None, "ab"])
-def test_a_shape_of_something_else_is_refused(shape):
+def test_a_shape_of_other_values_is_refused(shape):
     async def main(comm):
         with pytest.raises(UsageError, match="an extent of a shape must be a whole number"):
             comm.empty(shape, "f4")

@@ -64,7 +64,7 @@ def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, m
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @looped("size", SIZES)
 @looped("count", [0, 5, 3001])
-def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch):
+def test_piggybacked_data_reaches_every_rank(size, algorithm, count, monkeypatch):
     """A round's participation list, here among messages that overtake each other and come before they are asked for."""
     monkeypatch.setattr(on_lane, "allreduce", algorithm)
 
@@ -78,7 +78,7 @@ def test_what_rides_along_reaches_every_rank(size, algorithm, count, monkeypatch
 
 
 @sizes
-def test_one_root(size, run):
+def test_broadcast_reduce_gather_and_scatter(size, run):
     lengths = {count: rows(size, count) for count in counts(size)}
 
     async def main(comm):
@@ -107,7 +107,7 @@ def test_one_root(size, run):
 
 
 @sizes
-def test_every_rank_a_part(size, run):
+def test_reduce_scatter_allgather_and_alltoall(size, run):
     table = np.random.default_rng(0).integers(0, 99, (size, 3 * size, 2))
     lengths = {count: rows(size, count) for count in counts(size)}
 
@@ -128,7 +128,7 @@ def test_every_rank_a_part(size, run):
 
 
 @sizes
-def test_shapes_may_differ_in_the_v_collectives(size, run):
+def test_allgatherv_and_alltoallv_take_different_shapes(size, run):
     def piece(source, dest):
         return torch.full((source % 3, dest % 4), 10.0 * source + dest, dtype=torch.bfloat16)
 
@@ -144,7 +144,7 @@ def test_shapes_may_differ_in_the_v_collectives(size, run):
 
 
 @looped("size", SIZES)
-def test_barrier_waits_for_the_last(size, simulated):
+def test_barrier_waits_for_the_last_rank(size, simulated):
     async def main(comm):
         import asyncio
 
@@ -183,7 +183,7 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run):
     assert run(2, main)[1] == [*range(1, 20, 2), *range(0, 20, 2)]
 
 
-def test_awaits_may_come_in_any_order(run):
+def test_calls_may_be_awaited_in_any_order(run):
     async def main(comm):
         first, second = np.ones(3), np.full(3, 2.0)
         a, b = comm.allreduce(first), comm.allreduce(second)
@@ -249,7 +249,7 @@ def test_every_dtype_and_reduction(size, run):
 
 
 async def averages(comm, x):
-    """The average of all ranks' `x` by every call that has one, whole at every rank."""
+    """The average of all ranks' `x`, by every call that supports AVG, complete at every rank."""
     for average in [comm.allreduce, comm.reduce]:
         y = x.clone()
         await average(y, op=AVG)
@@ -273,7 +273,7 @@ async def averages(comm, x):
 @looped("count", [1, 70_000])
 @looped("size", [2, 3])
 def test_an_average_of_halves_is_rounded_once(size, count, dtype, run):
-    """By message, the average of 40000 and 40000 was infinite: the sum is no float16."""
+    """By message, the average of 40000 and 40000 was once infinite: float16 cannot hold the sum."""
     draw = torch.Generator().manual_seed(size)
     values = torch.randint(1, 256, (size, count), generator=draw) * 128  # so float32 adds up exactly, in any order
     values[:, 0] = 40_000
@@ -289,7 +289,7 @@ def test_an_average_of_halves_is_rounded_once(size, count, dtype, run):
             torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
-def test_a_late_rank_is_given_averages_of_halves(simulated):
+def test_missed_averages_of_halves_are_rounded_once_too(simulated):
     async def main(comm):
         if comm.rank == 1:
             await asyncio.sleep(10)
@@ -303,8 +303,8 @@ def test_a_late_rank_is_given_averages_of_halves(simulated):
     assert {x.dtype for x in missed} == {torch.float16}
 
 
-def test_averages_of_halves_and_floats_do_not_mix(simulated):
-    """Both are carried as float32."""
+def test_halves_at_one_rank_and_floats_at_another_are_a_mismatch(simulated):
+    """Both are packed as float32."""
 
     async def main(comm):
         x = torch.ones(3, dtype=torch.float16 if comm.rank else torch.float32)
@@ -315,7 +315,7 @@ def test_averages_of_halves_and_floats_do_not_mix(simulated):
 
 
 @looped("dtype", DTYPES)
-def test_senseless_reductions_are_refused(dtype, run):
+def test_undefined_reductions_are_refused(dtype, run):
     async def main(comm):
         for op in set(asyncoll.ReduceOp) - set(SENSIBLE.get(dtype, INTEGER)):
             with pytest.raises(UsageError, match=f"{op.name} is not defined for {dtype}"):
@@ -365,7 +365,7 @@ def plain(x) -> np.ndarray:
     return np.asarray(x) if isinstance(x, np.ndarray) else x.detach().resolve_conj().resolve_neg().numpy()
 
 
-def test_what_lies_between_the_elements_is_untouched(run):
+def test_memory_between_the_elements_of_a_strided_tensor_is_unchanged(run):
     async def main(comm):
         base = np.zeros((4, 4))
         await comm.allreduce(base[1:3, ::2] + 1)
@@ -384,7 +384,7 @@ COUNTS = ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_totals_of_a_rank_are_the_sums_of_its_calls(size, run):
-    """In memory, a rank that had reduced megabytes said that it had sent 13 bytes."""
+    """In shared memory, a rank that had reduced megabytes once reported 13 bytes sent."""
 
     async def main(comm):
         part = await comm.split(comm.rank % 2)
@@ -432,7 +432,7 @@ def test_split_orders_by_key_and_colours_do_not_mix(size, run):
     run(size, main)
 
 
-def test_the_ranks_of_a_host_count_among_themselves(run):
+def test_local_rank_and_local_size_count_the_ranks_of_a_host(run):
     async def main(comm):
         return comm.local_rank, comm.local_size, len(comm.hosts)
 

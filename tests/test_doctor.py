@@ -1,4 +1,4 @@
-"""`asyncoll doctor` describes this host truly and notices what is odd."""
+"""`asyncoll doctor`: its findings on this host, and its warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "198.51.100.7")
 
 
-def test_text_and_json_say_the_same() -> None:
+def test_text_and_json_have_the_same_findings() -> None:
     findings = json.loads(CliRunner().invoke(main, ["doctor", "--json"], catch_exceptions=False).output)
     text = CliRunner().invoke(main, ["doctor"], catch_exceptions=False).output
     assert findings["sections"]["versions"]["numpy"] == numpy.__version__
@@ -33,7 +33,7 @@ def test_text_and_json_say_the_same() -> None:
     assert findings["warnings"] == []
 
 
-def test_choices_are_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_thread_choices_equal_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     choices = examine().sections["choices"]
@@ -62,7 +62,9 @@ def test_address_leads_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ASYNCOLL_FOLDER": "/nowhere"}, "not the folder of a running job"),
     ],
 )
-def test_odd_worlds(world: dict[str, str], warning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_on_incomplete_or_impossible_worlds(
+    world: dict[str, str], warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     findings = examine()
@@ -70,12 +72,12 @@ def test_odd_worlds(world: dict[str, str], warning: str, monkeypatch: pytest.Mon
     assert [warning in text for text in findings.warnings] == [True]
 
 
-def test_host_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_on_a_host_name_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     assert "127.0.1.1" in " ".join(examine().warnings)
 
 
-def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_on_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (128, 256))
     findings = examine()
     assert findings.sections["host"]["open files"] == "128 at once, which a rank may raise to 256"
@@ -84,22 +86,22 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_too_few_open_files_for_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_on_too_few_open_files_for_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64, 64))
     assert "(ulimit -Hn): too few for any world of several ranks" in " ".join(examine().warnings)
 
 
-def test_a_low_soft_limit_of_open_files_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warning_on_a_low_soft_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
     assert "files" not in " ".join(examine().warnings)
 
 
-def test_a_launcher_that_asyncoll_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_on_processes_of_an_unknown_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert "SLURM_PROCID=1" in " ".join(examine().warnings)
 
 
-def test_control_group_second_version(tmp_path: Path) -> None:
+def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("1024\n")
     assert cpu_quota(tmp_path) == 1.5
@@ -110,7 +112,7 @@ def test_control_group_second_version(tmp_path: Path) -> None:
     assert memory_limit(2048, tmp_path) is None
 
 
-def test_control_group_first_version(tmp_path: Path) -> None:
+def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "cpu")
     os.mkdir(tmp_path / "memory")
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")

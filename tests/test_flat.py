@@ -1,4 +1,4 @@
-"""A flattened model: views, tied and frozen parameters, and what breaks the views."""
+"""A flattened model: views, tied and frozen parameters, and the changes that break the views."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_frozen_parameters_come_last_and_have_no_gradient() -> None:
     assert model[0].weight.grad is None
 
 
-def test_unfreezing_afterwards_is_noticed() -> None:
+def test_unfreezing_a_flattened_parameter_is_an_error() -> None:
     model = perceptron()
     model[0].requires_grad_(False)
     flat = flatten(model)
@@ -157,7 +157,7 @@ CHANGES += [double, half, half_and_back, double_by_swapping, new_data]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("tensor", ["parameters", "gradients"])
-def test_a_parameter_that_no_reduction_would_reach_is_noticed(tensor: str, change: Callable[[nn.Module], None]) -> None:
+def test_a_parameter_outside_of_the_flat_tensor_is_an_error(tensor: str, change: Callable[[nn.Module], None]) -> None:
     model = perceptron()
     model[0].requires_grad_(False)
     flat = flatten(model)
@@ -181,7 +181,7 @@ def test_parameters_may_move_within_the_model_or_leave_it() -> None:
 
 
 class Adapter(nn.Module):
-    """Trains a part of itself: `parameters` leaves out the rest."""
+    """Trains a part of itself: `named_parameters`, and so `parameters`, leaves out the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Adapter(nn.Module):
         return self.head.named_parameters(*args, **kwargs)
 
 
-def test_a_model_says_itself_what_its_parameters_are() -> None:
+def test_a_model_may_override_named_parameters() -> None:
     model = Adapter()
     flat = flatten(model)
     model.base = nn.Linear(3, 4)
@@ -202,7 +202,7 @@ def test_a_model_says_itself_what_its_parameters_are() -> None:
 
 
 class Adapting(nn.Module):
-    """Trains a part of itself, as `Adapter` does, but says so in `parameters` alone."""
+    """Trains a part of itself, as `Adapter` does, but overrides `parameters` alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Adapting(nn.Module):
         return self.head.parameters(recurse)
 
 
-def test_a_model_that_overrides_parameters_alone_may_replace_the_others() -> None:
+def test_parameters_that_an_override_leaves_out_may_be_replaced() -> None:
     model = Adapting()
     flat = flatten(model)
     model.base = nn.Linear(3, 4)
@@ -222,7 +222,7 @@ def test_a_model_that_overrides_parameters_alone_may_replace_the_others() -> Non
         _ = flat.parameters
 
 
-def test_a_replaced_gradient_is_noticed() -> None:
+def test_a_replaced_gradient_is_an_error() -> None:
     model = perceptron()
     flat = flatten(model)
     model.zero_grad(set_to_none=False)
@@ -231,7 +231,7 @@ def test_a_replaced_gradient_is_noticed() -> None:
     with pytest.raises(UsageError, match=r"zero_gradients\(\) or with zero_grad\(set_to_none=False\)"):
         _ = flat.gradients
     backward(model)  # makes new gradients elsewhere
-    with pytest.raises(UsageError, match="no longer lives in the flat tensor"):
+    with pytest.raises(UsageError, match="is no longer in the flat tensor"):
         flat.zero_gradients()
 
 
@@ -244,7 +244,7 @@ def test_a_conversion_that_changes_nothing_is_accepted() -> None:
     assert flat.parameters.any()
 
 
-def test_flattening_again_starts_over() -> None:
+def test_a_model_can_be_flattened_again() -> None:
     model = perceptron()
     flatten(model)
     backward(model)
@@ -254,7 +254,7 @@ def test_flattening_again_starts_over() -> None:
     assert flat.gradients.any()
 
 
-def test_models_that_cannot_be_flat_are_refused() -> None:
+def test_models_that_cannot_be_flattened_are_refused() -> None:
     with pytest.raises(UsageError, match="no parameters"):
         flatten(nn.ReLU())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())

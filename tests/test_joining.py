@@ -1,4 +1,4 @@
-"""How ranks join: what is told of those that die, stop or never come, and several worlds one after another."""
+"""How ranks join: errors for ranks that die, stop or never come, and several worlds one after another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def play(*cases):
-    """What each rank of each case said; see the script."""
+    """The output of each rank in each case; see the script."""
     command = [sys.executable, SCRIPTS / "joiners.py", *map(json.dumps, cases)]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -37,7 +37,7 @@ def play(*cases):
 
 
 def assert_named(cases, error, names):
-    """In each case, all ranks but the faulty one raise `error`, and name that one."""
+    """In each case, all ranks but the faulty one raise `error`, which names the faulty one."""
     for case, ends in zip(cases, play(*cases), strict=True):
         ((faulty, _),) = case["faults"].items()
         for rank, end in enumerate(ends):
@@ -65,13 +65,13 @@ def test_a_rank_that_dies_while_it_joins_is_named(place):
 
 
 @pytest.mark.slow
-def test_a_death_is_named_where_the_folder_of_sockets_is_gone():
+def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
     slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
     assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: said["rank"])
 
 
 @pytest.mark.slow
-def test_the_deadline_holds_while_ranks_join_and_names_who_is_missing():
+def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks():
     cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (2, "start")], deadline_s=1)
     cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
     cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
@@ -79,8 +79,8 @@ def test_the_deadline_holds_while_ranks_join_and_names_who_is_missing():
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_says_for_whom():
-    """Rank 2 comes when it has read that."""
+def test_a_waiting_rank_logs_the_missing_ranks():
+    """Rank 2 joins after it has read that message."""
     (ends,) = play({"size": 3, "faults": {"2": "late"}})
     assert [end["said"] for end in ends] == [{"result": 3.0}] * 3, ends
     for rank in (0, 1):
@@ -89,7 +89,7 @@ def test_a_rank_that_waits_says_for_whom():
 
 
 @pytest.mark.slow
-def test_joining_can_be_given_up():
+def test_joining_can_be_cancelled():
     cases = [{"size": 2, "faults": {rank: "absent"}, "program": "impatient"} for rank in "01"]
     for case, ends in zip(cases, play(*cases), strict=True):
         said = [end["said"] for rank, end in enumerate(ends) if str(rank) not in case["faults"]]
@@ -108,7 +108,7 @@ def test_a_process_may_join_one_world_after_another():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["launch", "torchrun"])
-def test_launched_ranks_may_too(how):
+def test_launched_ranks_may_join_one_world_after_another(how):
     command = {
         "launch": [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2"],
         "torchrun": [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"],
@@ -190,7 +190,7 @@ def test_a_single_process_of_a_launcher_is_a_world_of_one(alone, environ):
     assert asyncoll.run(size_of) == 1
 
 
-def test_rank_and_world_size_outweigh_the_variables_of_launchers():
+def test_rank_and_world_size_take_precedence_over_variables_of_launchers():
     environ = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}
     world = Environment.read(environ)
     assert world is not None
@@ -201,7 +201,7 @@ def test_rank_and_world_size_outweigh_the_variables_of_launchers():
 
 
 @pytest.mark.slow
-def test_a_rank_raises_its_soft_limit_of_files_and_says_if_the_hard_one_is_too_low():
+def test_a_rank_raises_its_soft_limit_of_files_and_refuses_a_hard_limit_that_is_too_low():
     raised, refused = play({"size": 3, "files": [60, 1000]}, {"size": 3, "files": [60, 60]})
     assert [end["said"] for end in raised] == [{"result": 3.0}] * 3, raised
     for end in refused:
@@ -235,7 +235,7 @@ class MuteError(Exception):
         raise RuntimeError("no text")
 
 
-def test_the_size_is_cited_where_it_shows_that_there_are_several(alone):
+def test_the_error_cites_the_variable_that_shows_several_processes(alone):
     alone.setenv("PMI_RANK", "0")
     alone.setenv("PMI_SIZE", "2")
     with pytest.raises(UsageError, match=r"\(PMI_SIZE=2\)"):
@@ -282,6 +282,6 @@ def test_a_world_ends_by_an_exception_without_a_text(how):
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_one_is_named():
+def test_a_rank_that_raises_an_exception_without_a_text_is_named():
     ((first, _),) = play({"size": 2, "program": "unprintable"})
     assert first["said"]["text"] == "rank 1 aborted: MuteError: (its __str__ raised RuntimeError)"

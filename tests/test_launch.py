@@ -1,4 +1,4 @@
-"""The launcher, with real processes: what it promises a script, what it says, and what it leaves behind."""
+"""The launcher, with real processes: the environment of ranks, its output, failures, and the cleanup."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pids(folder: Path) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Ranks inherit an ignored SIGINT, which a shell's background jobs have."""
+    """Ranks inherit an ignored SIGINT, as background jobs of a shell have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -125,17 +125,17 @@ def test_environment_is_the_one_of_torchrun() -> None:
     assert found == set(theirs.stdout.splitlines())
 
 
-def test_user_sets_threads() -> None:
+def test_thread_settings_of_the_user_are_kept() -> None:
     run = launch("-n", 2, SCRIPTS / "environment.py", env={**LIGHT, "OMP_NUM_THREADS": "3"})
     assert run.stdout.count('"OMP_NUM_THREADS": "3"') == 2
 
 
-def test_alone_a_rank_may_use_all_threads() -> None:
+def test_a_single_rank_has_no_thread_limit() -> None:
     run = launch("-n", 1, SCRIPTS / "environment.py")
     assert json.loads(run.stdout.removeprefix("0: "))["OMP_NUM_THREADS"] is None
 
 
-def test_rank_is_what_the_interpreter_would_be() -> None:
+def test_a_rank_looks_like_a_program_of_the_interpreter() -> None:
     run = launch("-n", 2, SCRIPTS / "interpreter.py", "-n", "3", "--help")
     assert (run.returncode, run.stderr) == (0, "")
     for rank in "01":
@@ -161,7 +161,7 @@ def test_torch_distributed_gets_the_reserved_port() -> None:
     assert sorted(run.stdout.splitlines()) == ["0: sum 3 threads 1", "1: sum 3 threads 1"]
 
 
-def test_forked_ranks_draw_differently() -> None:
+def test_forked_ranks_draw_different_random_numbers() -> None:
     run = launch("-n", 3, SCRIPTS / "draws.py", env={"ASYNCOLL_PRELOAD": "numpy"})
     assert len({line.partition(": ")[2] for line in run.stdout.splitlines()}) == 3, run.stderr
 
@@ -170,7 +170,7 @@ def test_forked_ranks_draw_differently() -> None:
     ("preload", "how"),
     [("", "forked"), ("numpy", "forked"), ("threaded", "afresh"), ("there_is_no_such_module", "afresh")],
 )
-def test_process_with_threads_or_half_an_import_is_not_forked(preload: str, how: str) -> None:
+def test_a_template_with_threads_or_a_failed_import_is_not_forked(preload: str, how: str) -> None:
     env = {"ASYNCOLL_PRELOAD": preload, "PYTHONPATH": str(SCRIPTS), "OPENBLAS_NUM_THREADS": "2"}
     run = launch("-n", 2, SCRIPTS / "where.py", env=env)
     assert sorted(run.stdout.splitlines()) == [f"{rank}: {how} __main__ {rank}" for rank in range(2)]
@@ -204,14 +204,14 @@ def test_impossible_jobs_are_refused(arguments: list[str], complaint: str) -> No
     assert "Traceback" not in run.stderr
 
 
-def test_api_refuses_too() -> None:
+def test_launch_function_refuses_impossible_jobs() -> None:
     with pytest.raises(UsageError, match="at least one rank"):
         launch_here(0, ["x.py"])
     with pytest.raises(UsageError, match="no such script"):
         launch_here(1, ["nowhere.py"])
 
 
-def test_api_returns_the_code_and_restores_the_handlers(
+def test_launch_function_returns_the_code_and_restores_the_handlers(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ASYNCOLL_PRELOAD", "")
@@ -225,7 +225,7 @@ def test_api_returns_the_code_and_restores_the_handlers(
 # What is shown.
 
 
-def test_output_survives_everything(tmp_path: Path) -> None:
+def test_output_of_any_bytes_and_lengths_is_complete(tmp_path: Path) -> None:
     run = launch("-n", 11, "--log-dir", tmp_path / "new" / "logs", SCRIPTS / "chatter.py")
     lines = run.stdout.splitlines()
     assert run.returncode == 0
@@ -248,7 +248,7 @@ def test_colours_on_a_terminal_only() -> None:
         assert screen.read(100).startswith(b"\x1b[36m0:\x1b[0m {")
 
 
-def test_nobody_reads() -> None:
+def test_the_job_ends_when_its_output_is_no_longer_read() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     run = launch("-n", 2, SCRIPTS / "deaf.py", "SIGTERM", stdout=writer)
@@ -290,7 +290,7 @@ def test_lines_too_long_to_hold() -> None:
         ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
     ],
 )
-def test_failure_is_told_once_and_stops_the_others(how: str, code: int, said: list[str], tmp_path: Path) -> None:
+def test_a_failure_is_reported_once_and_stops_the_others(how: str, code: int, said: list[str], tmp_path: Path) -> None:
     run = launch("-n", 3, "--log-dir", tmp_path, SCRIPTS / "endings.py", how)
     assert run.returncode == code
     place = 0
@@ -302,7 +302,7 @@ def test_failure_is_told_once_and_stops_the_others(how: str, code: int, said: li
     assert ("ValueError" in (tmp_path / "rank-1.err").read_text()) == (how in ("raise", "lingering"))
 
 
-def test_root_cause_first_although_it_came_last() -> None:
+def test_the_root_cause_is_reported_first_although_it_came_last() -> None:
     run = launch("-n", 3, SCRIPTS / "chain.py")
     assert run.returncode == 1
     assert run.stderr.startswith("rank 2 failed (exit code 1)")
@@ -326,7 +326,7 @@ def test_supervisor_waits_a_moment_for_the_blamed_rank() -> None:
     assert supervisor.root is supervisor.failures[0]
 
 
-def test_supervisor_follows_the_blame() -> None:
+def test_supervisor_follows_chains_of_blamed_ranks() -> None:
     supervisor = Supervisor(4, 0.0, orders := Orders())
     supervisor.failed(Failure(0, 1, 1.0, blames=1))
     supervisor.failed(Failure(1, 1, 1.1, blames=2))
@@ -338,7 +338,7 @@ def test_supervisor_follows_the_blame() -> None:
     assert orders[1:] == [(signal.SIGKILL, [0, 1, 2, 3])]
 
 
-def test_supervisor_knows_that_sigkill_comes_from_outside() -> None:
+def test_supervisor_takes_a_rank_killed_by_sigkill_for_the_root_cause() -> None:
     supervisor = Supervisor(3, 0.0, Orders())
     supervisor.failed(Failure(0, 1, 1.0, traceback="ConnectionResetError"))
     supervisor.exited(1, -signal.SIGKILL, 1.01)
@@ -346,14 +346,14 @@ def test_supervisor_knows_that_sigkill_comes_from_outside() -> None:
 
 
 def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
-    """It is frozen, say; of the others the first is shown, which has failed only because of it."""
+    """It may be frozen. The first of the others is shown, which has failed only because of it."""
     supervisor = Supervisor(4, 0.0, Orders())
     lost = "asyncoll.errors.PeerLostError: rank 2 is gone: it has shown no sign of life"
     for rank in (1, 0):
         supervisor.failed(Failure(rank, 1, 1.0, traceback="Traceback\n", summary=lost, blames=2))
     supervisor.tick(1.0 + BLAME_S)
     assert list(explain(supervisor, [[]] * 4, {})) == [
-        f"rank 2 is the root cause, as the others tell: {lost}",
+        f"rank 2 is the root cause, as the other ranks report: {lost}",
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
         f"rank 0 failed too: {lost}",
@@ -377,7 +377,7 @@ def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int) -> Non
     assert "Traceback" not in err
 
 
-def test_second_interrupt_is_final() -> None:
+def test_a_second_interrupt_kills_the_ranks() -> None:
     with start("-n", 2, SCRIPTS / "deaf.py") as process:
         assert process.stderr is not None
         await_ready(process, 2)
@@ -389,7 +389,7 @@ def test_second_interrupt_is_final() -> None:
 
 
 def test_interrupt_while_the_template_loads() -> None:
-    """It sleeps in an import, so no rank exists."""
+    """The template sleeps in an import, so no rank exists."""
     with start(
         "-n", 2, SCRIPTS / "deaf.py", env={"ASYNCOLL_PRELOAD": "endless", "PYTHONPATH": str(SCRIPTS)}
     ) as process:
@@ -476,7 +476,7 @@ def test_supervisor_gives_a_rank_that_continued_a_new_grace_period() -> None:
 
 
 def test_supervisor_gives_a_new_grace_period_after_the_launcher_was_stopped_too() -> None:
-    """Ctrl-Z stops the launcher, and a batch system the whole job; the ranks may continue a little later than it."""
+    """Ctrl-Z stops the launcher, a batch system stops the whole job; ranks may continue a little later."""
     supervisor = Supervisor(2, 0.0, Orders(), stopped_grace_s=2.0)
     supervisor.exited(0, 0, 0.0)
     assert [supervisor.looked({1: "T"}, now) for now in (1.0, 2.0)] == [[], [1]]
@@ -600,7 +600,7 @@ def test_grandchildren_end_with_the_job(leave: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_a_rank_that_raises_with_a_call_under_way_says_that_and_no_more(transport):
+def test_a_rank_that_raises_with_a_call_under_way_prints_only_that_error(transport):
     done = launch("-n", 3, "--transport", transport, SCRIPTS / "raise_in_flight.py")
     assert done.returncode == 1
     assert not [line for line in done.stderr.splitlines() if line.startswith("1:")]

@@ -1,4 +1,4 @@
-"""Ok-Topk SGD and its rivals, and allreduces that overlap with backward: against synchronous SGD and by hand."""
+"""Ok-Topk SGD, its baselines, and allreduces that overlap `backward()`: against synchronous SGD and by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def ranks(simulated: Callable[..., Any]) -> Ranks:
-    """What ranks return, in virtual time."""
+    """The results of the ranks, in virtual time."""
     return lambda size, main: simulated(size, main).results
 
 
@@ -60,7 +60,7 @@ def network() -> torch.nn.Sequential:
 
 
 def loss(model: torch.nn.Module, rank: int, round_: int) -> torch.Tensor:
-    """Of a batch that belongs to this rank and round."""
+    """The gradient of a batch that belongs to this rank and round."""
     x = torch.from_numpy(np.random.default_rng((rank, round_)).normal(size=(4, 5)).astype("f4"))
     result: torch.Tensor = model(x).square().mean()
     return result
@@ -138,7 +138,7 @@ def largest(x: Any, k: int) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", get_args(Accumulate))
-def test_it_is_the_papers_algorithm(accumulate: Accumulate, ranks: Ranks) -> None:
+def test_it_equals_the_papers_algorithm_by_hand(accumulate: Accumulate, ranks: Ranks) -> None:
     """Algorithm 2 by hand, in numpy and double precision, with changing rates; the authors' variant with momentum."""
     size, rounds, n, k, mu = 3, 12, 20, 4, 0.9
     gradients = np.random.default_rng(7).normal(size=(size, rounds, n))
@@ -174,7 +174,7 @@ def test_it_is_the_papers_algorithm(accumulate: Accumulate, ranks: Ranks) -> Non
 
 
 class Witness:
-    """A communicator that keeps what went into its sparse allreduces, and what was left."""
+    """A communicator that records the accumulators before and after its sparse allreduces."""
 
     def __init__(self, comm: asyncoll.Communicator) -> None:
         self._comm = comm
@@ -194,7 +194,7 @@ class Witness:
 @looped("size", SIZES)
 @pytest.mark.parametrize("algorithm", SPARSE)
 def test_nothing_is_lost_in_a_training(algorithm: Algorithm, size: int, ranks: Ranks) -> None:
-    """What came in = what was applied + what is kept back, at every element, exactly, after every round."""
+    """All gradients = all applied results + all residuals, at every element, exactly, after every round."""
     rounds = 9
 
     async def main(comm: asyncoll.Communicator) -> tuple[Any, Any, Any, Any]:
@@ -313,7 +313,7 @@ def test_frozen_parameters_stay_and_the_others_learn(ranks: Ranks) -> None:
         ({"algorithm": "dense-overlapped", "bucket_bytes": 0}, "a bucket has at least one byte, not 0"),
     ],
 )
-def test_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words: str) -> None:
+def test_impossible_options_are_usage_errors(rules: dict[str, Any], words: str) -> None:
     with pytest.raises(asyncoll.UsageError, match=words):
         trained(run_ranks, 2, functools.partial(oktopk_sgd, **rules))
 
@@ -324,12 +324,12 @@ def only_one_layer(model: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("optimizing", [momentum, adam, only_one_layer])
 @pytest.mark.parametrize("algorithm", ["oktopk", "dense-overlapped"])
-def test_updates_are_plain_sgd_of_everything(algorithm: Algorithm, optimizing: Any) -> None:
+def test_updates_need_plain_sgd_of_all_parameters(algorithm: Algorithm, optimizing: Any) -> None:
     with pytest.raises(asyncoll.UsageError, match="accumulate='updates' is plain SGD on all trainable parameters"):
         trained(run_ranks, 2, functools.partial(oktopk_sgd, algorithm=algorithm), optimizing)
 
 
-def test_a_gradient_that_is_not_finite_is_every_ranks_error(ranks: Ranks) -> None:
+def test_a_gradient_that_is_not_finite_is_an_error_at_every_rank(ranks: Ranks) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         model = network()
         before = model
@@ -383,7 +383,7 @@ def test_buckets_are_slices_from_the_end_to_the_beginning(sizes: list[int], leas
 
 
 class Recorder:
-    """A communicator that keeps the number of elements of its allreduces."""
+    """A communicator that records the number of elements of its allreduces."""
 
     def __init__(self, comm: asyncoll.Communicator) -> None:
         self._comm = comm
@@ -398,7 +398,7 @@ class Recorder:
 
 
 class TwoWays(torch.nn.Module):
-    """Goes through its layers in one order or the other, so that gradients come in one order or the other."""
+    """Applies its layers in one of two orders, so that gradients come in one of two orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class TwoWays(torch.nn.Module):
 
 
 @looped("size", SIZES)
-def test_buckets_start_in_one_order_whatever_comes_first_or_not_at_all(size: int, ranks: Ranks) -> None:
+def test_buckets_start_in_one_order_for_gradients_in_any_order(size: int, ranks: Ranks) -> None:
     """Ranks go through the layers in different orders, and use the last parameter in some rounds only."""
 
     async def main(comm: asyncoll.Communicator) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -464,11 +464,11 @@ def test_buckets_start_while_backward_goes_on() -> None:
 
 
 class TroubleError(Exception):
-    """What a user's gradient may raise."""
+    """An exception of a user's gradient."""
 
 
 @pytest.mark.parametrize("how", ["raise", "cancel", "twice"])
-def test_a_step_that_fails_ends_it_for_all_and_leaves_nothing_in_flight(how: str, ranks: Ranks) -> None:
+def test_a_failed_step_aborts_and_leaves_no_call_under_way(how: str, ranks: Ranks) -> None:
     own = {"raise": TroubleError, "cancel": asyncio.CancelledError, "twice": asyncoll.UsageError}[how]
     outcomes: dict[int, BaseException] = {}
 
@@ -520,7 +520,7 @@ def test_backward_on_another_thread_is_a_usage_error() -> None:
         run_ranks(2, main)
 
 
-def test_whoever_stops_early_leaves_no_hooks(ranks: Ranks) -> None:
+def test_a_training_that_ends_early_leaves_no_hooks(ranks: Ranks) -> None:
     async def main(comm: asyncoll.Communicator) -> float:
         model = network()
         steps = oktopk_sgd(comm, model, plain(model), on_batches(comm, model), rounds=9, algorithm="dense-overlapped")

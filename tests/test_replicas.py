@@ -1,4 +1,4 @@
-"""What the ranks' models have in common: at the start, at the end, and where a loop is left early."""
+"""Equal models at all ranks: at the start, at the end, and after a loop that is left early."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 
 class Mixed(torch.nn.Module):
-    """All that a model may keep: trained, frozen and tied parameters, and buffers of many kinds."""
+    """A model with trained, frozen and tied parameters, and buffers of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def whole(model: torch.nn.Module) -> State:
 
 
 def state(optimizer: torch.optim.Optimizer) -> str:
-    """Hyper-parameters, and every bit of the state."""
+    """The hyper-parameters, and the state as bytes."""
     kept = {
         index: {name: bits(value) if isinstance(value, torch.Tensor) else value for name, value in sorted(of.items())}
         for index, of in optimizer.state_dict()["state"].items()
@@ -125,7 +125,7 @@ def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Callable[[in
 
 @looped("size", SIZES)
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
+def test_all_ranks_end_with_one_model_including_buffers(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, State]:
         torch.manual_seed(comm.rank)
         model = Mixed()
@@ -146,7 +146,7 @@ def test_all_end_with_one_model_buffers_included(trainer: str, size: int, simula
 @looped("size", [3, 5, 6])
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("is_all_frozen", [False, True])
-def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
+def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
         torch.manual_seed(comm.rank)
         model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Linear(50, 1))
@@ -170,7 +170,7 @@ def test_what_is_frozen_is_rank_0s_to_the_bit(is_all_frozen: bool, trainer: str,
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("loaded", [{0}, {1, 2}], ids=["rank 0 alone", "all but rank 0"])
 def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], trainer: str, optimizing: Optimizing) -> None:
-    """What the other ranks have loaded makes no difference."""
+    """The checkpoints that other ranks have loaded have no effect."""
 
     def trained(loaded: set[int]) -> list[tuple[State, str]]:
         async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
@@ -260,7 +260,7 @@ def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size:
 
 @looped("optimizing", OPTIMIZERS)
 @pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "sparse"])
-def test_one_rank_is_plain_training_buffers_included(trainer: str, optimizing: Optimizing) -> None:
+def test_one_rank_is_plain_training_including_buffers(trainer: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
         torch.manual_seed(1)
         model = Mixed()
@@ -298,7 +298,7 @@ class Cache(torch.nn.Module):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_buffers_may_grow_at_each_rank_for_itself(trainer: str) -> None:
+def test_buffers_may_have_different_sizes_at_the_ranks(trainer: str) -> None:
     async def main(comm: asyncoll.Communicator) -> int:
         model = Cache()
 
@@ -374,7 +374,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("loaded", [0, 1])
 @pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
-def test_a_state_of_no_parameter_is_rank_0s(trainer: str, loaded: int) -> None:
+def test_state_of_no_parameter_equals_that_of_rank_0(trainer: str, loaded: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, int]:
         model = Mixed()
         optimizer = Counting(model.parameters(), momentum=0.9)
@@ -491,7 +491,7 @@ def test_numbers_lists_and_tensors_of_any_kind_are_shared() -> None:
 
 
 @pytest.mark.slow
-def test_in_real_processes_all_end_with_one_model() -> None:
+def test_in_real_processes_all_ranks_end_with_one_model() -> None:
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the sparse allreduces decide: selection, thresholds, regions and balance, against references by sorting."""
+"""The decisions of the sparse allreduces: selection, thresholds, regions and balance, against sorting."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def arrays(draw):
 
 
 def long_arrays(dtype):
-    """Each with its name: distributions that lead the guess astray, or to the right place, or to nothing."""
+    """Named distributions: some for which the sampled threshold is good, some for which it is wrong, some empty."""
     draw = np.random.default_rng(4)
     normal = draw.standard_normal(LONG).astype(dtype)
     alternating = np.full(LONG, 0.5, dtype)
@@ -70,7 +70,7 @@ LONG_ARRAYS = [(name, dtype) for dtype in DTYPES for name in long_arrays(dtype)]
 
 
 def reference_kth(x, k):
-    """By sorting; what is missing is zero."""
+    """By sorting; 0 if there are fewer than k elements."""
     magnitudes = np.sort(np.abs(x))[::-1]
     return float(magnitudes[k - 1]) if k <= x.size else 0.0
 
@@ -119,7 +119,7 @@ def test_views_that_are_not_contiguous_are_selected_from(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_selected_from_nothing(dtype):
+def test_an_empty_array_selects_no_elements(dtype):
     empty = np.empty(0, dtype)
     assert kth_largest(empty, 1) == 0.0
     assert top_k(empty, 3)[0].size == select(empty, 0.0).size == 0
@@ -221,7 +221,7 @@ def test_the_adjustment_of_a_normal_fit_ends():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_normal_fit_of_what_varies_in_no_way(dtype):
+def test_a_normal_fit_of_constant_or_empty_arrays(dtype):
     assert gaussian_threshold(np.empty(0, dtype), 0.01) == 0.0
     assert gaussian_threshold(np.empty(0, dtype), 0.01, BAND) == 0.0
     assert gaussian_threshold(np.full(1000, 0.1, dtype), 0.01) == pytest.approx(dtype(0.1))
@@ -232,7 +232,7 @@ def test_a_normal_fit_of_what_varies_in_no_way(dtype):
 
 
 def search_among(parts, k):
-    """The searches of all ranks after their rounds, and how many these were."""
+    """The searches of all ranks after their rounds, and the number of rounds."""
     searches = [KthSearch(part, k) for part in parts]
     rounds = 0
     while not searches[0].done:
@@ -320,7 +320,7 @@ def test_edges_ascend_from_the_first_element_to_the_last(drawn):
 
 
 @given(selections())
-def test_a_rank_alone_would_balance_its_own_selection(drawn):
+def test_boundaries_of_one_rank_balance_its_own_selection(drawn):
     selected, count = drawn
     size, indices = len(selected), selected[0]
     edges = consensus(size * local_boundaries(indices, size, count), size, count)
@@ -348,7 +348,7 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(lambda sizes: 
 
 
 @given(SIZES)
-def test_balancing_moves_the_cuts_and_nothing_else(sizes):
+def test_balancing_moves_only_the_cuts(sizes):
     ranks, ends = range(sizes.size), np.cumsum(sizes)
     everything = np.arange(ends[-1])
     before = np.split(everything, ends[:-1])
@@ -363,7 +363,7 @@ def test_balancing_moves_the_cuts_and_nothing_else(sizes):
 
 
 @given(SIZES)
-def test_what_is_sent_is_what_is_expected(sizes):
+def test_sent_pieces_equal_expected_pieces(sizes):
     ranks = range(sizes.size)
     sent = {(rank, to, stop - start) for rank in ranks for to, start, stop in outgoing_pieces(sizes, rank)}
     expected = {(source, rank, stop - start) for rank in ranks for source, start, stop in incoming_pieces(sizes, rank)}
@@ -371,7 +371,7 @@ def test_what_is_sent_is_what_is_expected(sizes):
     assert all(length > 0 for *_, length in sent)
 
 
-def test_one_rank_with_everything_hands_it_out():
+def test_one_rank_with_all_elements_gives_each_rank_a_share():
     sizes = np.array([0, 7, 0], np.int64)
     assert outgoing_pieces(sizes, 1) == [(0, 0, 3), (1, 3, 5), (2, 5, 7)]
     assert outgoing_pieces(sizes, 0) == []

@@ -1,4 +1,4 @@
-"""Sparse allreduces: their laws at every element of every round, their words against closed forms, and bad input.
+"""Sparse allreduces: laws at every element of every round, words against closed forms, and bad input.
 
 The laws: the sum of all accumulators is the result plus all residuals plus what gTopk loses; all ranks get the same
 bits; an accumulator is 0 exactly where its values are in the sum, and keeps its bits elsewhere.
@@ -38,7 +38,7 @@ JITTERY = Network(latency_s=1e-5, jitter_s=5e-5)
 
 
 class Round:
-    """What every rank had before a round, has after it, and was told."""
+    """The accumulators of every rank before a round and after it, and the results."""
 
     def __init__(self, befores, afters, reductions):
         self.before = np.stack(befores)
@@ -103,7 +103,7 @@ def check_laws(round_: Round, number: int, algorithm: str, exact: bool) -> None:
 
 
 def check_choice(before, reduction, algorithm: str) -> None:
-    """What a rank gave are its largest elements; what it clears of them is what is in the sum."""
+    """A rank gives its largest elements, and clears those of them that are in the sum."""
     if algorithm == "dense":
         assert reduction.selected == reduction.included.size == before.size
         return
@@ -117,7 +117,7 @@ def check_choice(before, reduction, algorithm: str) -> None:
 
 
 def topk(x: np.ndarray, k: int) -> np.ndarray:
-    """`x` with 0 but at the k largest, of equals the first."""
+    """`x` with 0 everywhere except at the k largest elements; of equal ones, the first."""
     kept = np.zeros_like(x)
     order = np.argsort(-np.abs(x), kind="stable")[:k]
     kept[order] = x[order]
@@ -299,7 +299,7 @@ def test_thresholds_and_regions_are_kept_for_their_periods(simulated, monkeypatc
 
 @looped("size", [size for size in SIZES if size >= 5])
 def test_sums_that_lie_in_one_region_are_spread_evenly_first(size, simulated, monkeypatch):
-    """The regions are those of the first round, and all that reaches the threshold in the second lies in the last."""
+    """The regions are those of the first round; in the second, all sums above the threshold lie in the last one."""
     count = 100 * size
     gradients = whole_numbers(size, count, rounds=3)
     gradients[1][:, : -count // (4 * size)] = 0
@@ -329,7 +329,7 @@ def test_sums_that_lie_in_one_region_are_spread_evenly_first(size, simulated, mo
 
 @looped("size", [1, 2, 3, 6, 13])
 @pytest.mark.parametrize(("thresholds_every", "regions_every"), [(1, 1), (3, 2)])
-def test_how_the_global_threshold_is_found_and_how_words_travel_change_no_bit(size, thresholds_every, regions_every):
+def test_results_do_not_depend_on_the_threshold_search_or_the_backend(size, thresholds_every, regions_every):
     draw = np.random.default_rng(size)
     gradients = [draw.standard_normal((size, 500)).astype("f4") for _ in range(4)]
 
@@ -356,7 +356,7 @@ def test_how_the_global_threshold_is_found_and_how_words_travel_change_no_bit(si
 
 
 @algorithm_names
-def test_names_and_communicators_have_rounds_of_their_own(algorithm, run):
+def test_each_name_and_communicator_has_its_own_rounds(algorithm, run):
     async def main(comm):
         half = await comm.split(comm.rank % 2)
         told = []
@@ -437,7 +437,7 @@ def check_layout(build, ranks) -> None:
     np.testing.assert_array_equal(plain(reduction.dense) + residuals, len(ranks) * plain(build()))
 
 
-def test_what_lies_between_the_elements_is_untouched(simulated):
+def test_memory_between_the_elements_of_a_strided_tensor_is_unchanged(simulated):
     async def main(comm):
         base = np.ones((4, 4), "f4")
         await comm.sparse_allreduce(base[1:3, ::2], density=1)
@@ -459,8 +459,8 @@ def test_halves_are_summed_in_float32(simulated):
     assert simulated(4, main).results == [[259.0] * len(ALGORITHMS)] * 4  # between two numbers that bfloat16 has
 
 
-def test_large_parts_travel_in_pieces(simulated):
-    """Beyond what one window of shared memory, or one unasked message, holds."""
+def test_large_parts_are_sent_in_pieces(simulated):
+    """Larger than one window of shared memory, and than one message without a posted receive."""
     count = 700_000
     draw = np.random.default_rng(3)
     gradients = [draw.permuted(np.tile(np.arange(1.0, count + 1), (3, 1)), axis=1).astype("f4")]
@@ -496,8 +496,8 @@ def test_packed_parts_are_aligned_and_whole(index, value, count):
 
 
 @algorithm_names
-def test_indices_are_wide_where_they_must_be(algorithm, simulated, monkeypatch):
-    """Vectors that need it do not fit in here, so the limit is lowered."""
+def test_indices_are_int64_if_int32_is_too_small(algorithm, simulated, monkeypatch):
+    """Vectors that need int64 do not fit into memory, so the test lowers the limit."""
     monkeypatch.setattr(selection, "index_dtype", lambda count: np.dtype(np.int64))
     gradients = whole_numbers(3, 300, rounds=2)
 
@@ -671,7 +671,7 @@ def test_nan_at_any_number_of_ranks_while_messages_overtake_each_other(size, sim
 
 @algorithm_names
 def test_infinities_far_apart_are_refused_too(algorithm):
-    """Further than the blocks by which vectors are gone through."""
+    """Further apart than the blocks in which vectors are scanned."""
 
     async def main(comm):
         x = np.ones(200_000, "f4")
@@ -685,7 +685,7 @@ def test_infinities_far_apart_are_refused_too(algorithm):
 
 
 @algorithm_names
-def test_sums_that_overflow_are_infinite_and_warn_nobody(algorithm, simulated):
+def test_sums_that_overflow_are_infinite_without_a_warning(algorithm, simulated):
     async def main(comm):
         told = []
         for name, count in (("as a vector", 10), ("by sorting", 1000)):
@@ -700,7 +700,7 @@ def test_sums_that_overflow_are_infinite_and_warn_nobody(algorithm, simulated):
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "gaussiank"])
 def test_the_largest_finite_numbers_are_no_infinity(algorithm):
-    """Feedback raises a threshold of theirs beyond what is finite."""
+    """Feedback raises their threshold above the largest finite number."""
 
     async def main(comm):
         largest = np.finfo("f8").max
@@ -736,7 +736,7 @@ DISAGREEMENTS = {
 @in_either_form
 @looped("size", [2, 5])
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_are_told_so_by_both_sides(what, size, in_memory):
+def test_a_mismatch_names_the_calls_of_both_ranks(what, size, in_memory):
     odd, usual, zero, others = DISAGREEMENTS[what]
     vectors = {rank: np.arange(6, dtype="f4") for rank in range(size)}
 
@@ -813,7 +813,7 @@ def test_a_call_that_is_cancelled_when_its_round_is_over_ends_the_communicator(i
 
 
 @in_either_form
-def test_after_an_abort_every_call_says_so_however_many(in_memory):
+def test_every_call_after_an_abort_raises_it(in_memory):
     async def act(comm):
         comm.abort("enough")
         for _ in range(3):
@@ -850,14 +850,14 @@ def mean_words(round_: Round) -> float:
 
 
 def travelling(before: np.ndarray, k: int, edges) -> float:
-    """Words a rank gets, on average, of what others have chosen in its region."""
+    """Words that a rank receives in the mean: the elements in its region that others have selected."""
     size = len(before)
     cuts = [np.searchsorted(np.flatnonzero(topk(row, k)), edges) for row in before]
     return 2 * sum(np.diff(cut).sum() - np.diff(cut)[rank] for rank, cut in enumerate(cuts)) / size
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 13])
-def test_what_calls_say_they_cost_is_what_the_communicator_counts(size, run):
+def test_costs_of_results_add_up_to_the_statistics(size, run):
     gradients = whole_numbers(size, 300, rounds=3)
 
     async def main(comm):
@@ -885,7 +885,7 @@ def test_by_message_words_that_are_sent_are_received(size):
 
 @looped("size", [2, 3, 5, 8, 13])
 @pytest.mark.parametrize("algorithm", ["topka", "gaussiank"])
-def test_words_of_a_gather_of_everything(size, algorithm, simulated):
+def test_words_of_topka(size, algorithm, simulated):
     for round_ in told(size, [distinct(size, 1000)] * 2, simulated, density=0.02, algorithm=algorithm):
         selected = [reduction.selected for reduction in round_.reductions]
         assert algorithm == "gaussiank" or selected == [20] * size
@@ -895,7 +895,7 @@ def test_words_of_a_gather_of_everything(size, algorithm, simulated):
 
 @looped("size", [2, 3, 5, 8, 13])
 @looped("k", [10, 600])
-def test_words_of_a_split_gather(size, k, simulated):
+def test_words_of_topkdsa(size, k, simulated):
     count = 1920
     (round_,) = told(size, [distinct(size, count)], simulated, density=k / count, algorithm="topkdsa")
     edges = [0, *(end for _, end in bounds(count, size))]
@@ -909,7 +909,7 @@ def test_words_of_a_split_gather(size, k, simulated):
 
 
 @looped("size", [2, 3, 5, 8, 13])
-def test_words_of_a_tree(size, simulated):
+def test_words_of_gtopk(size, simulated):
     k, levels = 20, math.ceil(math.log2(size))
     (round_,) = told(size, [distinct(size, 1000)], simulated, density=k / 1000, algorithm="gtopk")
     words = [reduction.words_received for reduction in round_.reductions]
@@ -920,7 +920,7 @@ def test_words_of_a_tree(size, simulated):
 
 
 @looped("size", [2, 3, 5, 8])
-def test_words_of_all_elements(size, simulated):
+def test_words_of_dense(size, simulated):
     count = 120 * 6000
     (round_,) = told(size, [np.ones((size, count), "f4")], simulated, density=0.5, algorithm="dense")
     counts = 2 * (size - 1)
@@ -981,7 +981,7 @@ async def in_its_form(comm, body):
 
 
 @sizes
-def test_alltoall_tells_what_is_there_its_own_first_then_downwards(size, run):
+def test_alltoall_reports_blocks_in_order_its_own_first_then_downwards(size, run):
     def piece(source, dest, length):
         return np.full((source * 3 + dest * 5) % 7 * length, 100 * source + dest, "i4")
 
@@ -1006,7 +1006,7 @@ def test_alltoall_tells_what_is_there_its_own_first_then_downwards(size, run):
 
 
 def test_alltoall_has_a_bounded_number_of_messages_under_way():
-    """What is taken is added up while others are coming, and not after all have come."""
+    """Received blocks are added up while others are under way, and not after all have arrived."""
     size = 13
     pending = []
 
@@ -1065,14 +1065,14 @@ def test_allgather_of_blocks_of_any_sizes(size, run):
     run(size, main)
 
 
-def test_what_two_parts_have_in_common():
+def test_common_indices_of_two_parts():
     draw = np.random.default_rng(0)
     for _ in range(50):
         one, other = (np.unique(draw.integers(0, 30, draw.integers(0, 20))).astype("i4") for _ in range(2))
         np.testing.assert_array_equal(algorithms.common(one, other), np.intersect1d(one, other))
 
 
-def test_balancing_keeps_order_whatever_the_sizes(simulated):
+def test_balancing_keeps_the_order_for_any_sizes(simulated):
     async def main(comm):
         for lengths in ([0, 0, 0, 0, 11], [17, 0, 0, 1, 0], [0, 2, 0, 0, 0], [3, 3, 3, 3, 3]):
             ends = np.cumsum([0, *lengths])

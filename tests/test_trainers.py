@@ -1,4 +1,4 @@
-"""The trainers' invariants, on many ranks in one process, and what drives and measures them."""
+"""The trainers' invariants, with many ranks in one process; their settings, workloads and reports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_durations_and_schedules_are_parsed() -> None:
 
 
 @looped("text", ["100", "ms", "-1s", "1 s", "1m", "", "1e3ms", "nans"])
-def test_bad_durations_say_so(text: str) -> None:
+def test_bad_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a duration such as 100ms"):
         parse_duration(text)
 
@@ -257,20 +257,20 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
 
 
 def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """Every bit that the next step depends on."""
+    """All state that the next step depends on, as bytes."""
     kept = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if v is not None]
     return b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *kept])
 
 
 def straggle(seed: int, comm: asyncoll.Communicator, round_: int) -> float:
-    """Seconds a step takes: mostly one, at times as much as five rounds."""
+    """Seconds that a step takes: mostly one, sometimes as long as five rounds."""
     draw = np.random.default_rng((seed, comm.rank, round_)).random()
     return 1.0 + 4.5 * (draw < 0.15) + 0.5 * draw
 
 
 @dataclass
 class Trace:
-    """What one rank saw."""
+    """The record of one rank."""
 
     states: dict[int, bytes]  # after the round; the end is round 0
     skipped: int
@@ -371,13 +371,13 @@ def test_an_overrun_history_without_synchronous_rounds_is_an_error() -> None:
         ({"partial": "majority", "candidates": 4}, "candidates 4"),
     ],
 )
-def test_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words: str) -> None:
+def test_impossible_options_are_usage_errors(rules: dict[str, Any], words: str) -> None:
     with pytest.raises(asyncoll.UsageError, match=words):
         eager_traces(3, 0, momentum, **rules)
 
 
 @looped(("size", "quorum", "least"), [(4, 3, 3), (5, None, 3), (3, 3, 3)])
-def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: int) -> None:
+def test_every_round_has_a_quorum(size: int, quorum: int | None, least: int) -> None:
     async def main(comm: asyncoll.Communicator) -> list[int]:
         model = torch.nn.Linear(2, 1)
 
@@ -393,7 +393,7 @@ def test_a_quorum_is_there_in_every_round(size: int, quorum: int | None, least: 
 
 @looped("size", range(1, 10))
 def test_a_quorum_is_a_majority_unless_it_is_given(size: int) -> None:
-    """Half of two ranks was one: every round was solo."""
+    """The default was once half of the ranks: of two ranks one, so every round was solo."""
 
     async def main(comm: asyncoll.Communicator) -> list[int]:
         model = torch.nn.Linear(2, 1)
@@ -410,7 +410,7 @@ def test_a_quorum_is_a_majority_unless_it_is_given(size: int) -> None:
 
 @pytest.mark.parametrize("optimizing", OPTIMIZERS)
 @looped(("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)])
-def test_who_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
+def test_the_rank_that_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
         torch.manual_seed(comm.rank)
         model = torch.nn.Linear(2, 3)
@@ -469,7 +469,7 @@ def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() 
 
 
 def plain(optimizing: Optimizing, rounds: int, batch: int = 8) -> torch.Tensor:
-    """What the bare optimizer does, with no trainer around."""
+    """The steps of the optimizer alone, without a trainer."""
     workload = Digits(0, 1, batch, seed=2)
     optimizer = optimizing(workload.model)
     for _ in range(rounds):
@@ -510,7 +510,7 @@ async def together(comm: asyncoll.Communicator) -> float:
     return float(await comm.allreduce(now, op=asyncoll.MAX)) + 1.0
 
 
-def test_wagma_in_one_group_with_nobody_late_is_synchronous_sgd() -> None:
+def test_wagma_in_one_group_without_late_ranks_is_synchronous_sgd() -> None:
     """Averaging models and averaging gradients are the same for a linear optimizer, up to rounding."""
 
     async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -538,7 +538,7 @@ def test_wagma_in_one_group_with_nobody_late_is_synchronous_sgd() -> None:
 @pytest.mark.parametrize("order", ["step-then-average", "average-then-step"])
 @looped("fixed", [False, True])
 def test_weights_of_a_merge_add_up_to_one(size: int, order: Order, fixed: bool) -> None:
-    """With no steps and equal models nothing moves, to the bit, whoever is late."""
+    """Without steps and with equal models, no model changes, to the bit, whichever rank is late."""
 
     async def main(comm: asyncoll.Communicator) -> tuple[int, list[int]]:
         model = torch.nn.Linear(2, 1)
@@ -566,7 +566,7 @@ def test_weights_of_a_merge_add_up_to_one(size: int, order: Order, fixed: bool) 
         assert {9, 18, 25} <= set(rounds)
 
 
-def test_a_merge_takes_my_model_in_once_more_only_if_it_was_too_late() -> None:
+def test_a_merge_adds_the_own_model_only_if_it_was_too_late() -> None:
     total, own = torch.tensor([6.0]), torch.tensor([9.0])
     fresh = asyncoll.Reduction(round=3, active=2, included=True, skipped=0, synchronous=False)
     assert merge(total, own, fresh) == 3.0
@@ -659,7 +659,7 @@ def test_wagma_with_stragglers_learns_as_well_as_synchronous_sgd() -> None:
         ({"group_size": 0}, "group_size 0"),
     ],
 )
-def test_wagma_rules_that_make_no_sense_are_usage_errors(rules: dict[str, Any], words: str) -> None:
+def test_impossible_wagma_options_are_usage_errors(rules: dict[str, Any], words: str) -> None:
     async def main(comm: asyncoll.Communicator) -> None:
         model = torch.nn.Linear(2, 1)
 
@@ -714,7 +714,7 @@ def test_every_rank_steps_from_the_same_average_to_the_bit(size: int, optimizing
 
 
 @looped("lambda0", [0.0, 0.2])
-def test_dc_s3gd_is_the_papers_algorithm(lambda0: float) -> None:
+def test_dc_s3gd_equals_the_papers_algorithm_by_hand(lambda0: float) -> None:
     """Algorithm 1 by hand, in numpy and double precision, for two ranks that fit a line with momentum."""
     rounds, rate, mu = 15, 0.05, 0.9
     points = np.random.default_rng(3).normal(size=(2, rounds, 4, 3))
@@ -786,7 +786,7 @@ def test_the_correction_is_one_step_for_all_pieces_of_a_large_model() -> None:
     assert float((g - before)[0] / (g - before)[-1]) == pytest.approx(4.0, rel=1e-4)  # as g∘g∘D
 
 
-def test_an_allreduce_hides_behind_the_gradient() -> None:
+def test_the_allreduce_overlaps_the_gradient() -> None:
     """Iterations take max(compute, allreduce) and not their sum (equation 14), in virtual time."""
     rounds, compute_s = 20, 1.0
 
@@ -810,12 +810,12 @@ def test_an_allreduce_hides_behind_the_gradient() -> None:
 
 
 class TroubleError(Exception):
-    """What a user's gradient may raise."""
+    """An exception of a user's gradient."""
 
 
 @pytest.mark.parametrize("how", ["raise", "cancel", "stop"])
-def test_dc_s3gd_leaves_nothing_in_flight(how: str) -> None:
-    """However training ends, the next collective means what it says."""
+def test_dc_s3gd_leaves_no_call_under_way(how: str) -> None:
+    """However the training ends, the next collective is correct."""
 
     async def main(comm: asyncoll.Communicator) -> float:
         model = torch.nn.Linear(3, 1)

@@ -29,7 +29,9 @@ def _command(trainer: str, summary: str) -> click.Command:
             _need_matplotlib()
         try:
             asyncoll.run(_train_and_tell, trainer, settings)
-        except asyncoll.UsageError as error:  # what only the number of ranks shows, such as a quorum above it
+        except (
+            asyncoll.UsageError
+        ) as error:  # an option that only the number of ranks makes impossible, such as a larger quorum
             raise click.UsageError(str(error)) from error
 
     return click.Command(trainer, params=options(trainer), callback=train, help=summary)
@@ -49,22 +51,22 @@ async def _train_and_tell(comm: asyncoll.Communicator, trainer: str, settings: S
 
 @main.command("demo")
 @click.option("-n", "--ranks", type=click.IntRange(min=2), default=4, show_default=True, help="Processes to start.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything drawn.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all draws.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Where reports and plot go.",
+    help="Folder for the reports and the plot.",
 )
 def _demo(ranks: int, seed: int, folder: Path) -> None:
-    """Synchronous against solo against majority: two minutes."""
+    """Compare synchronous SGD with eager-SGD, solo and majority. Takes two minutes."""
     _need_matplotlib()
     demo(ranks, seed, folder)
 
 
 def _need_matplotlib() -> None:
-    """Better now than after training."""
+    """Raise UsageError if matplotlib is missing: before the training, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("plotting needs matplotlib: pip install 'asyncoll[plots]'")
 

@@ -1,4 +1,4 @@
-"""How far the ranks' models are apart: measured from averages that a trainer makes anyway, so nothing is disturbed."""
+"""The distance between the ranks' models, measured from averages that a trainer makes anyway."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ class Distance(NamedTuple):
 
 
 class Consensus:
-    """One rank's part of the distances; `observe` is what `wagma_sgd` calls."""
+    """One rank's part of the distances. `wagma_sgd` calls `observe`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[float, float]] = {}
 
     def observe(self, round_: int, own: Tensor, mean: Tensor) -> None:
-        """Take in an average of all models; of two at one round (the last) the first, before which they differed."""
+        """Record an average of all models.
+
+        Of two at one round (the last), the first counts: the second follows it, when the models were equal already.
+        """
         self._parts.setdefault(round_, (float((own - mean).square().sum()), float(mean.square().sum())))
 
     async def collect(self, comm: asyncoll.Communicator) -> list[Distance]:
-        """The distances at all averages, the same at every rank; all ranks have observed the same ones."""
+        """The distances at all averages, the same at every rank.
+
+        Collective; all ranks have observed the same averages.
+        """
         squares = torch.tensor([part for part, _ in self._parts.values()], dtype=torch.float64)
         await comm.allreduce(squares, op=asyncoll.AVG)
         sizes = [size for _, size in self._parts.values()]

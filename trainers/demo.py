@@ -1,8 +1,8 @@
 """The demo: synchronous SGD against eager-SGD, solo and majority, with one late rank in each round.
 
-The set-up is the paper's light imbalance (section 6.2.1: one process, drawn at random in each step, is late), with
-four processes and shorter times. Steps are stretched to a stated compute time by sleeping, so four ranks fit on two
-cores.
+The setting is the light imbalance of Li et al., PPoPP 2020, section 6.2.1 (one process, drawn at random in each step,
+is late), with four processes and shorter times. Steps are stretched to a given compute time by sleeping, so that four
+ranks fit on two cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUNS: dict[Rule, list[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one of the three runs measured: its report, as read back from JSON."""
+    """The measurements of one of the three runs: its report, as read back from JSON."""
 
     rule: Rule
     report: dict[str, Any]
@@ -50,7 +50,10 @@ class Run:
 
 
 def demo(ranks: int, seed: int, folder: Path) -> None:
-    """Run the three, print what they measured beside what theory allows, and plot; raises if a run fails."""
+    """Run the three trainings, print their measurements with the values of the time model, and plot.
+
+    Raises ClickException if a run fails.
+    """
     console = Console()
     console.print(
         f"{ranks} ranks, each step computes {1000 * COMPUTE_S:g} ms, "
@@ -85,7 +88,7 @@ def _launch(rule: Rule, ranks: int, seed: int, folder: Path, console: Console) -
 
 
 def _comparison(runs: list[Run], ranks: int, target: float) -> Table:
-    """One column for each run; what "theory" says is `time_model`'s."""
+    """One column for each run. The rows "theory" have the values of `time_model`."""
     first = runs[0].report
     rows: dict[str, list[str]] = {
         "rounds": [f"{run.report['rounds']}" for run in runs],

@@ -1,7 +1,9 @@
-"""Eager-SGD (Li et al., PPoPP 2020): SGD that does not wait for slow ranks (section 5, algorithm 2).
+"""Eager-SGD: SGD that does not wait for slow ranks.
 
-The paper's line 7 is the only difference from synchronous SGD: a partial allreduce takes the gradients of the
-ranks that are there. What comes too late is not lost: the collective keeps it, and it enters a later round.
+Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
+collective operations", PPoPP 2020, section 5. Line 7 of its algorithm is the only difference from synchronous SGD: a
+partial allreduce takes the gradients of the ranks that have arrived. A gradient that comes too late is not lost: the
+collective keeps it, and it enters a later round.
 """
 
 from __future__ import annotations
@@ -35,25 +37,26 @@ async def eager_sgd(
     seed: int = 0,
     name: str = "eager-sgd",
 ) -> AsyncIterator[asyncoll.Reduction]:
-    """Train `model` until round `rounds`; yields after each update this rank applies.
+    """Train `model` until round `rounds`; yields after each update that this rank applies.
 
-    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
-    gradients are zero when it is called, and `round` is the one it aims at. `schedule(round)` is called before
-    the result of each round is applied: a learning rate must go by rounds, for a late rank makes fewer local
-    steps than there are rounds.
+    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does; gradients
+    are zero when it is called, and `round` is the round that it aims at. `schedule(round)` is called before the result
+    of each round is applied. A learning rate must follow rounds, because a late rank makes fewer local steps than there
+    are rounds.
 
-    A round opens for the first rank ("solo"), for any of `candidates` drawn ranks ("majority"), or for the
-    `quorum`-th ("quorum"; by default a majority, size // 2 + 1). Every `sync_every`-th round (0: none) waits for all.
+    A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
+    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks.
 
-    With `history`, a rank that is late by no more rounds applies every result it missed, so all replicas that have
-    applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
-    round makes all replicas equal again, optimizer state included, and without `sync_every` that is an error. (A
-    history of `sync_every` rounds cannot be overrun.) Without history, models drift apart, and `average_every`
-    rounds (0: only at the end) they are averaged.
+    With `history`, a rank that is late by no more rounds applies every result that it has missed. So all replicas that
+    have applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
+    round makes all replicas equal again, optimizer state included. Without `sync_every` that loss is a UsageError. (A
+    history of `sync_every` rounds is always enough.) Without history, models drift apart, and are averaged every
+    `average_every` rounds (0: only at the end).
 
-    All ranks start with the model and the optimizer of rank 0, and end with one model, whose buffers are rank 0's (see
-    `replicas.py`). A loop that is left early leaves each rank's model as it is. With history all models are equal after
-    a synchronous round. All ranks see that round, so it is the place to leave: `if done.synchronous and ...: break`.
+    Every rank calls it. All ranks start with the model and the optimizer of rank 0, and end with one model, whose
+    buffers are rank 0's (see `replicas.py`). A loop that is left early leaves each rank's model as it is. With history
+    all models are equal after a synchronous round. All ranks see that round, so it is the place to leave:
+    `if done.synchronous and ...: break`.
 
     A second training on one communicator needs another `name`.
     """
@@ -62,7 +65,7 @@ async def eager_sgd(
     partial_allreduce = _partial_allreduce(comm, partial, candidates, quorum, seed)
     flat = await share(comm, model, optimizer)  # w is the same everywhere
     t = 0  # the newest round seen: the clock of all ranks, while local steps drift apart
-    lost = 0  # results that this rank will never see, since all replicas were equal
+    lost = 0  # results that this rank has lost since all replicas were equal
     while t < rounds:
         flat.zero_gradients()
         await gradient(t + 1)  # G_local = mean gradient of b local samples at w
@@ -70,14 +73,15 @@ async def eager_sgd(
         if history and reduction.skipped and not sync_every:
             raise _overrun(comm.rank, reduction, history)
         lost += reduction.skipped
-        results = [*reduction.missed, flat.gradients.clone()]  # U_sum of each round since t that is still known
+        results = [*reduction.missed, flat.gradients.clone()]  # U_sum of each round since t that history has kept
         for round_, total in enumerate(results, reduction.round - len(results) + 1):
             schedule(round_)
-            flat.gradients.copy_(total).div_(comm.size)  # G = U_sum / P: always P, whoever was there (line 7)
+            flat.gradients.copy_(total).div_(comm.size)  # G = U_sum / P: always P, however many contributed (line 7)
             optimizer.step()  # w = w + U(G, w, t)
-        # A rank that sees only the newest result misses those before it, so the models drift apart, and the
-        # paper makes them equal every few epochs (section 5). We average, and count boundaries of rounds, not
-        # local steps: each rank averages once for each boundary that it crosses, so all do equally often.
+        # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
+        # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
+        # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
+        # equally often.
         for _ in range(t // average_every, reduction.round // average_every) if average_every else ():
             await average(comm, model, flat)
         if history and reduction.synchronous:  # all ranks are here, after the same round
@@ -88,7 +92,7 @@ async def eager_sgd(
     if history:
         await resynchronise(comm, model, flat, optimizer, lost)
     else:
-        await average(comm, model, flat)  # all leave with one model
+        await average(comm, model, flat)  # all ranks leave with one model
 
 
 def _partial_allreduce(
@@ -100,7 +104,7 @@ def _partial_allreduce(
         case "majority":
             return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
         case "quorum":
-            majority = comm.size // 2 + 1  # half of two ranks is one, which waits for nobody
+            majority = comm.size // 2 + 1  # more than half: half of two ranks would be one, which waits for no other
             chosen = majority if quorum is None else quorum
             return functools.partial(comm.quorum_allreduce, quorum=chosen, seed=seed)
     raise asyncoll.UsageError(f"partial is solo, majority or quorum, not {partial!r}")

@@ -1,4 +1,4 @@
-"""One training run on one rank: a trainer, a workload, an emulated machine, and a record of what happened."""
+"""One training run at one rank: a trainer, a workload, an emulated machine, and a record of the calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainers.workloads import WORKLOADS, Workload
 
 
 async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> Report | None:
-    """Train and report: rank 0 gets the report, the others None."""
+    """Train and report. Collective; rank 0 gets the report, the other ranks None."""
     workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0, momentum=settings.momentum)
     calls: list[Call] = []
@@ -49,8 +49,8 @@ async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settin
 def learning_rate(round_: int, settings: Settings) -> float:
     """The rate of the step that applies the result of round `round_`: a triangle over the rounds.
 
-    Warm-up, because the global batch is P times the local one; decay, so that runs end converged and can be
-    compared. It goes by rounds, not by local steps, so that ranks which skip rounds agree about it.
+    It rises first, because the global batch is P times the local one, and falls then, so that runs end converged and
+    can be compared. It follows rounds and not local steps, so that ranks which skip rounds agree on it.
     """
     along = round_ / (settings.rounds + 1)
     return settings.learning_rate * 2 * min(along, 1 - along)
@@ -68,7 +68,7 @@ def _train(
         started = time.perf_counter()
         workload.loss().backward()
         delay_s = settings.imbalance.delay_s(settings.seed, round_, comm.rank, comm.size)
-        # Blocks this rank's loop on purpose: real compute would, and the runtime must answer all the same.
+        # Blocks this rank's loop on purpose, as real computation would. The runtime must answer all the same.
         time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started)) + delay_s)  # noqa: ASYNC251
 
     def schedule(round_: int) -> None:
@@ -119,6 +119,6 @@ def _train(
 
 
 def _progress(comm: asyncoll.Communicator) -> Progress:
-    """A bar on rank 0 and on a terminal; nothing in a pipe, as under the launcher."""
+    """A progress bar at rank 0 and on a terminal; none in a pipe, as under the launcher."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=comm.rank != 0 or not console.is_terminal)

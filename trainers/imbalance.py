@@ -1,10 +1,9 @@
-"""Injected load imbalance: how much longer a rank computes, drawn from one shared seed without communication.
+"""Injected load imbalance: the additional compute time of a rank, drawn from a shared seed without communication.
 
-The index of a draw is the round that the rank's step aims at (the newest round it has seen + 1), not its
-local step: the delays of a round are then the same schedule at every rank, and they stay so when a late rank
-skips rounds. A skipped round's delay is not made up for: the rank takes no step for that round, so it has
-nothing to delay. (The paper's code drew from one stream per rank and step; after the first hit the streams
-drifted apart.)
+A draw is indexed by the round that the rank's step aims at (the newest round it has seen + 1), not by its local step.
+So the delays of a round are the same schedule at every rank, also after a late rank has skipped rounds. The delay of a
+skipped round is not made up for: the rank takes no step for that round. (The code of Li et al., PPoPP 2020, draws from
+one stream for each rank and step; after the first hit the streams drift apart.)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Balanced:
     """No delays."""
 
     def delay_s(self, seed: int, round_: int, rank: int, size: int) -> float:
-        """Nothing, ever."""
+        """0."""
         return 0.0
 
     def __str__(self) -> str:
@@ -39,12 +38,12 @@ class Balanced:
 
 @dataclass(frozen=True, slots=True)
 class OneRandom:
-    """One random rank of each round is late (section 6.2.1, light imbalance)."""
+    """One random rank of each round is late (Li et al., PPoPP 2020, section 6.2.1: light imbalance)."""
 
     late_s: float
 
     def delay_s(self, seed: int, round_: int, rank: int, size: int) -> float:
-        """`late_s` for the rank drawn for this round, nothing for the others."""
+        """`late_s` for the rank drawn for this round, 0 for the others."""
         drawn = int(np.random.default_rng((seed, round_)).integers(size))
         return self.late_s if rank == drawn else 0.0
 
@@ -54,22 +53,22 @@ class OneRandom:
 
 @dataclass(frozen=True, slots=True)
 class AllSkewed:
-    """All ranks are late, evenly spread, shifted by one rank each round (section 6.2.3, severe imbalance)."""
+    """All ranks are late, evenly spread, shifted by one rank each round (section 6.2.3: severe imbalance)."""
 
     least_s: float
     most_s: float
 
     def delay_s(self, seed: int, round_: int, rank: int, size: int) -> float:
         """From `least_s` to `most_s`; over `size` rounds each rank gets each delay once."""
-        place = (rank + round_) % size
-        return self.least_s + (self.most_s - self.least_s) * place / max(1, size - 1)
+        position = (rank + round_) % size
+        return self.least_s + (self.most_s - self.least_s) * position / max(1, size - 1)
 
     def __str__(self) -> str:
         return f"all-skewed:{_text(self.least_s)}-{_text(self.most_s)}"
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from "100ms" or "0.2s"; `ValueError` says what is wrong."""
+    """Seconds from "100ms" or "0.2s". Raises ValueError with an explanation."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a duration such as 100ms or 0.2s")
@@ -77,7 +76,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_imbalance(text: str) -> Imbalance:
-    """A schedule from "none", "one-random:200ms" or "all-skewed:50ms-400ms"; else `ValueError`."""
+    """A schedule from "none", "one-random:200ms" or "all-skewed:50ms-400ms". Raises ValueError with an explanation."""
     kind, _, argument = text.partition(":")
     if text == "none":
         return Balanced()

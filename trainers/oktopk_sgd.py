@@ -1,8 +1,9 @@
-"""Ok-Topk SGD (Li & Hoefler, PPoPP 2022, Seed 004): only the largest updates travel, the others wait (algorithm 2).
+"""Ok-Topk SGD: only the largest updates are sent; the others stay with their rank (algorithm 2).
 
-Each rank adds its step to what it has kept back, sends the largest elements of that, about a share `density` of all,
-and keeps the rest, so that a small update that comes again and again is sent in the end. The rivals of the paper's
-section 5 train in the same way, so that methods differ in nothing but their allreduce.
+Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 4. Each rank adds its
+step to its residual, sends the largest elements of the sum, about a share `density` of all, and keeps the rest. So a
+small update that recurs is sent in the end. The algorithms that section 5 of the paper compares with train in the same
+way, so that they differ in nothing but their allreduce.
 """
 
 from __future__ import annotations
@@ -45,33 +46,35 @@ async def oktopk_sgd(
     """Train `model` for `rounds` rounds; yields after each update.
 
     `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does; gradients
-    are zero when it is called. `schedule(round)` is called once the gradient is there, before its learning rate counts.
+    are zero when it is called. `schedule(round)` is called after the gradient, and before its learning rate is used.
 
-    All ranks start with the model and the optimizer of rank 0, and leave each round with the same model, to the bit;
-    its buffers are rank 0's (see `replicas.py`). So a loop that all ranks leave early, after the same round, leaves one
-    model too.
+    Collective: every rank calls it. All ranks start with the model and the optimizer of rank 0, and leave each round
+    with the same model, to the bit; its buffers are rank 0's (see `replicas.py`). A loop that all ranks leave early,
+    after the same round, also leaves one model.
 
-    `accumulate` says what is kept back, and so how the result u of the allreduce becomes a step:
+    `accumulate` says what the residual ε holds, and so how the result u of the allreduce becomes a step:
 
-    - "updates", the paper: acc = ε + ηG, w = w - u/P. What waits keeps the learning rate of its own round. The
+    - "updates", as in the paper: acc = ε + ηG, w = w - u/P. Residuals keep the learning rate of their own round. The
       optimizer lends its learning rates and takes no step; it must be plain SGD, with all trainable parameters.
-    - "gradients", the authors' code: acc = ε + G, and any optimizer takes a step with the gradient u/P; momentum,
-      weight decay and Adam's moments act on all elements. What waits gets the learning rate of the round it enters.
+    - "gradients", as in the authors' code: acc = ε + G, and any optimizer takes a step with the gradient u/P. Momentum,
+      weight decay and Adam's moments act on all elements. Residuals get the learning rate of the round they enter.
 
     `algorithm`, `density`, `thresholds_every` (τ'), `regions_every` (τ) and `feedback` are those of
-    `comm.sparse_allreduce`. While ε fills up, for about 1 / density rounds, accumulators grow, and a threshold that is
-    reused, as in the paper (τ' = 32 or 128), selects several times k. With "updates" a rate that rises does the same.
+    `comm.sparse_allreduce`. While ε fills up, for about 1 / density rounds, accumulators grow. A threshold that is
+    reused, as in the paper (τ' = 32 or 128), then selects several times k. With "updates" a rising learning rate has
+    the same effect.
 
-    The first `warm_up` rounds are "dense": they leave no residual, so ε is 0 when the sparse rounds begin; thresholds
-    and regions are counted from there. "dense-overlapped" (`overlapped_sgd`, in buckets of `bucket_bytes`) keeps
-    nothing back at all: it is synchronous SGD, for either `accumulate`, and has no sparse result.
+    The first `warm_up` rounds are "dense": they leave no residual, so ε is 0 when the sparse rounds begin, and
+    thresholds and regions are counted from there. "dense-overlapped" (`overlapped_sgd`, in buckets of `bucket_bytes`)
+    has no residual and no sparse result: it is synchronous SGD, for either `accumulate`.
 
-    `observe(round, total)` is given what each sparse allreduce did. ε, which ends with the training, is a registered
-    tensor of this trainer. A second training on one communicator needs another `name`: thresholds and regions belong to
-    it.
+    `observe(round, total)` is called with the result of each sparse allreduce. ε ends with the training; it is a
+    registered tensor of this trainer. A second training on one communicator needs another `name`, because thresholds
+    and regions belong to the name.
 
-    Raises UsageError for options that make no sense, and NonFiniteError at every rank, with the parameters of the round
-    before, if any rank's gradient holds NaN or infinity; "dense-overlapped" does not look, as other dense SGD does not.
+    Raises UsageError for impossible options. Raises NonFiniteError at every rank, with the parameters of the round
+    before, if any rank's gradient holds NaN or infinity; "dense-overlapped" does not check this, as other dense SGD
+    does not.
     """
     _check(model, optimizer, algorithm, accumulate, density, warm_up)
     if algorithm == "dense-overlapped":
@@ -151,7 +154,7 @@ def _check(
 
 
 def _check_plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Whatever else than -ηG the optimizer would do, w = w - u/P would leave out."""
+    """Raise UsageError unless the optimizer's step is -ηG for all trainable parameters, as w = w - u/P is."""
     groups = optimizer.param_groups
     is_plain = type(optimizer) is torch.optim.SGD and all(
         group[option] == off for group in groups for option, off in _PLAIN.items()

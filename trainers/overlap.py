@@ -1,7 +1,7 @@
-"""Dense SGD whose allreduces begin while backward goes on: "DenseOvlp" (Seed 004, section 5).
+"""Dense SGD whose allreduces begin during `backward()`: "DenseOvlp" (Li, Hoefler, PPoPP 2022, section 5).
 
-Backward makes the gradients of the last layers first. They are averaged in buckets, each as soon as it is complete, so
-that only the first layers' bucket is left to wait for when backward ends.
+`backward()` computes the gradients of the last layers first. They are averaged in buckets. Each bucket starts as soon
+as it is complete, so only the first layers' bucket is left to wait for when `backward()` ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncoll
 from trainers.allreduce_sgd import complete
 from trainers.replicas import share, share_buffers
 
-BUCKET_BYTES = 4 << 20  # a call costs about as much as moving 1 MiB by message; torch's DDP takes 25 MiB, for GPUs
+BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
 
 
 async def overlapped_sgd(
@@ -32,10 +32,11 @@ async def overlapped_sgd(
 ) -> AsyncGenerator[asyncoll.Reduction, None]:
     """Train `model` for `rounds` rounds as `allreduce_sgd` does; yields after each update.
 
-    All ranks start with the model and the optimizer of rank 0, and leave each round with one model, to the bit.
+    Collective: every rank calls it. All ranks start with the model and the optimizer of rank 0, and leave each round
+    with one model, to the bit.
 
-    `gradient(round)` calls `backward()` once, on the thread of its loop, and leaves the gradients alone afterwards:
-    they are on their way. If it raises, or is cancelled, the communicator is aborted, as described at `Overlap`.
+    `gradient(round)` calls `backward()` once, on the thread of its loop, and does not touch the gradients afterwards:
+    they are being averaged. If it raises, or is cancelled, the communicator is aborted, as described at `Overlap`.
     `schedule(round)` is called before the result of the round is applied.
     """
     flat = await share(comm, model, optimizer)  # w is the same everywhere
@@ -51,7 +52,7 @@ async def overlapped_sgd(
 
 
 class Bucket(NamedTuple):
-    """Neighbours in the flat gradients: elements [start, stop), of so many parameters."""
+    """Elements [start, stop) of the flat gradients: those of `parameters` consecutive parameters."""
 
     start: int
     stop: int
@@ -68,18 +69,18 @@ class Overlap:
                     loss(batch).backward()
                 optimizer.step()
 
-    A bucket is a slice of `flat.gradients`, of at least `bucket_bytes` (but the last to go) and of whole parameters.
-    Buckets start in one order at all ranks, from the end of the model to its beginning, whatever the order in which
-    gradients come: calls are numbered as they are made. So a bucket whose turn has not come waits for those before it.
-    Those that lack a gradient when the step ends, because `backward()` had no use for a parameter, start then, with
-    zeros for it. Result: that of `comm.allreduce(flat.gradients, op=AVG)`, to the bit where a bucket is added up in the
-    same order as the whole: always in memory; by message, where both have lengths for which the same algorithm is taken
-    (up to 32 KiB, say).
+    A bucket is a slice of `flat.gradients`, of at least `bucket_bytes` (except the last to start) and of whole
+    parameters. Buckets start in the same order at all ranks, from the end of the model to its beginning, whatever the
+    order in which gradients arrive, because calls are numbered as they are made. So a complete bucket waits for those
+    before it. Buckets that lack a gradient when the step ends, because `backward()` did not use a parameter, start
+    then, with zeros for it. The result is that of `comm.allreduce(flat.gradients, op=AVG)`, to the bit if a bucket is
+    added up in the same order as the whole: always in shared memory; by message, if both have lengths for which the
+    same algorithm is chosen (up to 32 KiB, for example).
 
-    Every rank must make the same steps. A step in which anything is raised, or which is cancelled, aborts the
-    communicator: the other ranks, whose buckets would wait for ever or be averaged with half a gradient, get
-    AbortedError with the reason. `backward()` runs on the thread of the loop, and once in a step; UsageError otherwise.
-    Outside of steps it is like any other. Leaving the context removes the hooks.
+    Every rank must make the same steps. A step that raises an exception, or is cancelled, aborts the communicator: the
+    buckets of the other ranks would wait for ever, or be averaged with half a gradient. They get AbortedError with the
+    reason. `backward()` must run on the thread of the loop, and once in a step; UsageError otherwise. Outside of steps
+    `backward()` is not affected. Leaving the context removes the hooks.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class Overlap:
             raise asyncoll.UsageError(f"a bucket has at least one byte, not {bucket_bytes}")
         self._comm = comm
         self._flat = flat
-        self._parameters = [p for p in model.parameters() if p.requires_grad]  # as they lie in the flat gradients
+        self._parameters = [p for p in model.parameters() if p.requires_grad]  # in the order of the flat gradients
         self._buckets = cut([p.numel() for p in self._parameters], -(-bucket_bytes // flat.gradients.itemsize))
-        places = (place for place, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
-        self._bucket_of = dict(zip(reversed(self._parameters), places, strict=True))
+        buckets = (index for index, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
+        self._bucket_of = dict(zip(reversed(self._parameters), buckets, strict=True))
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._lacking: set[torch.nn.Parameter] = set()  # whose gradient is not there yet
-        self._missing: list[int] = []  # of each bucket: how many of its gradients
-        self._calls: list[Coroutine[Any, Any, Any]] = []  # one for each bucket that has started
+        self._lacking: set[torch.nn.Parameter] = set()  # parameters whose gradient has not arrived in this step
+        self._missing: list[int] = []  # for each bucket: the number of its gradients that have not arrived
+        self._calls: list[Coroutine[Any, Any, Any]] = []  # of the buckets that have started, in order
         self._is_open = False
-        self._thread = 0  # of the loop, on which alone calls can be made
+        self._thread = 0  # of the loop: calls can only be made there
 
     def __enter__(self) -> Overlap:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
@@ -114,7 +115,7 @@ class Overlap:
 
     @contextlib.asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Around one `backward()`; at the end the gradients are the averages, and all calls have ended."""
+        """Around one `backward()`. At the end the gradients are the averages, and all calls have ended."""
         self._lacking = set(self._parameters)
         self._missing = [bucket.parameters for bucket in self._buckets]
         self._calls = []
@@ -134,7 +135,7 @@ class Overlap:
             raise failure
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        """The hook of autograd: this gradient is complete."""
+        """The hook of autograd: the gradient of `parameter` is complete."""
         if not self._is_open:
             return
         if threading.get_ident() != self._thread:
@@ -156,21 +157,21 @@ class Overlap:
 
 
 def cut(sizes: Sequence[int], least: int) -> list[Bucket]:
-    """The buckets of parameters of so many elements, from the last parameter to the first, of `least` elements each."""
+    """The buckets of parameters of these `sizes`, from the last to the first, each of `least` elements or more."""
     buckets: list[Bucket] = []
     start = stop = sum(sizes)
     parameters = 0
-    for place, size in reversed(list(enumerate(sizes))):
+    for index, size in reversed(list(enumerate(sizes))):
         start -= size
         parameters += 1
-        if stop - start >= least or place == 0:
+        if stop - start >= least or index == 0:
             buckets.append(Bucket(start, stop, parameters))
             stop, parameters = start, 0
     return buckets
 
 
 async def _errors_of(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[BaseException]:
-    """Wait for every call, whatever becomes of the others: until then, it may write into the gradients."""
+    """Wait for every call, even if others fail: until it has ended, a call may write into the gradients."""
     errors: list[BaseException] = []
     for call in calls:
         try:

@@ -1,14 +1,14 @@
-"""What makes the ranks' models equal: at the start, at the end, and after a rank has missed results for good.
+"""How the ranks' models are made equal: at the start, at the end, and after a rank has lost results for good.
 
 Every trainer treats the parts of a model, and the optimizer, by the same rules:
 
 - Start: all ranks take rank 0's parameters, buffers and optimizer (its state, and the hyper-parameters in its
-  `param_groups`), to the bit. So it is enough that rank 0 loads the model's and the optimizer's checkpoint. A
-  learning-rate scheduler is not part of the optimizer: if its state is loaded, it must be loaded at every rank.
-- Parameters that are frozen (`requires_grad` False) at the start are not touched after that.
+  `param_groups`), to the bit. So it is enough that rank 0 loads a checkpoint of the model and the optimizer. A
+  learning-rate scheduler is not part of the optimizer: its state must be loaded at every rank.
+- Parameters that are frozen (`requires_grad` False) at the start do not change afterwards.
 - Buffers, such as the statistics of BatchNorm, of all dtypes: while a rank trains, they follow its own batches. At the
   end, and wherever a trainer waits for all ranks and makes their parameters equal, all ranks take rank 0's, to the bit,
-  as in torch's DistributedDataParallel. They are not averaged: no integer has an average, (c + c + c) / 3 may differ
+  as in torch's DistributedDataParallel. They are not averaged: integers have no average, (c + c + c) / 3 may differ
   from a constant c, and a mask of the lowest finite numbers would overflow.
 """
 
@@ -28,11 +28,11 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 async def share(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> asyncoll.Flat:
-    """Flatten the model, and give every rank the model and the optimizer of rank 0, to the bit.
+    """Flatten the model, and give every rank the model and the optimizer of rank 0, to the bit. Collective.
 
-    Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer is of
-    another type or has other parameter groups; and if the optimizer trains a tensor outside of the model, or keeps a
-    state that cannot be sent.
+    Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer has
+    another type or other parameter groups; and if the optimizer trains a tensor outside of the model, or has a state
+    that cannot be sent.
     """
     _check_trained(model, optimizer)
     flat = asyncoll.flatten(model)
@@ -45,8 +45,11 @@ async def share(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: 
 
 
 async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> None:
-    """Give every rank the buffers of rank 0; one that has another shape here, such as a cache, takes rank 0's shape."""
-    buffers = dict(model.named_buffers())  # read each time: modules replace buffers by new tensors
+    """Give every rank the buffers of rank 0. Collective.
+
+    A buffer that has another shape at this rank, such as a cache, takes rank 0's shape.
+    """
+    buffers = dict(model.named_buffers())  # read at each call, because modules replace buffers by new tensors
     if not buffers:
         return
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
@@ -59,19 +62,21 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> 
     start = 0
     for name, (_, shape) in layout.items():
         stop = start + torch.Size(shape).numel() * buffers[name].itemsize
-        value = packed[start:stop].clone().view(buffers[name].dtype).view(shape)  # a copy, as views must be aligned
+        value = (
+            packed[start:stop].clone().view(buffers[name].dtype).view(shape)
+        )  # a copy: a view with a wider dtype must be aligned
         _assign(buffers[name], value)
         start = stop
 
 
 async def average(comm: asyncoll.Communicator, model: torch.nn.Module, flat: asyncoll.Flat) -> None:
-    """Make the models of all ranks equal: the mean of their trained parameters, and rank 0's buffers."""
+    """Make the models of all ranks equal: the mean of their trained parameters, and rank 0's buffers. Collective."""
     await comm.allreduce(weights(flat), op=asyncoll.AVG)
     await share_buffers(comm, model)
 
 
 def weights(flat: asyncoll.Flat) -> Tensor:
-    """What an update touches: frozen parameters are equal everywhere, and averaging them would round them."""
+    """The parameters that an update changes. Frozen ones are equal at all ranks, and averaging would round them."""
     return flat.parameters[: flat.gradients.numel()]
 
 
@@ -84,8 +89,9 @@ async def resynchronise(
 ) -> None:
     """Make replicas equal to the bit: all get rank 0's buffers and, if any rank has `lost` results, one state.
 
-    Every rank calls it at the same round, after at least one step. The parameters and the optimizer are those of the
-    lowest of the ranks that lost least: if a rank lost nothing, that is the state of a run in which no rank did.
+    Collective: every rank calls it at the same round, after at least one step. The parameters and the optimizer are
+    those of the lowest of the ranks that have lost least. If a rank has lost nothing, that is the state of a run
+    without losses.
     """
     await share_buffers(comm, model)
     losses = (await comm.allgather(torch.tensor(lost))).tolist()
@@ -97,13 +103,13 @@ async def resynchronise(
 
 
 def _check_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if the optimizer trains a tensor that no rank shares."""
+    """Raise UsageError if the optimizer trains a tensor that is not in the model: ranks would not share it."""
     known = set(model.parameters())
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
             if tensor.requires_grad and tensor not in known:
                 raise asyncoll.UsageError(
-                    f"parameter group {place} of the optimizer has a tensor of shape {list(tensor.shape)} that is no "
+                    f"parameter group {index} of the optimizer has a tensor of shape {list(tensor.shape)} that is no "
                     "parameter of the model, so that ranks would not share it: register it in the model as a parameter"
                 )
 
@@ -111,15 +117,15 @@ def _check_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 def _make_contiguous(optimizer: torch.optim.Optimizer) -> None:
     """Give the state of a flattened parameter the parameter's strides.
 
-    A state made before the model was flattened may be in another memory format. Fused optimizers pair the elements of a
-    parameter and of its state by their places in memory.
+    A state that was made before the model was flattened may be in another memory format. Fused optimizers pair the
+    elements of a parameter and of its state by their positions in memory.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.layout == torch.strided:
-                    state[name] = value.contiguous()  # the tensor itself where nothing has to change
+                    state[name] = value.contiguous()  # the same tensor if it is contiguous already
 
 
 async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,9 +135,9 @@ async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optim
         trained = "trained" if parameter.requires_grad else "frozen"
         own[f"parameter {name}"] = f"{_dtype(parameter)} of shape {list(parameter.shape)}, {trained}"
     own |= {f"buffer {name}": _dtype(buffer) for name, buffer in model.named_buffers()}
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         members = [names.get(parameter, "a tensor outside of the model") for parameter in group["params"]]
-        own[f"parameter group {place}"] = ", ".join(members)
+        own[f"parameter group {index}"] = ", ".join(members)
     theirs, _ = await _from_root(comm, own, _NOTHING, root=0)
     _compare(own, theirs, comm.rank)
 
@@ -168,7 +174,7 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
             group.update(values)
         for parameter, state in zip(parameters, described["states"], strict=True):
             own = optimizer.state.pop(parameter, {})
-            if state:  # some optimizers begin a state only where there is no entry
+            if state:  # some optimizers initialize a state only if there is no entry
                 optimizer.state[parameter] = _decoded_items(state, own, tensors)
         own = _others(optimizer)
         for key in own:
@@ -228,7 +234,9 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) is dict:
         return {"dict": [[_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items()]}
     if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
-        return {"numpy": [value.dtype.str, value.item()]}  # its type stays, as float64 and float32 round differently
+        return {
+            "numpy": [value.dtype.str, value.item()]
+        }  # with its type, because float64 and float32 round differently
     if isinstance(value, _PLAIN):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be sent")
@@ -255,7 +263,7 @@ def _decoded(value: Any, own: Any, tensors: list[Tensor]) -> Any:
 
 
 async def _from_root(comm: asyncoll.Communicator, described: Any, packed: Tensor, root: int) -> tuple[Any, Tensor]:
-    """The description of rank `root`, as JSON represents it, and its bytes; this rank's may have other lengths."""
+    """The description of rank `root`, as JSON represents it, and its bytes. This rank's may have other lengths."""
     text = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
     lengths = torch.tensor([len(text), len(packed)])
     await comm.broadcast(lengths, root=root)
@@ -266,10 +274,10 @@ async def _from_root(comm: asyncoll.Communicator, described: Any, packed: Tensor
 
 
 def _assign(buffer: Tensor, value: Tensor) -> None:
-    with torch.inference_mode():  # a buffer that was made in that mode, in a validation, can be changed in no other
+    with torch.inference_mode():  # a buffer that was made in inference mode (in a validation) can only be changed in it
         if buffer.shape == value.shape and 0 not in buffer.stride():
             buffer.copy_(value)
-        else:  # a cache of another size, or expanded, so that its elements share memory
+        else:  # it has another size (a cache), or is expanded, so that its elements share memory
             buffer.set_(value)  # type: ignore[call-overload]
 
 

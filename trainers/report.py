@@ -1,4 +1,4 @@
-"""What a run did, summed up from all ranks: a value, a table, a JSON file."""
+"""The record of a run, summed up over all ranks: a value, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.settings import Settings
 
 
 class Call(NamedTuple):
-    """One call of the collective: the round it aimed at (the newest seen + 1) and what came back."""
+    """One call of the collective: the round that it aimed at (the newest seen + 1), and the round that it was given."""
 
     aimed: int
     round: int
@@ -41,10 +41,11 @@ class Point(NamedTuple):
 class Report:
     """A finished run.
 
-    `score` is `metric`. `active` says how many sums (one a round, or one for each group) had that many contributors;
-    `lag` how many calls came back with a round that many after the one they aimed at (0: on time, or so little late
-    that the round aimed at is still the newest); `stale_share` is the share of all calls whose contribution was too
-    late for the round they got. `consensus` is how far models were apart before each average of all of them.
+    `final_score` is measured in `metric`. `active` is, for each number of contributors, the number of sums with so many
+    (one sum for each round and group). `lag` is, for each number of rounds between the round that a call aimed at and
+    the one it was given, the number of such calls; 0 is in time, or late by so little that the round is still the
+    newest. `stale_share` is the share of all calls whose contribution was not in the round they were given. `consensus`
+    has the distances of the models before each average of all of them.
     """
 
     trainer: str
@@ -70,7 +71,7 @@ class Report:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def table(self) -> Table:
-        """The numbers for people."""
+        """The numbers, for a terminal."""
         table = Table("measure", "value", title=f"{self.trainer}, {self.ranks} ranks, {self.settings['workload']}")
         target = self.settings["target"]
         rows = [
@@ -103,13 +104,15 @@ async def collect(
     curve: Sequence[Point],
     consensus: Consensus,
 ) -> Report | None:
-    """Gather all ranks' calls and sum up at rank 0, which alone has the curve; the others get None."""
+    """Gather all ranks' calls and sum them up at rank 0, which has the curve. Collective; the other ranks get None."""
     distances = await consensus.collect(comm)
     mine = torch.tensor(calls, dtype=torch.int64).flatten()
     everyone = [Call(*row) for rows in await comm.allgatherv(mine) for row in rows.view(-1, len(Call._fields)).tolist()]
     if comm.rank != 0:
         return None
-    active = {(call.round, call.leader): call.active for call in everyone}  # whoever opened a round saw it
+    active = {
+        (call.round, call.leader): call.active for call in everyone
+    }  # the rank that opened the round has a call of it
     wall_s = curve[-1].wall_s
     return Report(
         trainer=trainer,
@@ -132,12 +135,12 @@ async def collect(
 
 
 def seconds(value: float | None) -> str:
-    """A time, or that it never came."""
+    """A time as text, or "not reached"."""
     return "not reached" if value is None else f"{value:.2f} s"
 
 
 def histogram(counts: dict[int, int]) -> str:
-    """Value x count, in order."""
+    """ "value: count" for each value, in order."""
     return "  ".join(f"{value}: {count}" for value, count in counts.items())
 
 

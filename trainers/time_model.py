@@ -1,22 +1,21 @@
-"""What theory says a round takes, with free communication: what a measurement has to answer to.
+"""The time of a round in theory, with free communication: a bound and an expectation for measurements.
 
 With A_r the moment when rank r calls round t and X the end of the previous round, round t ends at
 
     synchronous: max_r A_r       solo: max(X, min_r A_r)       majority: max(X, A_i), i drawn for t
 
-and rank r starts its next step at max(A_r, end). Let each step compute c, and one rank drawn for each round
-d more:
+and rank r starts its next step at max(A_r, end). Let each step compute c, and one rank drawn for each round d more:
 
 * synchronous: every round contains the drawn rank: exactly c + d.
-* solo: no round without one step: at least c. (That is below c + d/P, the mean step of a rank, which bounds
-  a system where every rank computes a gradient for every round; here a late rank skips rounds.)
-* majority: initiator and late rank are drawn independently and uniformly, so they coincide with probability
-  1/P: at least c + d/P.
+* solo: no round without one step: at least c. (That is below c + d/P, the mean step of a rank, which bounds a system
+  where every rank computes a gradient for every round; here a late rank skips rounds.)
+* majority: initiator and late rank are drawn independently and uniformly, so they coincide with probability 1/P: at
+  least c + d/P.
 
-Solo and majority only reach these if nobody carries lateness into the next round, but a rank that is late by
-d does so for d/c rounds: it may be drawn as initiator while it still computes. A late call opens no round,
-unless at least half of the ranks wait for just that caller. How much that costs has no short formula;
-`expected_round_s` runs the recursion over many draws.
+Solo and majority reach these bounds only if no rank carries lateness into the next round. But a rank that is late by d
+does so for d/c rounds: it may be drawn as initiator while it still computes. A late call opens no round, unless at
+least half of the ranks wait for that caller. This cost has no short formula; `expected_round_s` runs the recursion over
+many draws.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def expected_round_s(
     waiting: set[int] = set()
 
     def step(rank: int) -> None:
-        """Rank starts the step for the next round when it and the newest round are done."""
+        """`rank` starts the step for the next round when its own step and the newest round are over."""
         aims[rank] = newest + 1
         step_s = compute_s + imbalance.delay_s(0, newest + 1, rank, ranks)
         calls_s[rank] = max(calls_s[rank], end_s) + step_s

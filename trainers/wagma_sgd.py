@@ -1,7 +1,9 @@
-"""WAGMA-SGD (Li et al., TPDS 2020): models are averaged in changing groups that wait for nobody (algorithm 2).
+"""WAGMA-SGD: models are averaged in changing groups, without waiting for late ranks (algorithm 2).
 
-Each rank takes a step of its own and then averages its model with those of its group in this round. Groups change so
-that every update has soon reached every rank; an average over all ranks now and then bounds staleness.
+Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel stochastic
+optimization with wait-avoiding group averaging", IEEE TPDS 2021, section IV. Each rank takes a step of its own, and
+then averages its model with those of its group in this round. Groups change so that every update soon reaches every
+rank; an average over all ranks every τ rounds bounds staleness.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ async def wagma_sgd(
 ) -> AsyncIterator[asyncoll.Reduction]:
     """Train `model` until round `rounds`; yields after each average, or step, that ends a round of this rank.
 
-    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does;
-    gradients are zero when it is called, and `round` is the one it aims at. `schedule(round)` is called before the
-    local step with that gradient. All ranks start with the model and the optimizer of rank 0; afterwards the state of
-    the optimizer stays local.
+    `gradient(round)` leaves the mean gradient of this rank's next batch in the model, as `backward()` does; gradients
+    are zero when it is called, and `round` is the round that it aims at. `schedule(round)` is called before the local
+    step with that gradient. Every rank calls this function. All ranks start with the model and the optimizer of rank 0;
+    afterwards the state of the optimizer stays local.
 
-    Groups have `group_size` ranks, by default the square root of all, rounded up; `fixed` ones never change (the
-    paper's ablation). Every `sync_every`-th round (τ; 0: none) averages over all ranks and waits for them, and all
-    leave with an average of all. `order` is the paper's, or that of the authors' code, which averages the models of
-    the last step and then applies the gradient to the average, as D-PSGD does.
+    Groups have `group_size` ranks, by default the square root of the number of all, rounded up; `fixed` ones never
+    change (the paper's ablation). Every `sync_every`-th round (τ; 0: none) averages over all ranks and waits for them.
+    At the end all ranks have an average of all models. `order` is the paper's, or that of the authors' code, which
+    averages the models of the last step and then applies the gradient to the average, as D-PSGD does.
 
-    `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's own
-    model (both flat): how far they are apart is this rank's part of the consensus distance.
+    `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
+    (both flat). Their distance is this rank's part of the consensus distance.
 
     Buffers are each rank's own; with each average over all ranks, all ranks get rank 0's (see `replicas.py`). A loop
     that is left early leaves each rank's model as it is. With "step-then-average" all models are equal after a
@@ -84,14 +86,14 @@ async def wagma_sgd(
     own = weights(flat)
     mean = await comm.allreduce(own.clone(), op=asyncoll.AVG)
     observe(t, own, mean)
-    own.copy_(mean)  # all leave with one model
+    own.copy_(mean)  # all ranks leave with one model
     await share_buffers(comm, model)
 
 
 def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:
     """The next model. Weights add up to one: S of the paper is the number of models that are in `total`."""
     if not reduction.active:
-        return own  # the others have made no step yet, and nor had I when the round began
+        return own  # no rank of the group, this one included, had made a step when the round began
     if reduction.included:
         return total / reduction.active  # line 11, and line 16, where all ranks are active
-    return (total + own) / (reduction.active + 1)  # line 13: `total` holds an older model of mine
+    return (total + own) / (reduction.active + 1)  # line 13: `total` has an older model of this rank

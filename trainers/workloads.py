@@ -1,6 +1,6 @@
-"""What is trained: a model, a stream of local batches, and a score of the model.
+"""The learning tasks: a model, a stream of local batches, and a score of the model.
 
-A workload is built at every rank from the same seed. The model starts equal everywhere; the batches differ.
+Every rank builds a workload from the same seed. The model starts equal at all ranks; the batches differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Data = tuple[Tensor, Tensor]  # samples by row, and a target for each
 class Workload(Protocol):
     """One rank's share of a learning task."""
 
-    metric: ClassVar[str]  # what `score` is, in words
+    metric: ClassVar[str]  # the name of the score
     defaults: ClassVar[dict[str, Any]]  # the settings that make sense for it, on four to eight ranks
     model: nn.Module
 
@@ -33,17 +33,17 @@ class Workload(Protocol):
         """The model's mean loss over this rank's next batch."""
 
     def score(self) -> float:
-        """How good the model is on held-out data; higher is better and 1 is perfect."""
+        """The quality of the model on held-out data; higher is better, and 1 is perfect."""
 
 
 class Digits:
-    """Handwritten digits: 1,797 real 8x8 images bundled with scikit-learn, and a perceptron of 4,810 parameters.
+    """Handwritten digits: the 1,797 images of 8x8 of scikit-learn, and a perceptron of 4,810 parameters.
 
     The test set is a fixed 30 %, stratified: 540 images, so one percentage point is 5.4 images.
     """
 
     metric: ClassVar[str] = "test accuracy"
-    defaults: ClassVar[dict[str, Any]] = {}  # those of `Settings`
+    defaults: ClassVar[dict[str, Any]] = {}  # `Settings` has them
     HIDDEN: ClassVar[tuple[int, ...]] = (64,)
 
     def __init__(self, rank: int, size: int, batch: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class Digits:
 class DigitsWide(Digits):
     """The same digits, and a perceptron of 1,045,450 parameters: 4 MB to reduce where `Digits` has 19 KB.
 
-    Its two middle matrices have 47 % of them each.
+    Each of its two middle matrices has 47 % of them.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"rounds": 120, "batch": 32, "learning_rate": 0.8}
@@ -91,7 +91,7 @@ def _perceptron(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-@cache  # the ranks of one process share it
+@cache  # shared by ranks of one process
 def _digits() -> tuple[Data, Data]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -107,17 +107,17 @@ def _digits() -> tuple[Data, Data]:
 
 
 class Hyperplane:
-    """Seed 000's hyperplane regression (section 6.2.1) at its size: y = a·x + noise, 8,193 parameters, 32,768 points.
+    """The hyperplane regression of Li et al., PPoPP 2020, section 6.2.1, at its size.
 
-    The paper does not state the distributions. Here x is normal, so are the coefficients, with |a| about 1, and the
-    noise has a deviation of 0.1: the best model explains 99 % of the variance. Row i of the data is drawn from
-    (seed, i) alone, so any number of ranks shares the same data, and each makes only the rows that it keeps: every
-    size-th, 134 MB on 8 ranks.
+    y = a·x + noise, 8,193 parameters, 32,768 points. The paper does not state the distributions. Here x is normal, so
+    are the coefficients, with |a| about 1, and the noise has a deviation of 0.1: the best model explains 99 % of the
+    variance. Row i of the data is drawn from (seed, i) alone, so any number of ranks shares the same data. Each rank
+    makes only the rows that it keeps: every size-th, 134 MB on 8 ranks.
     """
 
     metric: ClassVar[str] = "R² on held-out points"
     # The paper's total batch is 2,048: 256 on each of 8 ranks. 96 rounds are 6 of its 48 epochs. Twice this rate is
-    # stable if gradients are averaged before a step, but not for DC-S3GD, which takes whole steps and is one behind.
+    # stable if gradients are averaged before a step, but not for DC-S3GD, whose steps are whole and one round stale.
     defaults: ClassVar[dict[str, Any]] = {"rounds": 96, "batch": 256, "learning_rate": 0.05, "target": 0.9}
     DIMENSIONS = 8192
     POINTS = 32768
@@ -138,7 +138,7 @@ class Hyperplane:
         self._batches = _batches(share, order, batch)
 
     def next_batch(self) -> Data:
-        """This rank's next points, and the heights of the plane there."""
+        """This rank's next points x, and their y."""
         return next(self._batches)
 
     def loss(self) -> Tensor:
@@ -147,7 +147,7 @@ class Hyperplane:
         return nn.functional.mse_loss(self.model(x), y)
 
     def score(self) -> float:
-        """The share of the variance of y that the model explains; what is left is the loss."""
+        """The share of the variance of y that the model explains; the rest is the loss."""
         x, y = self._test
         with torch.inference_mode():
             return 1.0 - float(nn.functional.mse_loss(self.model(x), y) / y.var(correction=0))
@@ -157,10 +157,10 @@ class Hyperplane:
         coefficients = _normal(self.DIMENSIONS, (seed, behind_all_rows)) / np.sqrt(np.float32(self.DIMENSIONS))
         x = np.empty((len(rows), self.DIMENSIONS), np.float32)
         y = np.empty((len(rows), 1), np.float32)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             drawn = _normal(self.DIMENSIONS + 1, (seed, row))
-            x[place] = drawn[:-1]
-            y[place] = x[place] @ coefficients + self.NOISE * drawn[-1]
+            x[index] = drawn[:-1]
+            y[index] = x[index] @ coefficients + self.NOISE * drawn[-1]
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
@@ -169,7 +169,7 @@ def _normal(count: int, seed: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def _batches(data: Data, order: Callable[[int], NDArray[np.int64]], batch: int) -> Iterator[Data]:
-    """This rank's batches, for ever, from its samples in the `order` of each epoch.
+    """This rank's batches, without end, from its samples in the `order` of each epoch.
 
     A late rank skips rounds, not samples: the next batch is the next one of its own epoch.
     """

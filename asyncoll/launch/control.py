@@ -1,7 +1,7 @@
-"""How the launcher, the template and the ranks talk: small JSON messages, with open files attached.
+"""The messages between the launcher, the template and the ranks: small JSON objects, with open files attached.
 
-The socket keeps messages whole and in the order in which they were sent, whoever sent them; by that order the
-launcher knows which rank failed first.
+The socket preserves the boundaries of messages, and their order over all senders. By this order the launcher knows
+which rank has failed first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ FILES_MAX = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that preserve the boundaries of messages."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(control: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """May wait for the other side to read. Raises OSError if it is gone."""
+    """Send a message. Blocks while the other side does not read. Raises OSError if it is gone."""
     socket.send_fds(control, [json.dumps(message).encode()], files)
 
 
 def receive(control: socket.socket) -> dict[str, Any] | None:
-    """The next message, None at the end. Raises BlockingIOError if there is none yet."""
+    """The next message; None at the end. Raises BlockingIOError if there is none yet."""
     try:
         data = control.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
     except ConnectionResetError:
@@ -35,7 +36,7 @@ def receive(control: socket.socket) -> dict[str, Any] | None:
 
 
 def receive_files(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Wait for the next message and its files, which now belong to the caller; None at the end."""
+    """Wait for the next message and its files, which the caller then owns; None at the end."""
     try:
         data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, FILES_MAX)
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""What a rank finds in its environment: torchrun's contract, so one script runs under both."""
+"""The environment of a rank: torchrun's variables, so that one script runs under both launchers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asyncoll.errors import UsageError
 from asyncoll.launch.supervisor import STOPPED_GRACE_S
 from asyncoll.transport.keys import write_key
 
-FOLDER_BYTES_MAX = 60  # a unix socket's whole path has 107 bytes
+FOLDER_BYTES_MAX = 60  # the whole path of a unix socket has at most 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def job_environment(
     size: int, port: int, folder: Path, transport: str | None, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """`environ` with everything that all the ranks of a job share."""
+    """`environ`, and the variables that all ranks of a job share."""
     return {
         **threads(size, environ),
         **environ,
@@ -36,11 +36,12 @@ def job_environment(
 
 
 def rank_environment(rank: int) -> dict[str, str]:
+    """The variables that differ between the ranks."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def threads(size: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The thread settings a rank gets: one each, unless it is alone or the user has said otherwise."""
+    """The thread settings of a rank: one thread each, unless the rank is alone or `environ` has other settings."""
     if size == 1:
         return {}
     wanted = environ.get(THREADS[0], "1")
@@ -50,7 +51,7 @@ def threads(size: int, environ: Mapping[str, str]) -> dict[str, str]:
 def stopped_grace_s(environ: Mapping[str, str]) -> float:
     """How long the launcher waits for a stopped rank when every other rank has ended.
 
-    Infinite for ASYNCOLL_STOPPED_S=0. Raises UsageError if ASYNCOLL_STOPPED_S is not a number of seconds.
+    Infinite for ASYNCOLL_STOPPED_S=0. Raises UsageError if ASYNCOLL_STOPPED_S is no number of seconds.
     """
     text = environ.get("ASYNCOLL_STOPPED_S")
     try:
@@ -63,7 +64,7 @@ def stopped_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def socket_folder() -> Path:
-    """Where job folders are made: private to the user if there is such a place, and always a short path."""
+    """The folder in which job folders are made: private to the user if possible, and always a short path."""
     candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
     for name in filter(None, candidates):
         if len(os.fsencode(name)) <= FOLDER_BYTES_MAX and os.access(name, os.W_OK | os.X_OK):
@@ -73,17 +74,16 @@ def socket_folder() -> Path:
 
 @contextmanager
 def job_folder() -> Iterator[Path]:
-    """A fresh folder, open to this user only, with the job's key in the file `job`; gone at the end."""
+    """A new folder, open to this user only, with the job's key in the file `job`. It is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_key(
-            folder / "job"
-        )  # ranks find it there whoever started them; a descriptor would go to all their children
+        # In a file, not on an inherited descriptor: all children of the ranks would inherit that, too.
+        write_key(folder / "job")
         yield folder
 
 
 def reserve_port() -> socket.socket:
-    """A bound socket that does not listen: nobody else is given its port, but rank 0 may bind it."""
+    """A bound socket that does not listen: no other program is given its port, but rank 0 may bind it."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))

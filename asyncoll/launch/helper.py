@@ -1,4 +1,4 @@
-"""The launcher's hold on the template process."""
+"""The launcher's handle of the template process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncoll.launch.program import Program
 
 @dataclass(slots=True)
 class Helper:
-    """Closing `channel` ends the job; `death` becomes readable when the template is gone."""
+    """The template process. Closing `channel` ends the job; `death` becomes readable when the template is gone."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
@@ -26,13 +26,14 @@ class Helper:
         return self.process.poll() is None
 
     def send(self, *files: int, **message: object) -> None:
-        with suppress(OSError):  # it is gone: `death` says so
+        """Send it a message, with files."""
+        with suppress(OSError):  # it is gone, and `death` is readable
             control.send(self.channel, message, files)
 
 
 @contextmanager
 def start(program: Program, environment: dict[str, str]) -> Iterator[Helper]:
-    """A template for `program`, in a session of its own, so that the terminal's Ctrl-C does not reach it."""
+    """Start a template for `program`, in its own session, so that the terminal's Ctrl-C does not reach it."""
     ours, its = control.pair()
     with ours:
         with its:

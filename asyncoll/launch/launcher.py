@@ -1,4 +1,4 @@
-"""The launcher's process: one loop over the ranks' outputs, the template's news and the user's signals."""
+"""The launcher's process: one loop over the ranks' output, the template's messages and the user's signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
 from asyncoll.transport.processes import allow_files
 
-LOOK_S = 0.5  # from one look at the ranks that run while others have ended to the next
+LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
 def launch(
@@ -37,20 +37,20 @@ def launch(
     timeout: float | None = None,
     transport: str | None = None,
 ) -> int:
-    """Run `size` ranks of a Python program on this host and return the job's exit code.
+    """Run `size` ranks of a Python program on this host and return the exit code of the job.
 
-    `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir`
-    each rank's raw bytes are also kept there, as `rank-R.out` and `rank-R.err`. `transport` is "shm", memory that the
-    ranks share (with messages for what needs them), or "zmq", messages alone; None leaves it to ASYNCOLL_TRANSPORT.
+    `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir` the raw
+    bytes of each rank are also written there, to `rank-R.out` and `rank-R.err`. `transport` is "shm" (shared memory,
+    and messages for the rest) or "zmq" (messages alone); None leaves the choice to ASYNCOLL_TRANSPORT.
 
-    Returns when every process that the job started is gone: 0 if all ranks succeeded, else the exit code of
-    the rank that failed first (128 plus the signal that killed it), 124 after `timeout` seconds, 130 after
-    Ctrl-C, 143 after SIGTERM. A rank that is stopped (SIGSTOP) when every other rank has ended well is ended after
-    ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is then 147. Raises UsageError, and starts nothing, if
-    the program cannot be started. Handles SIGINT, SIGTERM and SIGHUP meanwhile, so call it from the main thread.
+    Returns when every process that the job has started is gone: 0 if all ranks have succeeded, otherwise the exit code
+    of the rank that has failed first (128 plus the signal that has killed it), 124 after `timeout` seconds, 130 after
+    Ctrl-C, 143 after SIGTERM. If a rank is stopped (SIGSTOP) when every other rank has ended well, it is killed after
+    ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is 147. Raises UsageError, and starts nothing, if the
+    program cannot be started. Handles SIGINT, SIGTERM and SIGHUP while it runs, so call it from the main thread.
 
-    What the ranks will import is loaded once and forked: numpy, torch and asyncoll, or what ASYNCOLL_PRELOAD
-    lists (names with commas between them, or nothing).
+    The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
+    those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
     """
     program = Program(tuple(argv), module)
     _check(size, program, timeout)
@@ -95,7 +95,7 @@ class _Launcher:
         self._selector = selector
         self._pids: dict[int, int] = {}
         self._last_words: list[str] = []
-        self._look_at: float | None = None  # when to see whether the ranks that still run are stopped
+        self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
         self._supervisor = Supervisor(size, time.monotonic(), self._order, grace_s)
         self._watch(signals, self._hear_user)
         self._watch(template.channel, self._hear_template)
@@ -115,15 +115,15 @@ class _Launcher:
         return self._conclude()
 
     def _start(self) -> None:
-        """Ask for all ranks; the template forks them when it has loaded."""
+        """Ask for all ranks. The template forks them when it has loaded."""
         for rank, (out, err) in enumerate(zip(self._output.out, self._output.err, strict=True)):
             self._template.send(out.writer, err.writer, fork=rank)
             out.close_writer()
             err.close_writer()
-            self._hear_template()  # so that it never waits for us while we wait for it
+            self._hear_template()  # read its messages, so that both sides never block on sending to each other
 
     def _turn(self) -> None:
-        """Wait until something happens or is due, and do what follows from it."""
+        """Wait until an event comes or is due, and handle it."""
         due = [at for at in (self._deadline, self._look_at, self._supervisor.wake_at()) if at is not None]
         for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
             key.data()
@@ -131,7 +131,10 @@ class _Launcher:
         self._supervisor.tick(time.monotonic())
 
     def _look(self) -> None:
-        """Show the supervisor the ranks that still run while others have ended: if all are stopped, none will end."""
+        """Report to the supervisor the states of the ranks that still run while others have ended.
+
+        If all of them are stopped, none will end by itself.
+        """
         now = time.monotonic()
         if not self._supervisor.has_stragglers:
             self._look_at = None
@@ -139,13 +142,17 @@ class _Launcher:
             self._look_at = now + LOOK_S
         elif now >= self._look_at:
             self._look_at = now + LOOK_S
-            forked = self._supervisor.running & self._pids.keys()  # quick ranks end before the last ones are forked
+            # Fast ranks may end before the last ones are forked.
+            forked = self._supervisor.running & self._pids.keys()
             stopped = self._supervisor.looked({rank: state(self._pids[rank]) for rank in forked}, now)
             if stopped:
                 _say([tell_stopped(stopped, self._pids, self._supervisor.stopped_grace_s)])
 
     def _end_template(self) -> None:
-        """Have it kill what the ranks left behind; if it was killed itself, kill the ranks' groups."""
+        """Let the template kill all descendants of the ranks.
+
+        If it has been killed itself, kill the ranks' process groups.
+        """
         self._hear_template()
         if self._supervisor.running and not self._supervisor.stopping:
             status = self._template.process.poll() or 0
@@ -186,7 +193,7 @@ class _Launcher:
             self._unwatch(stream.reader)
 
     def _guarded(self, stream: Stream, read: Callable[[], bool | None]) -> bool | None:
-        """Read; if nobody looks at what the ranks print (`| head`), there is no point in going on."""
+        """Call `read`. If the reader of the launcher's output is gone (`| head`), stop the job."""
         try:
             return read()
         except BrokenPipeError:
@@ -223,7 +230,7 @@ class _Launcher:
 
     def _order(self, signum: int, ranks: Sequence[int]) -> None:
         if not self._pids:
-            self._template.process.kill()  # it is still loading, so there is no rank yet
+            self._template.process.kill()  # it still loads, and there is no rank yet
         elif ranks:
             self._template.send(signal=signum, ranks=ranks)
 

@@ -1,7 +1,7 @@
-"""Cuts a rank's bytes into the lines to show.
+"""Cut the bytes of a rank into the lines to show.
 
-Bytes are never decoded, so nothing a rank prints can break the launcher. A progress bar that rewrites its
-line is shown as it stands, at most once a second; a line too long to hold is cut.
+Bytes are never decoded, so no output of a rank can make the launcher fail. A progress bar that rewrites its line is
+shown in its current state, at most once a second. A line that is too long to hold is cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ PROGRESS_S = 1.0
 
 
 class Lines:
-    """One stream. No I/O and no clock."""
+    """The lines of one stream. No I/O and no clock."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -19,7 +19,7 @@ class Lines:
         self._progress_at = -PROGRESS_S
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """The lines to show now that `data` has come."""
+        """The lines to show after `data` has arrived."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         shown = [line for line in map(_as_it_stands, lines) if not self._was_shown(line)]
         if b"\r" in self._rest.rstrip(b"\r"):
@@ -30,7 +30,7 @@ class Lines:
         return shown
 
     def end(self) -> list[bytes]:
-        """What is left of a last line that was never finished."""
+        """The rest of a last line without an end."""
         rest, self._rest = _as_it_stands(self._rest), b""
         return [rest] if rest and not self._was_shown(rest) else []
 
@@ -47,5 +47,5 @@ class Lines:
 
 
 def _as_it_stands(line: bytes) -> bytes:
-    """What a terminal would show of it."""
+    """The part of `line` that a terminal would show."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,4 +1,4 @@
-"""The ranks' outputs: pipes that are read here and shown with the rank in front of each line."""
+"""The output of the ranks: pipes that are read here, and shown with the rank in front of each line."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Stream:
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def read(self, now: float) -> bool:
-        """Show what has come; False at the end.
+        """Show the bytes that have arrived. False at the end.
 
-        Raises BlockingIOError if nothing has come, BrokenPipeError if nobody looks.
+        Raises BlockingIOError if there are none, BrokenPipeError if the reader of the launcher's output is gone.
         """
         data = os.read(self.reader, READ_BYTES)
         if self.log:
@@ -42,7 +42,7 @@ class Stream:
         return bool(data)
 
     def drain(self, now: float) -> None:
-        """The same for all that is there, and for a last line that was never finished."""
+        """Read and show all bytes that are there, including a last line without an end."""
         try:
             while self.read(now):
                 pass
@@ -59,7 +59,7 @@ class Stream:
             os.close(self.writer)
 
     def abandon(self) -> None:
-        """Send what is still to come nowhere, so that not even the interpreter's last flush fails."""
+        """Redirect `sink` to /dev/null, so that even the last flush of the interpreter succeeds."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.sink.fileno())
         os.close(nowhere)
@@ -72,7 +72,7 @@ class Stream:
 
 
 class Output:
-    """The streams of all ranks; `logs`, if given, gets their raw bytes as `rank-R.out` and `rank-R.err`."""
+    """The streams of all ranks. If `logs` is given, their raw bytes are also written there."""
 
     def __init__(self, size: int, logs: Path | None) -> None:
         self._size = size
@@ -92,7 +92,7 @@ class Output:
         self._open.close()
 
     def log_error(self, rank: int, text: str) -> None:
-        """Complete the rank's log with what its interpreter would have printed."""
+        """Complete the rank's log with the text that its interpreter would have printed."""
         if log := self.err[rank].log:
             log.write(text.encode(errors="replace"))
 

@@ -1,4 +1,4 @@
-"""What Linux knows about processes and Python does not say."""
+"""Facts and settings of Linux processes that Python has no functions for."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on, a descendant whose parent dies becomes this process's child, not init's."""
+    """From now on, a descendant whose parent dies becomes a child of this process, not of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as `parent` is dead, also if that has happened already."""
+    """Let the kernel kill this process as soon as `parent` is dead, also if it is dead already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """Kill every descendant of this process and wait until all are gone. It must have adopted the orphans."""
+    """Kill every descendant of this process, and wait until all are gone. Needs `adopt_orphans` first."""
     while True:
         for pid in children():
             with suppress(ProcessLookupError):
@@ -43,19 +43,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 def children() -> list[int]:
+    """The pids of this process's children."""
     entries = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in entries if _stat(pid)[1:2] == [str(os.getpid())]]
 
 
 def state(pid: int) -> str:
-    """The letter of `ps`: "T" if a signal has stopped the process, "t" if a debugger has; empty if it is gone."""
+    """The state letter of `ps`: "T" if a signal has stopped the process, "t" if a debugger has; empty if it is gone."""
     return "".join(_stat(pid)[:1])
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: the state, the parent and so on. Empty if the process is gone."""
+    """The fields of /proc/PID/stat from the state on: state, parent and so on. Empty if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the name before it may contain spaces
+    return stat.rpartition(")")[2].split()  # after the process name, which may contain spaces and parentheses

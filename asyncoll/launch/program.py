@@ -1,4 +1,4 @@
-"""What the user asked to run, run as `python script.py` or `python -m module` would have run it."""
+"""The user's program, run as `python script.py` or `python -m module` would run it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from asyncoll.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`argv[0]` is a script's path, or a module's name if `module` is set; the rest is the program's own."""
+    """`argv[0]` is a script's path, or with `module` a module's name; the rest are the program's arguments."""
 
     argv: tuple[str, ...]
     module: bool = False
 
     def check(self) -> None:
-        """Raise UsageError if it cannot even start. Imports nothing and runs nothing."""
+        """Raise UsageError if it cannot start. Imports nothing and runs nothing."""
         name = self.argv[0]
         if self.module:
             with _first_on_path(os.getcwd()):
@@ -37,7 +37,7 @@ class Program:
             raise UsageError(f"cannot read the script: {name}")
 
     def run(self) -> None:
-        """Become the program: afterwards `__main__`, `sys.argv` and `sys.path[0]` are its own."""
+        """Run the program in this process, with `__main__`, `sys.argv` and `sys.path[0]` of its own."""
         name, *arguments = self.argv
         main = types.ModuleType("__main__")
         code = _load_module(name, main) if self.module else _load_script(name, main)
@@ -93,7 +93,7 @@ def _check_module(name: str) -> None:
 
 
 def _locate(name: str, complaint: str = "") -> ModuleSpec:
-    """Like importlib.util.find_spec, which would import the parent packages."""
+    """As importlib.util.find_spec, which would import the parent packages."""
     parent = name.rpartition(".")[0]
     path = _locate(parent).submodule_search_locations if parent else None
     if not parent or path is not None:

@@ -1,7 +1,7 @@
 """One rank, from the fork to the end of the user's program.
 
-The program's exception leaves through the top of the process, so the interpreter itself does what it always
-does at the end: exit codes, threads, atexit handlers, flushing. We only tell the launcher on the way.
+The program's exception leaves the process at the top, so the interpreter itself handles exit codes, threads, atexit and
+flushing as always. On the way the rank reports the exception to the launcher.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncoll.errors import AbortedError, PeerLostError
 from asyncoll.launch import control
 from asyncoll.launch.program import Program
 
-TRACEBACK_CHARACTERS_MAX = 8000  # twelve bytes each at the worst, and one message holds all
+TRACEBACK_CHARACTERS_MAX = 8000  # up to 12 bytes each in JSON, and one message must hold all of them
 SUMMARY_CHARACTERS_MAX = 300
 MACHINERY = os.path.dirname(__file__)
 
 
 def main() -> None:
-    """The entry of a rank that was started afresh, because the template could not be forked."""
+    """The entry of a rank that is started anew, because the template could not be forked."""
     channel, module, *argv = sys.argv[2:]
     run(Program(tuple(argv), bool(int(module))), socket.socket(fileno=int(channel)))
 
@@ -40,7 +40,7 @@ def run(program: Program, channel: socket.socket) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             program.run()
         except BaseException as error:
-            if os.getpid() == pid:  # not in a process that the program forked
+            if os.getpid() == pid:  # not in a child that the program has forked
                 _report(error.with_traceback(_beyond_machinery(error.__traceback__)), channel)
             raise
 
@@ -53,11 +53,11 @@ def _settle_in() -> None:
             stream.reconfigure(line_buffering=True)
     faulthandler.enable()
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # else the ranks, forked from one process, would draw the same
+        sys.modules["numpy"].random.seed()  # otherwise all ranks, as forks of one process, would draw the same
 
 
 def _report(error: BaseException, channel: socket.socket) -> None:
-    """Tell the launcher how the program failed; it shows the traceback in place of the interpreter."""
+    """Report the failure to the launcher, which shows the traceback in place of the interpreter."""
     code = _exit_code(error)
     if code == 0:
         return
@@ -78,13 +78,13 @@ def _report(error: BaseException, channel: socket.socket) -> None:
 
 
 def _summary(error: BaseException) -> str:
-    """One line; it is the last of several for a SyntaxError, and the first for an exception group."""
+    """One line: the last of several for a SyntaxError, the first for an exception group."""
     lines = traceback.format_exception_only(error)
     return next(line for line in lines if not line.startswith(" ")).partition("\n")[0][:SUMMARY_CHARACTERS_MAX]
 
 
 def _exit_code(error: BaseException) -> int:
-    """What the interpreter will make of it; negative means the signal that it will send itself."""
+    """The exit code that the interpreter will derive from `error`; negative: the signal that will end the process."""
     if isinstance(error, KeyboardInterrupt):
         return -signal.SIGINT
     if not isinstance(error, SystemExit):
@@ -95,7 +95,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def blamed(error: BaseException) -> int | None:
-    """The rank that `error`, or anything in its chain or group, names as its cause."""
+    """The rank that `error`, or an exception of its chain or group, names as the cause."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -118,4 +118,4 @@ def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _already_told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The launcher has the traceback."""
+    """An excepthook that prints nothing: the launcher has the traceback."""

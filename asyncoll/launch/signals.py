@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stop_signals() -> Iterator[socket.socket]:
-    """Each byte read is the number of a signal that arrived. Those that are ignored (nohup) stay ignored."""
+    """A socket. Each byte read from it is the number of a signal. Signals that are ignored (nohup) stay ignored."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)

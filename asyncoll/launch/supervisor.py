@@ -1,4 +1,7 @@
-"""Who failed first, whom to stop and when, how the job ends. No process, no clock: events in, orders out."""
+"""Which rank has failed first, which ranks to stop and when, and how the job ends.
+
+No process, no clock: events come in as calls, and orders go out.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-SETTLE_S = 0.1  # after the first failure, for others that were on their way
-BLAME_S = 1.0  # the same, if the failure names a rank that has not failed yet
+SETTLE_S = 0.1  # from the first failure to the stop, for reports of other ranks that are under way
+BLAME_S = 1.0  # the same, if the failure names a rank whose own report has not come yet
 STOP_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 10.0
 TIMEOUT_CODE = 124
 STOPPED_GRACE_S = 10.0  # for a rank that is stopped when every other rank has ended
-LOOK_GAP_MAX_S = (
-    2.0  # a longer gap between two looks means that the launcher was stopped too (Ctrl-Z): the grace restarts
-)
+# A longer gap between two looks means that the launcher was stopped, too (Ctrl-Z): the grace period restarts.
+LOOK_GAP_MAX_S = 2.0
 STOPPED = "T"  # the state of a process that a signal has stopped; a debugger's is "t"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`code` is negative if a signal ended, or stopped, the rank; `blames` is the rank that its exception names."""
+    """The end of a rank that has failed.
+
+    `code` is negative if a signal has ended, or stopped, the rank. `blames` is the rank that its exception names.
+    """
 
     rank: int
     code: int
@@ -36,7 +41,7 @@ class Failure:
 
 
 class Supervisor:
-    """Feed it what happens; `order(signal, ranks)` is called for what to do about it, also out of `tick`."""
+    """Methods report events. `order(signal, ranks)` is called, by `stop` and `tick`, to send signals."""
 
     def __init__(
         self,
@@ -46,16 +51,16 @@ class Supervisor:
         stopped_grace_s: float = STOPPED_GRACE_S,
     ) -> None:
         self.running = set(range(size))
-        self.failures: dict[int, Failure] = {}  # in the order in which they were heard of
+        self.failures: dict[int, Failure] = {}  # in the order of the reports
         self.stopped: list[int] = []
         self.stopping = False
-        self.exit_code: int | None = None  # set if the job is being stopped from outside
+        self.exit_code: int | None = None  # set if the user, or a timeout, ends the job
         self.started_at = now
         self.stopped_grace_s = stopped_grace_s
         self._order = order
         self._plan: deque[tuple[float, int]] = deque()
         self._size = size
-        self._looks = 0  # in a row that found nothing but stopped ranks
+        self._looks = 0  # consecutive ones that found only stopped ranks
         self._looked_at = now
         self._stopped_since = now
 
@@ -73,26 +78,27 @@ class Supervisor:
         return failure
 
     def failed(self, failure: Failure) -> None:
-        """The rank says that it is about to fail, or has failed without a word."""
+        """A rank has reported its failure, or has failed without a report."""
         if not self.stopping:
             self.failures.setdefault(failure.rank, failure)
 
     def exited(self, rank: int, code: int, now: float) -> None:
+        """The process of `rank` has ended with exit code `code`."""
         if code:
             self.failed(Failure(rank, code, now - self.started_at))
         self.running.discard(rank)
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether some ranks have ended well and others run: if these are stopped, no rank is left to continue them."""
+        """Whether some ranks have ended well and others run. If these are stopped, no rank is left to continue them."""
         return 0 < len(self.running) < self._size and not self.failures and not self.stopping
 
     def looked(self, states: Mapping[int, str], now: float) -> list[int]:
-        """The launcher has looked at the stragglers; `states` has the letters that `ps` shows for their processes.
+        """The launcher has read the `states` of the stragglers: the letters that `ps` shows for their processes.
 
-        The stragglers fail if all of them are stopped by a signal in every look for `stopped_grace_s`. A straggler that
-        runs may continue the others, and a debugger continues its own process, so both restart the grace period.
-        Returns the ranks that the user must hear of: once, before they fail.
+        The stragglers fail if every look within `stopped_grace_s` finds all of them stopped by a signal. A straggler
+        that runs may continue the others, and a debugger continues its own process, so both restart the grace period.
+        Returns the ranks to report to the user: once, before they fail.
         """
         if not self.has_stragglers or any(states.get(rank) != STOPPED for rank in self.running):
             self._looks = 0
@@ -102,7 +108,7 @@ class Supervisor:
             self._stopped_since = now
         self._looks += 1
         self._looked_at = now
-        if self._looks == 2:  # the first look may come just before the end of a pause of the whole job
+        if self._looks == 2:  # not at the first look, which may come at the end of a pause of the whole job
             return sorted(self.running)
         if self._looks > 2 and now >= self._stopped_since + self.stopped_grace_s:
             for rank in sorted(self.running):
@@ -110,7 +116,7 @@ class Supervisor:
         return []
 
     def stop(self, signum: int, exit_code: int, now: float) -> None:
-        """Somebody outside wants the job to end; asking a second time is final."""
+        """The user, or a timeout, ends the job. A second call kills the ranks at once."""
         if self.stopping:
             self._plan = deque([(now, signal.SIGKILL)])
         else:
@@ -119,7 +125,7 @@ class Supervisor:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Send the signals that are due."""
         if self.root and not self.stopping and self._settled(now):
             self._begin(signal.SIGTERM, now)
         while self._plan and self._plan[0][0] <= now:
@@ -128,7 +134,7 @@ class Supervisor:
             self._order(signum, sorted(self.running.difference(spared)))
 
     def wake_at(self) -> float | None:
-        """When `tick` is due next."""
+        """When the next `tick` is due; None if none is."""
         if self._plan:
             return self._plan[0][0]
         if self.failures and not self.stopping:
@@ -145,7 +151,7 @@ class Supervisor:
         self._plan.append((now + grace + STOP_GRACE_S, signal.SIGKILL))
 
     def _leaving(self) -> list[int]:
-        """The ranks that are on their way out, and need no signal."""
+        """The ranks that are ending by themselves, and need no signal."""
         return [rank for rank, failure in self.failures.items() if failure.code != -signal.SIGSTOP]
 
     def _settled(self, now: float) -> bool:

@@ -1,7 +1,7 @@
 """The process that loads numpy, torch and asyncoll once, and forks the ranks.
 
-It stays single-threaded. It obeys the launcher and needs no farewell: when the control socket ends, because
-the job is over or because the launcher was killed, every descendant is killed and the job's folder removed.
+It stays single-threaded. When the control socket ends, because the job is over or because the launcher was killed, it
+kills every descendant and removes the job's folder.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LEFT_TO_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(module: str, channel: int, program: Program) -> list[str]:
-    """Runs `main` of a module of this very package; otherwise `sys.path` is untouched."""
+    """The command line that runs `main` of a module of this package. It leaves `sys.path` as it is."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     boot = [sys.executable, "-P", "-c", BOOT.format(module), root]
     return [*boot, str(channel), str(int(program.module)), *program.argv]
 
 
 def main() -> None:
-    """Serve until the job ends, or until a fork has made this process a rank: then be that rank."""
+    """Serve until the job ends, or until a fork has made this process a rank; then run that rank."""
     channel, module, *argv = sys.argv[2:]
     program = Program(tuple(argv), bool(int(module)))
     signal.pthread_sigmask(signal.SIG_SETMASK, LEFT_TO_THE_LAUNCHER)
@@ -47,7 +47,7 @@ def main() -> None:
     loaded = preload()
     template = Template(socket.socket(fileno=int(channel)))
     if not template.serve():
-        os._exit(0)  # taking torch apart first would keep the user waiting
+        os._exit(0)  # a regular exit would first tear down torch, which takes time
     if loaded and _parent_is_single_threaded():
         rank.run(program, template.channel)
     else:
@@ -56,7 +56,10 @@ def main() -> None:
 
 
 def preload() -> bool:
-    """Import what ranks will want. False if that failed: half of it may be there, so run nothing here."""
+    """Import the modules that ranks will use. False if that has failed.
+
+    Modules may then be half imported, so no program may run in a fork of this process.
+    """
     try:
         for name in os.environ.get("ASYNCOLL_PRELOAD", "numpy,torch,asyncoll").split(","):
             if name:
@@ -65,35 +68,38 @@ def preload() -> bool:
         print(f"asyncoll: every rank starts afresh, because loading once failed: {error!r}", file=sys.stderr)
         return False
     gc.collect()
-    gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+    gc.freeze()  # a collection would write to, and so copy, the pages that the ranks share
     return True
 
 
 def _import_whole(name: str) -> None:
     module = importlib.import_module(name)
-    if name == "asyncoll":  # its names are loaded at their first use
+    if name == "asyncoll":  # it loads its public names at their first use
         for public in module.__all__:
             getattr(module, public)
 
 
 def _parent_is_single_threaded() -> bool:
-    """Asked after the fork: OpenBLAS ends its threads for it, and any that are left would be missing here."""
+    """Whether the template has one thread. A fork has no copies of the others.
+
+    Called after the fork, because OpenBLAS ends its threads before a fork.
+    """
     return len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
 
 
 class Template:
-    """Forks, reaps, passes signals on."""
+    """Forks ranks, reaps them, and forwards signals to them."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self._ranks: dict[int, int] = {}  # by pid, the living ones
+        self._ranks: dict[int, int] = {}  # the living ranks, by pid
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> bool:
-        """True in a process that has become a rank, False at the end of the job."""
+        """True in a process that has become a rank; False at the end of the job."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -123,7 +129,7 @@ class Template:
             self._become(number, out, err, template)
             return True
         with suppress(OSError):
-            os.setpgid(pid, pid)  # here too, so that a signal sent right now finds the group
+            os.setpgid(pid, pid)  # in both processes: a signal that is sent now must find the group
         os.close(out)
         os.close(err)
         self._ranks[pid] = number
@@ -148,7 +154,7 @@ class Template:
             if number in ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signum)
-                    os.killpg(pid, signal.SIGCONT)  # one that is stopped hears of nothing else
+                    os.killpg(pid, signal.SIGCONT)  # a stopped process handles no signal before it continues
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -158,7 +164,7 @@ class Template:
                     self._tell(exited=self._ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
 
     def _tell(self, **message: object) -> None:
-        with suppress(OSError):  # the launcher is gone: the next read says so
+        with suppress(OSError):  # the launcher is gone: the next read finds the end
             control.send(self.channel, message)
 
     def _end(self) -> None:

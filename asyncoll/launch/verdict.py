@@ -1,4 +1,4 @@
-"""The last words of a job that did not end well: the root cause first, then what followed from it."""
+"""The report on a job that has failed: the root cause first, then its consequences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from asyncoll.launch.supervisor import Failure, Supervisor
 
 
 def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids: Mapping[int, int]) -> Iterator[str]:
-    """The lines to print. `last_lines` are the ends of what the ranks wrote to stderr."""
+    """The lines to print. `last_lines` are the last lines of each rank's stderr."""
     root = supervisor.root
     if root is None:
         return
     if root.code == -signal.SIGSTOP:
         yield from _left_stopped(supervisor, root, pids)
         return
-    accused = root.blames if root.blames in supervisor.stopped else None  # it is frozen, say, and will not fail itself
+    accused = (
+        root.blames if root.blames in supervisor.stopped else None
+    )  # for example, it is frozen, and cannot fail by itself
     if accused is not None:
-        yield f"rank {accused} is the root cause, as the others tell: {root.summary}"
+        yield f"rank {accused} is the root cause, as the other ranks report: {root.summary}"
     yield f"rank {root.rank} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
     if root.traceback:
         yield root.traceback.rstrip("\n")
@@ -33,7 +35,7 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids:
 
 
 def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) -> str:
-    """What the user hears when every rank that still runs is stopped."""
+    """The message for the user when every rank that still runs is stopped."""
     are, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
     numbers = " ".join(str(pids[rank]) for rank in ranks)
     found = f"{_with_pids(ranks, pids)} {are} stopped and every other rank has ended"
@@ -45,7 +47,7 @@ def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) 
 
 
 def _left_stopped(supervisor: Supervisor, root: Failure, pids: Mapping[int, int]) -> Iterator[str]:
-    """All failures of such a job are stopped ranks, because the launcher leaves stopped ranks alone if others fail."""
+    """All failures of such a job are stopped ranks: if another rank fails, stopped ranks do not count as failed."""
     ranks = sorted(supervisor.failures)
     they, were, them = ("it", "was", "it") if len(ranks) == 1 else ("they", "were", "them")
     yield (
@@ -91,4 +93,4 @@ def signal_name(signum: int) -> str:
     try:
         return signal.Signals(signum).name
     except ValueError:
-        return f"signal {signum}"  # the real-time ones have no name
+        return f"signal {signum}"  # real-time signals have no name

@@ -1,6 +1,6 @@
-"""One tensor, or several that go together, as one flat array for each dtype.
+"""A contribution of one tensor, or of several, as one flat array for each dtype.
 
-The buckets of a model then share one round: it includes a rank for all of them or for none.
+So the buckets of a model share one round, which includes a rank for all of them or for none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-_SHOWN = 64  # characters
+_SHOWN = 64  # characters: a longer text is replaced by its digest
 
 
 class Single:
@@ -57,18 +57,18 @@ class Single:
 
 
 class Bundle:
-    """A caller's tensors, packed by dtype in order of first appearance."""
+    """The tensors of one call, packed by dtype in the order in which the dtypes first appear."""
 
     def __init__(self, operands: list[Operand], op: ReduceOp, *, alone: bool) -> None:
         self._operands = operands
         self._op = op
-        self._alone = alone  # the caller gave a tensor, and not a list
+        self._alone = alone  # the caller gave a tensor, not a list
         self._packs: dict[str, list[Operand]] = {}
         for operand in operands:
             self._packs.setdefault(self._carried(operand), []).append(operand)
 
     def _carried(self, operand: Operand) -> str:
-        """The dtype that it is packed as."""
+        """The dtype in which `operand` is packed."""
         return reductions.accumulator(self._op, operand.dtype)
 
     @property
@@ -78,9 +78,10 @@ class Bundle:
 
     @property
     def boundaries(self) -> str:
-        """Where one of several tensors ends and the next begins, and their dtypes where they are packed as another.
+        """The sizes of the tensors, and the dtypes of those that are packed in another; a digest, if that text is long.
 
-        The digest of it, if there are many. Empty for one tensor of the dtype that it is packed as.
+        Empty for one tensor that is packed in its own dtype. Ranks compare it: the layout alone does not tell whether
+        two ranks cut the same vector into the same tensors.
         """
         if len(self._operands) == 1 and self._carried(self._operands[0]) == self._operands[0].dtype:
             return ""
@@ -105,7 +106,7 @@ class Bundle:
         )
 
     def lend(self) -> list[Array] | None:
-        """The tensors' own memory in the form of `read`, unless they would have to be packed or converted."""
+        """The tensors' own memory, in the form of `read`; None if they would have to be packed or converted."""
         if any(len(pack) > 1 or dtype != pack[0].dtype for dtype, pack in self._packs.items()):
             return None
         return [pack[0].flat for pack in self._packs.values()]
@@ -115,7 +116,7 @@ class Bundle:
         for operand, values in self._pieces(parts):
             if not np.may_share_memory(operand.flat, values):
                 reductions.put(operand.flat, operand.dtype, values, divisor)
-            elif divisor != 1:  # lent: it is there already
+            elif divisor != 1:  # the round was reduced in the caller's own memory
                 reductions.divide(operand.flat, operand.dtype, divisor)
             operand.write_back()
 
@@ -126,11 +127,11 @@ class Bundle:
             flat = np.empty_like(operand.flat)
             reductions.put(flat, operand.dtype, values, divisor)
             made[id(operand)] = operand.like(flat, operand.shape)
-        tensors_ = [made[id(operand)] for operand in self._operands]
-        return tensors_[0] if self._alone else tensors_
+        tensors = [made[id(operand)] for operand in self._operands]
+        return tensors[0] if self._alone else tensors
 
     def _pieces(self, parts: Iterable[Array]) -> Iterator[tuple[Operand, Array]]:
-        """Each operand with its piece of the part that it is packed in."""
+        """Each operand with its piece of the array that it is packed in."""
         for pack, part in zip(self._packs.values(), parts, strict=True):
             ends = accumulate((operand.flat.size for operand in pack), initial=0)
             for operand, (start, end) in zip(pack, pairwise(ends), strict=True):
@@ -138,7 +139,7 @@ class Bundle:
 
 
 def bundle(x: object, op: ReduceOp) -> Bundle | Single:
-    """See `x`, a tensor or a list or tuple of tensors, as a bundle that results of `op` can go back into.
+    """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
     Raises UsageError as `as_operand` does, and for an empty list.
     """

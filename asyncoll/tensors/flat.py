@@ -1,10 +1,10 @@
 """A model as two flat tensors, so that one call reduces all of it.
 
-Every parameter's data becomes a view of `Flat.parameters` and every gradient a view of `Flat.gradients`:
-`backward()` accumulates straight into the flat tensor, and one collective carries the whole step. One vector
-also means one round decision for the whole model: with a collective per tensor, a step could include a rank
-for some tensors and leave it out of others, and the guarantees of a wait-avoiding round would hold tensor by
-tensor only (eager-SGD, section 5).
+Every parameter's data becomes a view of `Flat.parameters` and every gradient a view of `Flat.gradients`. `backward()`
+accumulates into the flat tensor, and one collective reduces the whole step. One vector also means one decision of a
+round for the whole model. With one collective per tensor, a step could include a rank for some tensors and not for
+others, and the guarantees of a round would hold for each tensor alone (the proof of Li et al., PPoPP 2020, section 5.1,
+assumes one vector).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Flat:
-    """The two flat tensors of a model; built by `flatten`.
+    """The parameters and the gradients of a model, as one flat tensor each. `flatten` makes it.
 
-    Trainable parameters come first, in the model's order, frozen ones (`requires_grad` False) after them.
-    `gradients` covers the trainable ones only, so `parameters[: gradients.numel()]` is what an update
-    touches, while a broadcast or an average of `parameters` also makes frozen layers equal. Tied parameters
-    are there once.
+    Trainable parameters come first, in the model's order, frozen ones (`requires_grad` False) after them. `gradients`
+    has the trainable ones only: an update changes `parameters[: gradients.numel()]`, and a broadcast or an average of
+    `parameters` also makes frozen layers equal. Tied parameters are there once.
 
-    Reading either tensor checks that the model still uses it. It raises `UsageError` if something replaced a
-    view (`model.to` another dtype, `zero_grad()`), or if the model has a parameter that was not flattened (a new head,
-    `load_state_dict(assign=True)`) or was frozen then: no reduction would reach it, and replicas would silently differ.
+    Reading either tensor checks that the model still uses it. It raises UsageError if a parameter or a gradient is no
+    longer a view (after `model.to` another dtype, or `zero_grad()`), or if the model has a parameter that was not
+    flattened (a new head, `load_state_dict(assign=True)`), or was frozen then. A reduction would not reach such a
+    parameter, and replicas would differ without an error.
     """
 
     def __init__(self, model: nn.Module, trainable: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
@@ -48,39 +48,48 @@ class Flat:
             parameter.data = view
             parameter.grad = None
         for parameter, view in self._gradient_views:
-            # An alias of the view, as `model.to` changes the very tensor object that `grad` holds.
+            # An alias of the view: `model.to` changes the object that `grad` holds, and the view must not change.
             parameter.grad = view.detach()
 
     @property
     def parameters(self) -> Tensor:
-        """All parameters, one-dimensional; writing into it changes the model."""
+        """All parameters: one-dimensional, a tensor of the model's dtype and device. Writing to it changes the model.
+
+        Raises UsageError if the model no longer uses it.
+        """
         self._check_model()
         return self._parameters
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients of all trainable parameters, one-dimensional; `backward()` adds to it."""
+        """The gradients of all trainable parameters: one-dimensional. `backward()` adds to it.
+
+        Raises UsageError if the model no longer uses it.
+        """
         self._check_model()
         for parameter, view in self._gradient_views:
             if parameter.grad is None or not _same_memory(parameter.grad, view):
                 raise UsageError(
-                    f"the gradient of a parameter of shape {_shape(parameter)} no longer lives in the flat "
+                    f"the gradient of a parameter of shape {_shape(parameter)} is no longer in the flat "
                     "tensor: clear gradients with zero_gradients() or with zero_grad(set_to_none=False)"
                 )
         return self._gradients
 
     def zero_gradients(self) -> None:
-        """Clear all gradients in place; one that a step does not use stays a zero, and not None."""
+        """Set all gradients to 0, in place. A gradient that a step does not use stays 0, and does not become None.
+
+        Raises UsageError if the model no longer uses `gradients`.
+        """
         self.gradients.zero_()
 
     def _check_model(self) -> None:
-        """Raise UsageError if the model has parameters that are not, or not fully, in the flat tensors."""
+        """Raise UsageError if the flat tensors lack parameters of the model, or their gradients."""
         self._check_trained()
         self._check_found()
         for parameter, view in self._data_views:
             if not _same_memory(parameter, view):
                 raise UsageError(
-                    f"a parameter of shape {_shape(parameter)} no longer lives in the flat tensor: move or convert the "
+                    f"a parameter of shape {_shape(parameter)} is no longer in the flat tensor: move or convert the "
                     "model (model.to, model.half, ...) first, and flatten the model again after a change"
                 )
 
@@ -97,27 +106,46 @@ class Flat:
         if len(found) == len(self._found) and all(map(operator.is_, found, self._found)):
             return
         flattened = {id(parameter) for parameter, _ in self._data_views}
-        for parameter in self._model.parameters():  # as in `flatten`; a model may define `named_parameters` otherwise
+        for parameter in self._model.parameters():  # as in `flatten`; a model may override `named_parameters`
             if id(parameter) not in flattened:
                 raise UsageError(
                     f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or "
                     "replaced, after it was flattened: flatten the model again, and give the optimizer its parameters"
                 )
-        self._found = found  # parameters were taken away, or moved within the model
+        self._found = found  # parameters were only removed, or moved within the model
 
 
 def flatten(model: nn.Module) -> Flat:
-    """Make the parameters and gradients of `model` views of two flat tensors; parameters keep their values.
+    """Make the parameters and gradients of `model` views of two flat tensors.
 
-    Called in a world (`asyncoll.run`, `asyncoll.connect`), both are registered, as tensors of `Communicator.empty` are:
-    peers on this host read gradients where `backward()` has put them.
+    Parameters keep their values; gradients start at 0. An optimizer that was built before or is built afterwards has
+    the same parameters. Local: the other ranks need not call it.
 
-    Gradients start at zero. All parameters must share one dtype and one device. An optimizer built before or
-    after sees the same parameters either way.
+    In a world (inside `asyncoll.run` or `asyncoll.connect`), both tensors are in registered memory, as those of
+    `Communicator.empty` are: peers on this host read gradients where `backward()` has put them.
+
+    Args:
+        model: its parameters share one dtype and one device; none of them is lazy.
+
+    Returns:
+        A `Flat`, with the two tensors.
+
+    Raises:
+        UsageError: the model has no parameters, several dtypes or devices, or lazy parameters.
+
+    Example:
+
+        flat = asyncoll.flatten(model)
+        await comm.broadcast(flat.parameters)
+        for batch in batches:
+            flat.zero_gradients()
+            loss(model, batch).backward()
+            await comm.allreduce(flat.gradients, op=asyncoll.AVG)
+            optimizer.step()
     """
     from torch.nn.parameter import is_lazy
 
-    parameters = list(model.parameters())  # each object once, however many modules share it
+    parameters = list(model.parameters())  # each once, even if several modules share it
     if not parameters:
         raise UsageError("the model has no parameters to flatten")
     if any(is_lazy(p) for p in parameters):
@@ -131,9 +159,9 @@ def flatten(model: nn.Module) -> Flat:
 
 
 def _found(model: nn.Module) -> list[nn.Parameter | None]:
-    """What the model's modules hold as parameters.
+    """The parameters that the model's modules hold.
 
-    A change of it is a hint: `model.parameters()`, which a model may define as it likes, takes five times as long.
+    A change of it is a hint to look closer. `model.parameters()`, which a model may override, takes five times as long.
     """
     found: list[nn.Parameter | None] = []
     modules, seen = [model], {model}

@@ -1,7 +1,7 @@
-"""What a tensor is to us: numpy arrays and torch tensors alike, seen as flat arrays.
+"""The view that algorithms have of a tensor: numpy arrays and torch tensors alike, as flat arrays.
 
-Algorithms only ever see one-dimensional, contiguous numpy arrays in native byte order. `as_operand` makes that view of
-whatever the caller holds (copying where the layout demands it) and `Operand.write_back` returns the result to it.
+Algorithms use one-dimensional, contiguous numpy arrays in native byte order only. `as_operand` makes such a view of the
+caller's tensor (a copy, if the layout demands it), and `Operand.write_back` returns the result to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
     def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind."""
+        """`flat` as a tensor of the caller's kind and of `shape`."""
         return build(flat, self.dtype, shape, as_torch=self.is_torch)
 
 
@@ -55,7 +55,7 @@ def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> A
 
 
 def is_tensor(x: object) -> bool:
-    """Whether `x` is a numpy array, of no class that means more than its elements, or a torch tensor."""
+    """Whether `x` is a torch tensor or a numpy array. Subclasses that mean more than their elements are none."""
     if isinstance(x, np.ndarray):
         return type(x) in (np.ndarray, np.memmap)
     torch = sys.modules.get("torch")
@@ -63,11 +63,11 @@ def is_tensor(x: object) -> bool:
 
 
 def as_operand(x: object, *, writable: bool = False) -> Operand:
-    """See `x` as a flat array.
+    """`x` as a flat array.
 
-    Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, where the result
-    goes back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of
-    either is seen as its elements alone. A masked array, whose mask says which of them count, is refused.
+    Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, if the result goes
+    back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of either is seen as
+    its elements alone. A masked array is refused, because its mask would be lost.
     """
     if type(x) is np.ndarray:
         return _numpy_operand(x, writable)
@@ -76,14 +76,14 @@ def as_operand(x: object, *, writable: bool = False) -> Operand:
             "a masked array would be taken without its mask: pass x.filled(0), or the arrays x.data, x.mask"
         )
     if isinstance(x, np.ndarray):
-        return _numpy_operand(x.view(np.ndarray), writable)  # a matrix, for one, has no flat view
+        return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_operand(x, writable)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
 
 
-# numpy composes the name of a dtype anew each time it is asked, which takes longer than the rest of `_numpy_operand`.
+# numpy composes the name of a dtype at each access, which takes longer than the rest of `_numpy_operand`.
 _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != BFLOAT16}
 
 

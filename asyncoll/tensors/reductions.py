@@ -1,7 +1,7 @@
-"""The dtypes of tensors and the reductions of them, on one-dimensional, contiguous numpy arrays.
+"""The dtypes of tensors, and their reductions on one-dimensional, contiguous numpy arrays.
 
-numpy has no bfloat16, so those bits travel as uint16. Both half types are reduced by torch (numpy adds float16 about
-50 times slower). Otherwise torch is not imported before a torch tensor has been seen.
+numpy has no bfloat16, so its bits are kept in uint16. torch reduces both half types: numpy takes about 50 times as long
+to add float16. Otherwise torch is not imported before a torch tensor has been seen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 BFLOAT16 = "bfloat16"
 MAX_DIMENSIONS = 64
-HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # whoever announces more here is wrong
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # a peer that announces more than this is wrong
 _HALVES = ("float16", BFLOAT16)
 _FLOATS = ("float64", "float32", *_HALVES)
 _COMPLEX = ("complex64", "complex128")
@@ -38,11 +38,14 @@ DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
 
 
 class ReduceOp(enum.Enum):
-    """An elementwise reduction. AVG is the sum divided by the number of ranks; on bool, SUM is "or" and PROD "and".
+    """An elementwise reduction. The members are also names of `asyncoll`: `asyncoll.SUM` and so on.
 
-    AVG of halves (float16, bfloat16) is computed in float32 and rounded once, so an average that a half can hold is
-    never infinite; by message, and in wait-avoiding rounds, it takes 4 bytes an element. Every other reduction of
-    halves may be rounded, and overflow, at each step by message and in rounds.
+    AVG is the sum divided by the number of ranks; it is not defined for integers and bool. MIN and MAX are not defined
+    for complex numbers. BAND, BOR and BXOR are defined for integers and bool. On bool, SUM is "or" and PROD is "and".
+
+    AVG of half types (float16, bfloat16) is computed in float32 and rounded once, so an average that fits into a half
+    is never infinite; by message, and in wait-avoiding rounds, each element then takes 4 bytes. Every other reduction
+    of half types may be rounded, and overflow, at each step by message and in rounds.
     """
 
     SUM = "sum"
@@ -54,7 +57,7 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
-    __hash__ = object.__hash__  # members are looked up in each call, and Enum would hash their names in Python
+    __hash__ = object.__hash__  # each call looks members up in dicts, and Enum would hash their names in Python
 
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
@@ -85,12 +88,12 @@ _FORBIDDEN = {
 
 
 def storage(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype whose bits a tensor of `dtype` travels as."""
+    """The numpy dtype that holds the bits of a tensor of `dtype`."""
     return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
 
 
 def check_reduction(op: object, dtype: str) -> ReduceOp:
-    """`op`, if it is a reduction that makes sense for `dtype`; otherwise UsageError."""
+    """`op`, if it is a reduction that is defined for `dtype`. Raises UsageError otherwise."""
     if not isinstance(op, ReduceOp):
         names = ", ".join(op.name for op in ReduceOp)
         raise UsageError(f"unknown reduction {op!r}: use one of asyncoll.{{{names}}}")
@@ -110,9 +113,10 @@ def combiner(op: ReduceOp, dtype: str) -> Combine:
 
 
 class _Quietly(threading.local):
-    """`run(ufunc, *arguments)`: inf and nan are values here, as they are in torch, not warnings.
+    """`run(ufunc, *arguments)` calls `ufunc` without warnings: inf and nan are values here, as they are in torch.
 
-    numpy keeps what it warns about in the context, and entering one that is ready takes a fourth of `numpy.errstate`.
+    numpy keeps these settings in the context. Entering a prepared context takes a fourth of the time of
+    `numpy.errstate`.
     """
 
     def __init__(self) -> None:
@@ -140,8 +144,8 @@ def _half_combiner(op: ReduceOp, dtype: str) -> Combine:
 def reducer(op: ReduceOp, dtype: str) -> Reduce:
     """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
 
-    In the order of the arrays, of which the first may be `into` itself. Halves are reduced in float32 and rounded once,
-    as torch sums them.
+    It goes in the order of the arrays; the first may be `into` itself. Half types are reduced in float32 and rounded
+    once, as torch sums them.
     """
     if dtype in _HALVES:
         return _half_reducer(op, dtype)
@@ -175,7 +179,7 @@ def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
 
 
 def torch_view(flat: Array, dtype: str) -> torch.Tensor:
-    """The torch tensor over `flat`, copied if it is read-only: torch warns about that even where it only reads."""
+    """The torch tensor over `flat`; over a copy, if it is read-only, because torch warns about that even on reading."""
     import torch
 
     tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
@@ -183,7 +187,7 @@ def torch_view(flat: Array, dtype: str) -> torch.Tensor:
 
 
 def widened(flat: Array, dtype: str) -> Array:
-    """`flat`, or its values in float32 if they are halves."""
+    """`flat`; if it is of a half type, its values in float32."""
     if dtype not in _HALVES:
         return flat
     wide: Array = torch_view(flat, dtype).float().numpy()
@@ -191,12 +195,12 @@ def widened(flat: Array, dtype: str) -> Array:
 
 
 def accumulator(op: ReduceOp, dtype: str) -> str:
-    """The dtype that `dtype` is reduced in wherever partial results travel or are kept."""
+    """The dtype of partial results of `dtype`, where these are sent or kept."""
     return "float32" if op is ReduceOp.AVG and dtype in _HALVES else dtype
 
 
 def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
-    """Put `values / divisor` into `into`, which is of `dtype`. `values` are of it too, or wider and rounded once."""
+    """Put `values / divisor` into `into`, which is of `dtype`. If `values` are wider, they are rounded once."""
     if values.dtype == into.dtype:
         into[...] = values
         if divisor != 1:
@@ -233,5 +237,5 @@ def _neutral_value(op: ReduceOp, dtype: str) -> Any:
 
 
 def fill_neutral(flat: Array, op: ReduceOp, dtype: str) -> None:
-    """Make of `flat` a contribution that changes nothing: what a rank with nothing to give puts into a round."""
+    """Fill `flat` with the neutral element of `op`: the contribution of a rank that has none."""
     flat.fill(_neutral_value(op, dtype))

@@ -1,4 +1,4 @@
-"""Registered memory: tensors that peers of this host read and write where they are."""
+"""Registered memory: tensors that the ranks of this host read and write in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _current: ContextVar[RegisteredMemory | None] = ContextVar("registry", default=N
 
 
 class SharedMemory(Protocol):
-    """What is needed here of an `Arena`."""
+    """The methods of an `Arena` that are used here."""
 
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
@@ -30,15 +30,17 @@ class SharedMemory(Protocol):
 
 
 class RegisteredMemory:
-    """The registered tensors of one rank."""
+    """The registered tensors of one rank. Without an arena, they are in ordinary memory."""
 
     def __init__(self, arena: SharedMemory | None) -> None:
         self._arena = arena
-        self.unused: deque[int] = deque()  # addresses; a finalizer may run anywhere, so it must not do more than this
+        # Addresses of tensors that are gone. Their finalizers only append: they may run in any thread, also while that
+        # has the lock which freeing takes.
+        self.unused: deque[int] = deque()
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
-        """Who asks for registered memory without naming a communicator gets it here. Tasks and threads inherit it."""
+        """Make this the result of `current` in this context, and in tasks and threads that inherit the context."""
         token = _current.set(self)
         try:
             yield
@@ -46,7 +48,7 @@ class RegisteredMemory:
             _current.reset(token)
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
-        """A numpy array, or for a torch dtype a torch tensor, with arbitrary content."""
+        """A numpy array, or for a torch dtype a torch tensor, with undefined content."""
         name, as_torch = _dtype(dtype)
         extents = tuple(whole(extent, "an extent of a shape") for extent in _extents(shape))
         if any(extent < 0 for extent in extents):
@@ -55,7 +57,10 @@ class RegisteredMemory:
         return build(flat, name, extents, as_torch=as_torch)
 
     def give_back(self) -> None:
-        """Free the memory of tensors that are gone. Said now and then: their end may come anywhere."""
+        """Free the memory of tensors that are gone. Each call of the rank does this first.
+
+        The finalizer of a tensor cannot: it may run in any thread, also in one that holds the arena's lock.
+        """
         while self.unused and self._arena is not None:
             self._arena.free(self.unused.popleft())
 
@@ -67,7 +72,8 @@ class RegisteredMemory:
         if not nbytes:
             return np.empty(0, np.uint8)
         address = arena.allocate(nbytes)
-        # numpy refers views of views to the first array of all: not to the arena's own, but to one that goes with them.
+        # numpy makes a view of a view refer to the first array. `owner` must be that first array, and not the arena's,
+        # so that its end is the end of the last view.
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
         weakref.finalize(owner, self.unused.append, address)
         forks.copy_for_children(owner)
@@ -77,7 +83,7 @@ class RegisteredMemory:
 def _extents(shape: Any) -> Sequence[Any]:
     try:
         return tuple(shape)
-    except TypeError:  # also of an array without dimensions, which looks like a sequence
+    except TypeError:  # also for an array without dimensions, which looks like a sequence
         return (shape,)
 
 
@@ -89,7 +95,7 @@ def _ordinary(nbytes: int) -> reductions.Array:
 
 
 def current() -> RegisteredMemory:
-    """The registry of the world that this task is in; outside of any, one of ordinary memory."""
+    """The registered memory of the world that this task is in; outside of a world, one that gives ordinary memory."""
     return _current.get() or RegisteredMemory(None)
 
 

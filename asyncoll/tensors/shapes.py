@@ -1,4 +1,4 @@
-"""Shapes on the wire: what ranks tell each other before tensors whose shapes differ, and memory for what will come."""
+"""Shapes as arrays: ranks exchange them before tensors whose shapes differ, and allocate memory for the tensors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, 
 
 
 def blocks(operand: Operand, size: int) -> tuple[Array, list[Array]]:
-    """Memory for `size` tensors like `operand`, and each of them flat."""
+    """Memory for `size` tensors like `operand`: one flat array, and a flat view of each."""
     each = operand.flat.size
     stacked = np.empty(size * each, operand.flat.dtype)
-    return stacked, [stacked[place * each : (place + 1) * each] for place in range(size)]
+    return stacked, [stacked[rank * each : (rank + 1) * each] for rank in range(size)]
 
 
 def rows(count: int, columns: int = SHAPE_WORDS) -> list[Array]:
-    """`count` arrays of int64, one after another in memory."""
+    """`count` arrays of `columns` int64 each, contiguous in memory."""
     return list(np.zeros((count, columns), np.int64))
 
 
 def receptacles(dtype: str, encoded: Sequence[Array]) -> tuple[list[Array], list[tuple[int, ...]]]:
-    """Flat arrays for tensors of the shapes `encoded` there, and the shapes.
+    """Flat arrays for tensors of `dtype` whose shapes are `encoded`, and the shapes.
 
-    Raises ProtocolError if there are no such tensors, or not so much memory.
+    Raises ProtocolError if an entry is no shape, or if the tensors do not fit into the memory of this host. The shapes
+    come from peers, so they are checked before memory is allocated.
     """
     shapes = [decode_shape(row) for row in encoded]
     counts = list(map(math.prod, shapes))
@@ -40,11 +41,12 @@ def receptacles(dtype: str, encoded: Sequence[Array]) -> tuple[list[Array], list
 
 
 def encode_shape(shape: tuple[int, ...]) -> Array:
+    """`shape` as `SHAPE_WORDS` int64: the number of dimensions, the extents, and zeros."""
     return np.array([len(shape), *shape, *[0] * (MAX_DIMENSIONS - len(shape))], np.int64)
 
 
 def decode_shape(row: Array) -> tuple[int, ...]:
-    """Raises ProtocolError for what is no shape."""
+    """The inverse of `encode_shape`. Raises ProtocolError if `row` is no shape."""
     dimensions, *extents = map(int, row)
     if not 0 <= dimensions <= MAX_DIMENSIONS or min(extents) < 0:
         raise ProtocolError(f"no tensor has {dimensions} dimensions, {extents}")
@@ -52,12 +54,15 @@ def decode_shape(row: Array) -> tuple[int, ...]:
 
 
 def encode_head(operand: Operand) -> Array:
-    """Dtype, kind and shape: all that a rank must know to build a tensor like `operand`."""
+    """Dtype, kind (numpy or torch) and shape: the description from which a rank builds a tensor like `operand`."""
     return np.concatenate([[DTYPES.index(operand.dtype), operand.is_torch], encode_shape(operand.shape)])
 
 
 def decode_head(head: Array) -> tuple[str, bool, Array, tuple[int, ...]]:
-    """Dtype, whether it is torch's, memory for the tensor, and its shape. Raises ProtocolError for what is no head."""
+    """Dtype, whether the tensor is torch's, flat memory for it, and its shape.
+
+    Raises ProtocolError if `head` is none.
+    """
     if not 0 <= head[0] < len(DTYPES):
         raise ProtocolError(f"there is no dtype number {head[0]}")
     dtype = DTYPES[head[0]]

@@ -1,4 +1,7 @@
-"""What the environment says of the world that this process is to join. The contract is torchrun's."""
+"""The environment variables that describe the world which this process is to join.
+
+They are torchrun's, and some more.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from asyncoll.errors import UsageError
 from asyncoll.transport.keys import KEY_FILE
 from asyncoll.transport.messages.monitor import FREEZE_S
 
-TRANSPORTS = ("shm", "zmq")  # memory between the ranks of a host, and messages for the rest; or messages alone
-ENCRYPT = ("control", "all")  # between hosts: all but long payloads, which would be four times slower; or all
+TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
+ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
 _DEADLINE_S = 1800.0
-_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # what ZeroMQ counts in whole ms, and in 32 bits
-_LAUNCHERS = {  # what starts processes, and what it calls the rank and the number of those that it has started
+_FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
+_LAUNCHERS = {  # programs that start processes, and their variables for the rank and the number of processes
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set where there is no srun, by salloc
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE"),
@@ -26,23 +29,26 @@ _LAUNCHERS = {  # what starts processes, and what it calls the rank and the numb
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The world that the environment describes, as seen by this process."""
+    """The world that the environment describes, for this process."""
 
     rank: int
     size: int
     folder: str  # of the job's sockets; empty unless `asyncoll launch` made one
     master_addr: str
     master_port: int
-    shares_memory: bool  # with the ranks of its host, if that is possible
-    run: str  # tells the runs of an elastic job apart
-    freeze_s: float = FREEZE_S  # a rank without a sign of life for so long counts as frozen; 0: never
-    deadline_s: float = _DEADLINE_S  # how long a call may take; infinity: for ever
-    key_file: str = ""  # with the job's key; empty for none
+    shares_memory: bool  # with the ranks of its host, if possible
+    run: str  # distinguishes the runs of an elastic job
+    freeze_s: float = FREEZE_S  # a rank that does not answer for so long counts as frozen; 0: never
+    deadline_s: float = _DEADLINE_S  # the longest time that a call may take; infinity: no limit
+    key_file: str = ""  # has the job's key; empty: there is none
     encrypt: str = ENCRYPT[0]
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
-        """None when no world is described. Raises UsageError for half a description or an impossible one."""
+        """Read `environ`. None if it describes no world.
+
+        Raises UsageError if it describes a part of a world, or an impossible one.
+        """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             check_alone(environ)
             return None
@@ -67,7 +73,7 @@ class Environment:
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raises UsageError if several processes were started that asyncoll would take for a world of one each."""
+    """Raise UsageError if another launcher has started several processes: each would be a world of its own."""
     for launcher, (rank_name, size_name) in _LAUNCHERS.items():
         for name, least in ((rank_name, 0), (size_name, 1)):
             count = environ.get(name, "")
@@ -81,7 +87,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Of `choices`, the first unless the environment says otherwise."""
+    """The value of `name`, one of `choices`; the first of them if it is not set."""
     chosen = environ.get(name) or choices[0]
     if chosen not in choices:
         raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
@@ -103,7 +109,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def freeze_s(environ: Mapping[str, str]) -> float:
-    """How long a process without a sign of life counts as living; 0 if for ever."""
+    """Seconds without an answer after which a process counts as frozen; 0 for never."""
     seconds = _seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
     if seconds and not _FREEZE_MIN_S <= seconds <= _FREEZE_MAX_S:
         raise UsageError(

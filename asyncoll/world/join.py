@@ -37,16 +37,43 @@ from asyncoll.transport.wire import Overdue
 from asyncoll.world.environment import Environment
 from asyncoll.world.rendezvous import PeerLinks, meet
 
-_member = threading.Lock()  # held by the process while it is in a world
+_member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
-_CLAIM = "ASYNCOLL_RANK_OF"  # in the environment of a rank: its process, and the rank of which world it is
+_CLAIM = "ASYNCOLL_RANK_OF"  # set in the environment of a rank: its process id, and which rank of which world it is
 
 
 def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-    """Run `await main(comm, *args)` in the world that the environment describes, on a new loop; returns its result.
+    """Join the world that the environment describes, run `await main(comm, *args)` on a new event loop, and leave.
 
-    The environment is torchrun's (`asyncoll launch` sets it too); alone, the world has one rank. If `main` raises,
-    the other ranks' pending calls raise AbortedError with its reason.
+    The environment is torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); `asyncoll launch` sets it, too. Without
+    it the world has one rank. Every rank of the world calls `run`. It joins, and leaves, as `connect` does.
+
+    If `main` raises, the exception leaves `run`, and the pending and later calls of the other ranks raise AbortedError
+    with its text as the reason. Ctrl-C cancels `main`, and `run` raises KeyboardInterrupt.
+
+    Args:
+        main: an `async def`; its first argument is the `Communicator` of all ranks.
+        args: its other arguments.
+
+    Returns:
+        The result of `main`.
+
+    Raises:
+        UsageError: `main` is no `async def`; an event loop runs in this thread; this process is in a world already; or
+            the environment describes no possible world.
+        PeerLostError: a rank has died, or is frozen, before all ranks had joined, or while this rank waited for the
+            others to leave.
+        DeadlineError: a rank has not joined in time.
+        ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
+
+    Example:
+
+        async def main(comm):
+            x = torch.full((3,), float(comm.rank))
+            await comm.allreduce(x)
+            return x
+
+        total = asyncoll.run(main)
     """
     if not inspect.iscoroutinefunction(main):
         raise UsageError(f"asyncoll.run needs an `async def main(comm, ...)`, got {main!r}")
@@ -65,16 +92,34 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     finally:
         if os.getpid() == process:
             runner.close()
-        else:  # a forked child leaves: its tasks wait for threads that it does not have
+        else:  # in a forked child, closing would wait for threads that only the parent has
             forks.keep(runner)
 
 
 @contextlib.asynccontextmanager
 async def connect() -> AsyncIterator[Communicator]:
-    """The communicator of all ranks, inside a running loop.
+    """Join the world that the environment describes, on the event loop that runs here: an async context manager.
 
-    Leaving it is collective: this rank goes on serving the rounds of others until every rank has left. Leaving it with
-    an exception aborts the world.
+    Its value is the `Communicator` of all ranks. The environment is as for `run`. Every rank of the world enters it,
+    and leaves it. A process is in one world at a time, and may join another one afterwards.
+
+    Entering waits for all ranks: for 300 s, ASYNCOLL_DEADLINE_S or the deadline that holds here, whichever is least.
+
+    Leaving is collective: this rank goes on serving the rounds and the calls of others until every rank leaves. Leaving
+    with an exception, CancelledError included, aborts the world: the pending and later calls of the other ranks raise
+    AbortedError with its text as the reason.
+
+    Raises:
+        UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
+            the environment describes no possible world.
+        PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
+        DeadlineError: a rank has not joined in time.
+        ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
+
+    Example:
+
+        async with asyncoll.connect() as comm:
+            await comm.barrier()
     """
     with _sole_membership():
         environment = Environment.read()
@@ -89,7 +134,10 @@ async def connect() -> AsyncIterator[Communicator]:
 
 @contextlib.contextmanager
 def _claimed(environment: Environment) -> Iterator[None]:
-    """Processes that this one starts inherit its environment, and must not join the world as the same rank."""
+    """Mark the environment of this rank's process, and refuse a second process of the same rank.
+
+    Processes that this one starts inherit RANK and WORLD_SIZE. Their messages would come between those of the ranks.
+    """
     store = f"{environment.master_addr}:{environment.master_port}"
     world = f"{environment.rank} of {environment.size} at {environment.folder or store} {environment.run}"
     process = str(os.getpid())
@@ -119,7 +167,7 @@ async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
                 links.until_joined.close()
                 yield comm
     finally:
-        if os.getpid() == process:  # and not in a forked child, which has no such thread
+        if os.getpid() == process:  # a forked child has no such thread
             thread.stop()
 
 
@@ -138,7 +186,7 @@ def _sole_membership() -> Iterator[None]:
 
 
 def _forget_membership() -> None:
-    """In a child that was forked while this process was in a world."""
+    """Let a child join a world of its own, if it was forked while this process was in one."""
     global _member
     _member = threading.Lock()
 
@@ -153,7 +201,10 @@ def _joining(environment: Environment) -> Joining:
 
 
 async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
-    """In a thread, which must end before this does: nothing else would close what it has opened."""
+    """Meet the other ranks, in a thread.
+
+    When this is cancelled, it waits for the thread to end: nothing else would close what the thread has opened.
+    """
     links = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
     try:
         return await asyncio.shield(links)
@@ -174,7 +225,7 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
 
 
 class World:
-    """All ranks, from joining to leaving, as an async context manager around their communicator."""
+    """All ranks, from joining to leaving: an async context manager, whose value is the communicator of all ranks."""
 
     def __init__(
         self,
@@ -184,16 +235,17 @@ class World:
         joining: Joining | None = None,
         choose: ChooseBackend = choose_backend,
     ) -> None:
-        """`joining` bounds how long the others may take to join; None if they are in this process.
+        """`hosts` has the name of each rank's host; None if all ranks are in this process.
 
-        `choose` makes the backend of each communicator.
+        `joining` bounds how long the other ranks may take to join; None if they are in this process. `choose` makes the
+        backend of each communicator.
         """
         self._endpoint = endpoint
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
         self._choose = choose
-        self._inside = contextlib.ExitStack()  # what holds for the task that is in the world
+        self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
 
@@ -208,12 +260,13 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._process:  # a forked child leaves, and the rank does not
+        if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
             return
         forks.unregister(self)
         self._inside.close()
-        with contextlib.suppress(UsageError):  # no room for it is left in memory, and so nobody can call this rank
-            _ = self._core.rpc  # who has not used it answers those who call it all the same
+        # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
+        with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
+            _ = self._core.rpc
         try:
             await self._flush(error)
         except BaseException as cancelled:
@@ -223,13 +276,13 @@ class World:
             await self._end(error)
 
     def abandon(self, parent: int) -> None:
-        """In a forked child, where the caller's loop goes on: it must do nothing to the parent's."""
+        """In a forked child, where the caller's loop goes on: make it independent of the parent's loop."""
         forks.silence_signals()
         forks.isolate(self._loop)
 
     async def _flush(self, error: BaseException | None) -> None:
         if error is None:
-            with contextlib.suppress(AsyncollError):  # it is the world's, of which this rank is about to hear
+            with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
                 for rpc in self._core.rpcs:
                     await rpc.flush()
 
@@ -248,7 +301,7 @@ class World:
                 self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
             if self._has_processes:
                 self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
-            await self._meet()  # after it everybody is connected to everybody
+            await self._meet()  # after it all ranks are connected to each other
         except BaseException as error:
             try:
                 self._tell_of(error)
@@ -267,7 +320,7 @@ class World:
             await self._joining.over(barrier, self._unheard, "not connected to all others yet")
 
     async def _start(self) -> None:
-        """Ends early if another rank says that joining has failed, or is lost."""
+        """Start the endpoint. Ends early if another rank reports that joining has failed, or is lost."""
         if self._joining is None:
             return await self._endpoint.start()
         starting = asyncio.ensure_future(self._endpoint.start())
@@ -283,7 +336,7 @@ class World:
         return [rank for rank in range(self._endpoint.size) if not self._endpoint.membership.knows(rank)]
 
     def _tell_of(self, error: BaseException) -> None:
-        """Why joining has failed, so that nobody takes this rank, which leaves now, for the cause."""
+        """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
         if isinstance(error, PeerLostError):
             self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
         elif isinstance(error, DeadlineError):
@@ -300,21 +353,22 @@ class World:
             await self._endpoint.close(flush=self._failed())
 
     async def _let_go(self) -> None:
-        """Of the memory that the ranks of the host share."""
+        """Release the memory that the ranks of the host share."""
         if self._endpoint.arena is not None:
             self._endpoint.arena.close()
 
     def _failed(self) -> bool:
-        """Whether this rank has heard of a failure: then there is nobody left to part from in good order."""
+        """Whether this rank has heard of a failure: then the ranks do not leave in good order."""
         return self._endpoint.failures.has_failed(self._group.communicator)
 
     async def _part(self, error: BaseException | None) -> None:
-        """Two barriers: after the first nobody will call again; whoever goes during the second is just quicker.
+        """Leave in good order, by two barriers; or tell the others of `error`.
 
-        The first is numbered like a call, so a rank that calls on while others leave is a MismatchError. Nothing that
-        still matters to anybody can be on its way after the second, so sockets may close at once.
+        After the first barrier no rank makes another call. It is numbered like a call, so a rank that makes calls while
+        others leave gets a MismatchError. After the second no message that matters is under way, so sockets may close
+        at once; a rank that ends during the second is not lost, only faster.
         """
-        if isinstance(error, PeerLostError):  # noticed where nobody else has: others must not take this rank for it
+        if isinstance(error, PeerLostError):  # the others may not have noticed: they must not report this rank instead
             self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
             return
         if error is not None:

@@ -1,9 +1,10 @@
 """How the ranks of a world find each other, and open their connections and shared memory.
 
 Under `asyncoll launch` all ranks are on one host, and their addresses follow from the job's folder. Otherwise they
-exchange addresses in a store (`world.store`): ranks that share a host talk over ipc, others over tcp.
+exchange addresses in a store (`world.store`). Ranks of one host communicate over ipc, ranks of different hosts over
+tcp.
 
-A process may join several worlds, one after another. Its n-th is the n-th of every rank, and has names of its own in
+A process may join several worlds, one after another. Its n-th world is the n-th of every rank, and has its own names in
 the job's folder and in the store.
 """
 
@@ -34,25 +35,26 @@ from asyncoll.transport.processes import allow_files
 from asyncoll.world.environment import Environment
 from asyncoll.world.store import enter_store
 
-_FILES, _FILES_PER_RANK, _FILES_PER_HOST = 60, 11, 17  # open in a rank: at least, for each rank, if hosts have a key
-_turns = itertools.count(1)  # of the worlds that this process joins
+# Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
+_FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
+_turns = itertools.count(1)  # numbers of the worlds that this process joins
 logger = logging.getLogger("asyncoll")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """A transport that knows its peers, and where each rank runs."""
+    """The connections of one rank: a transport that knows its peers, the arena, and the host of each rank."""
 
     transport: Transport
-    arena: HostArena | None  # of this host's ranks
+    arena: HostArena | None  # of the ranks of this host
     hosts: tuple[str, ...]
-    until_joined: contextlib.ExitStack  # to be closed once all ranks are connected, or with what kept them from it
+    until_joined: contextlib.ExitStack  # closed once all ranks are connected, or with the error that prevents it
 
 
 def meet(environment: Environment, joining: Joining) -> PeerLinks:
-    """Open this rank's sockets and learn everybody's addresses. Blocks until every rank has published its own.
+    """Open this rank's sockets and get the addresses of all ranks. Blocks until every rank has published its own.
 
-    Raises PeerLostError and DeadlineError as `joining` does.
+    Raises PeerLostError and DeadlineError as `Joining.check` does.
     """
     turn = next(_turns)
     _check_files(environment)
@@ -62,12 +64,15 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
 
 
 def files_for(size: int, *, has_key: bool) -> int:
-    """How many files a rank of a world has open at most, beside those of its program. Measured, and rounded up."""
-    return _FILES + size * (_FILES_PER_HOST if has_key else _FILES_PER_RANK)
+    """The number of files that a rank of a world opens at most, beside those of its program.
+
+    Measured, and rounded up.
+    """
+    return _FILES + size * (_FILES_PER_RANK_WITH_KEY if has_key else _FILES_PER_RANK)
 
 
 def _check_files(environment: Environment) -> None:
-    """ZeroMQ aborts the process when it cannot open a file."""
+    """Raise UsageError if this process may not open enough files: ZeroMQ would abort the process."""
     needed = files_for(environment.size, has_key=bool(environment.key_file))
     if (limit := allow_files(needed)) is not None:
         raise UsageError(
@@ -96,7 +101,10 @@ def _meet_in_folder(environment: Environment, joining: Joining, turn: int) -> Pe
 
 
 def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...], joining: Joining) -> HostArena | None:
-    """The arena of the ranks of this host; none if they are not to have one, or cannot."""
+    """The arena of the ranks of this host.
+
+    None if it is switched off, there is one rank only, or the host has no room.
+    """
     if not environment.shares_memory or len(ranks) == 1:
         return None
     try:
@@ -116,7 +124,9 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
         store = enter_store(environment, joining, key or Key(b""), turn)
         undo.push(store.close)
         folders = undo.enter_context(contextlib.ExitStack())
-        undo.push(store.warn)  # first: a rank that finds no folder any more finds in the store why
+        undo.push(
+            store.warn
+        )  # runs before the folder is removed: a rank that misses the folder finds the cause in the store
         session = store.begin_session()
         hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
         if len(modes := {mode for _, _, mode in hosts}) > 1:
@@ -131,7 +141,7 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
             freeze_s=environment.freeze_s,
             joining=joining,
         )
-        beside = None  # whose connections have no heartbeat of their own
+        beside = None  # the second transport, for long payloads; its connections have no heartbeat of their own
         if _has_two_streams(environment, tcp):
             beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
         if rank == neighbours[0]:
@@ -147,7 +157,7 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
             if arena is not None:
                 undo_arena.callback(arena.close)
             own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
-            # Last: nobody comes to a door before somebody answers there soon.
+            # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
             addresses = store.exchange("address", *own)
             undo_arena.pop_all()
         messages.peers = [
@@ -165,7 +175,7 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
 
 @contextlib.contextmanager
 def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
-    """Raises PeerLostError where an error has come because `owner` has given up and removed the folder."""
+    """Raise PeerLostError in place of an error that a missing folder causes: its `owner` has given up."""
     try:
         yield
     except (UsageError, OSError) as error:
@@ -180,16 +190,22 @@ def _has_two_streams(environment: Environment, tcp: str) -> bool:
 
 
 def _machine() -> str:
-    """Equal for two ranks that can reach each other's unix sockets: one kernel, and one folder for temporary files."""
+    """A text that is equal at two ranks if they can reach each other's unix sockets.
+
+    They have one kernel, one folder for temporary files, and one user.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     where = os.stat(tempfile.gettempdir())
     return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
 
 
 def _own_address(environment: Environment) -> str:
-    """Where this rank listens for those of other hosts. Raises UsageError where nobody may listen without a key."""
+    """The address at which this rank listens for ranks of other hosts.
+
+    Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
+    """
     address = os.environ.get("ASYNCOLL_ADDRESS") or _address_towards(environment.master_addr)
-    with contextlib.suppress(ValueError):  # the name of an interface is none of the two
+    with contextlib.suppress(ValueError):  # `address` may be the name of an interface
         known = ipaddress.ip_address(address)
         if known.is_unspecified:
             raise UsageError(f"ASYNCOLL_ADDRESS={address} is every address of this host: choose the one to listen on")
@@ -197,7 +213,7 @@ def _own_address(environment: Environment) -> str:
             return address
     if not environment.key_file:
         raise UsageError(
-            f"ranks that talk over tcp ({address}) need a key, or anybody on the network could join them: make one "
+            f"ranks that talk over tcp ({address}) need a key, or any program on the network could join them: make one "
             f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
         )
     return address

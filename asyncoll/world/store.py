@@ -1,8 +1,8 @@
-"""The store at MASTER_ADDR:MASTER_PORT, in which the ranks of a world tell each other where they listen.
+"""The store at MASTER_ADDR:MASTER_PORT, in which the ranks of a world publish their addresses.
 
-It is torch's TCPStore: under torchrun that of the agent, elsewhere rank 0 serves it. Any process that reaches the store
-may write in it. So each entry is sealed with the job's key for one run: each rank contributes a nonce to the session,
-and no entry of another run is accepted in this one.
+It is torch's TCPStore. Under torchrun the agent serves it, otherwise rank 0. Any process that reaches the store may
+write to it, so each entry is sealed with the job's key for one run: each rank contributes a nonce to the session, and
+no entry of another run is accepted.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.keys import KEY_FILE, Key
 from asyncoll.world.environment import Environment
 
-_PROBE_S = 1.0  # for the host of the store to take a connection
-_REASON_CHARACTERS = 200
-_TELLING_S = 2.0  # to tell in the store why this rank gives up
-_FAREWELL_S = 10.0  # for the other ranks to read in the store of rank 0 why it ends; they may wait for a processor
+_PROBE_S = 1.0  # time for the host of the store to accept a connection
+_REASON_CHARACTERS = 200  # of the system's error in a message of this rank
+_TELLING_S = 2.0  # time to publish the failure of this rank in the store
+_FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed store."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -41,12 +41,12 @@ class Store(Protocol):
 
 
 class SealedStore:
-    """Short texts that ranks publish for each other in the store, each sealed for its place there."""
+    """Short texts that the ranks publish in the store. Each is sealed for its own entry."""
 
     def __init__(
         self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
     ) -> None:
-        """`serves` says that the store is that of rank 0, and ends with it."""
+        """`serves` says that rank 0 serves the store, which then ends with rank 0."""
         self._store = store
         self._prefix = prefix
         self._rank = rank
@@ -58,11 +58,14 @@ class SealedStore:
         self._has_told = False
 
     def await_rank_0(self) -> None:
-        """Until rank 0 has begun to join this very world. Raises PeerLostError if the store ends before."""
+        """Wait until rank 0 joins this world.
+
+        Raises PeerLostError if the store ends before: it was that of another world.
+        """
         self._await("nonce", [0])
 
     def begin_session(self) -> Key:
-        """What seals all that follows, and whatever else belongs to this run alone."""
+        """Exchange nonces. Returns the key of this run, which seals all later entries."""
         own = process_space()
         said = self.exchange("nonce", secrets.token_hex(16), own, str(os.getpid()))
         for peer, (_, space, pid) in enumerate(said):
@@ -72,36 +75,41 @@ class SealedStore:
         return self._key
 
     def post(self, topic: str, *texts: str) -> None:
-        place = self._place(topic, self._rank)
-        sealed = self._key.seal(_pack(texts), place)
-        self._ask(lambda: self._store.set(place, sealed))
+        """Publish `texts` under `topic`."""
+        entry = self._entry(topic, self._rank)
+        sealed = self._key.seal(_pack(texts), entry)
+        self._ask(lambda: self._store.set(entry, sealed))
 
     def look(self, topic: str, rank: int, count: int) -> list[str]:
-        """The `count` texts that `rank` has posted, or will."""
+        """Wait until `rank` has posted `topic`, and return its `count` texts.
+
+        Raises UsageError if they are not sealed with the key of this run.
+        """
         self._await(topic, [rank])
-        texts = self._read(self._place(topic, rank), self._key)
+        texts = self._read(self._entry(topic, rank), self._key)
         if texts is None or len(texts) != count:
             raise UsageError(
-                f"what stands in the store as the {topic} of rank {rank} is not sealed with the key of this job: give "
-                f"all ranks the same file in {KEY_FILE}, and each process a RANK of its own; otherwise somebody else "
-                "writes in this store"
+                f"in the store, the {topic} of rank {rank} is not sealed with the key of this job: give "
+                f"all ranks the same file in {KEY_FILE}, and each process a RANK of its own; otherwise another "
+                "program writes to this store"
             )
         return texts
 
     def exchange(self, topic: str, *texts: str) -> list[list[str]]:
-        """What every rank says, by rank."""
+        """Post `texts`, and return the texts of every rank, by rank."""
         self.post(topic, *texts)
         self._await(topic, range(self._size))
         return [self.look(topic, peer, len(texts)) for peer in range(self._size)]
 
     def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """If `error` says which ranks are missing, tell the other ranks.
+        """At the end of joining: if `error` names missing ranks, tell the other ranks.
 
-        Raises what another rank has said before instead: its death, say, has been noticed because it has given up.
+        If another rank has told a failure before, raises that one instead. This rank may have noticed only a
+        consequence of it: that the other rank has given up and ended.
         """
         told: list[AsyncollError] = []
         if isinstance(error, PeerLostError | DeadlineError) and not self._is_gone:
-            # In a thread that is left behind where it takes too long: the process of the store may be stopped.
+            # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
             telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
             telling.start()
             telling.join(_TELLING_S)
@@ -109,7 +117,10 @@ class SealedStore:
             raise told[0] from error
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave the store. That of rank 0 ends with it, so rank 0 waits until the others have read why it gives up."""
+        """Leave the store.
+
+        If rank 0 serves it, the store ends with this; rank 0 waits until the others have read its failure.
+        """
         if self._serves and self._rank == 0 and self._has_told:
             with contextlib.suppress(RuntimeError):
                 self._await_told(getattr(error, "missing", None) or [getattr(error, "rank", 0)])
@@ -118,41 +129,41 @@ class SealedStore:
     # -- how it ends ------------------------------------------------------------------------------
 
     def _tell(self, store: Store, error: PeerLostError | DeadlineError, told: list[AsyncollError]) -> None:
-        """All others, or add to `told` what another rank has told before."""
+        """Publish `error`, unless another rank has published a failure before; then add that one to `told`."""
         failed = f"{self._prefix}/failed"
         if isinstance(error, PeerLostError):
             words = ["lost", error.cause, str(error.rank)]
         else:
             words = ["late", str(error), ",".join(map(str, error.missing))]
-        with contextlib.suppress(RuntimeError):  # the store has ended: then nobody can be told
+        with contextlib.suppress(RuntimeError):  # the store has ended, so no rank can be told
             if not store.check([failed]):
                 store.set(failed, self._first_key.seal(_pack(words), failed))
             first = _open(self._first_key, store.get(failed), failed)
             if first is not None and first != words:
                 told.append(self._error_of(first))
-            store.set(self._place("told", self._rank), b"")
+            store.set(self._entry("told", self._rank), b"")
             self._has_told = True
 
     def _await_told(self, lost: Sequence[int]) -> None:
-        """Until all ranks in the store but the `lost` ones have read what has failed."""
+        """Wait until all ranks that have come to the store, except the `lost` ones, have read the failure."""
         ends_s = time.monotonic() + _FAREWELL_S  # noqa: TID251 (no loop waits for it)
         others = set(range(1, self._size)).difference(lost)
-        here = [rank for rank in others if self._store.check([self._place("nonce", rank)])]
-        told = [self._place("told", rank) for rank in here]
+        here = [rank for rank in others if self._store.check([self._entry("nonce", rank)])]
+        told = [self._entry("told", rank) for rank in here]
         while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
             time.sleep(self._joining.pause_s)  # noqa: TID251
 
     def _check_told(self) -> None:
-        """Raises what another rank has said of how joining ends."""
-        place = f"{self._prefix}/failed"
-        if not self._ask(lambda: self._store.check([place])):
+        """Raise the failure that another rank has published, if there is one."""
+        entry = f"{self._prefix}/failed"
+        if not self._ask(lambda: self._store.check([entry])):
             return
-        if (words := self._read(place, self._first_key)) is not None:  # else somebody else writes in this store
+        if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
             raise self._error_of(words)
 
     def _error_of(self, words: list[str]) -> AsyncollError:
         if len(words) != 3:
-            raise UsageError("somebody else writes in the store of this job")
+            raise UsageError("another program writes to the store of this job")
         kind, text, listed = words
         ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
         if kind == "lost" and ranks:
@@ -162,28 +173,28 @@ class SealedStore:
     # -- the store --------------------------------------------------------------------------------
 
     def _await(self, topic: str, ranks: Sequence[int]) -> None:
-        """Until all these have posted it."""
-        places = [self._place(topic, rank) for rank in ranks]
+        """Wait until all of `ranks` have posted `topic`."""
+        entries = [self._entry(topic, rank) for rank in ranks]
         what = "not in the store yet" if topic == "nonce" else f"in the store without its {topic}"
 
         def missing() -> list[int]:
             return [
                 rank
-                for rank, place in zip(ranks, places, strict=True)
-                if not self._ask(lambda place=place: self._store.check([place]))  # type: ignore[misc]
+                for rank, entry in zip(ranks, entries, strict=True)
+                if not self._ask(lambda entry=entry: self._store.check([entry]))  # type: ignore[misc]
             ]
 
-        while not self._ask(lambda: self._store.check(places)):
+        while not self._ask(lambda: self._store.check(entries)):
             self._check_told()
             self._joining.check(missing, what)
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
-    def _read(self, place: str, key: Key) -> list[str] | None:
-        """None if no holder of the key has written it."""
-        return _open(key, self._ask(lambda: self._store.get(place)), place)
+    def _read(self, entry: str, key: Key) -> list[str] | None:
+        """The texts at `place`; None if they are not sealed with `key`."""
+        return _open(key, self._ask(lambda: self._store.get(entry)), entry)
 
     def _ask(self, operation: Callable[[], T]) -> T:
-        """Of the store, whose process may be gone, or stopped."""
+        """Call `operation`, which uses the store. The process that serves the store may be gone, or stopped."""
         try:
             return self._joining.call(operation, lambda: [0], "which serves the store" if self._serves else "the store")
         except RuntimeError as error:  # those of torch.distributed are
@@ -192,29 +203,29 @@ class SealedStore:
                 raise ServiceLostError(f"the store of this job is gone: {error}") from error
             raise PeerLostError(0, "the store that it serves has ended before all ranks had joined") from error
 
-    def _place(self, topic: str, rank: int) -> str:
+    def _entry(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
 
 
 def _pack(texts: Sequence[str]) -> bytes:
-    """Paths may be no UTF-8."""
+    """`texts` as bytes. Paths may contain bytes that are not UTF-8."""
     packed: bytes = msgpack.packb(texts, unicode_errors="surrogateescape")
     return packed
 
 
-def _open(key: Key, sealed: bytes, place: str) -> list[str] | None:
+def _open(key: Key, sealed: bytes, entry: str) -> list[str] | None:
     try:
-        texts = msgpack.unpackb(key.open(sealed, place), unicode_errors="surrogateescape")
+        texts = msgpack.unpackb(key.open(sealed, entry), unicode_errors="surrogateescape")
     except (ProtocolError, ValueError):
         return None
     return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else None
 
 
 def enter_store(environment: Environment, joining: Joining, key: Key, turn: int) -> SealedStore:
-    """The store of this world, in the store of torchrun's agent or of rank 0.
+    """The store of this world, served by torchrun's agent or by rank 0.
 
-    A quick rank may still find the store in which the ranks met before, for as long as rank 0 has not closed it: then
-    it tries again.
+    A fast rank may still reach the store of the previous world, as long as rank 0 has not closed that. It then tries
+    again.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     while True:
@@ -234,7 +245,7 @@ def enter_store(environment: Environment, joining: Joining, key: Key, turn: int)
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:
-    """A client of the store, as soon as it is served. TCPStore itself would wait without a word."""
+    """A client of the store, as soon as the store is served. TCPStore itself would wait without logging anything."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port, size = environment.master_addr, environment.master_port, environment.size
@@ -267,7 +278,7 @@ def _serve_store(environment: Environment) -> Any:
 
 
 def _listen(address: str, port: int) -> int:
-    """A socket that listens on this address alone: left to itself, the store listens on all of them."""
+    """A socket that listens on this address alone. TCPStore by itself listens on all addresses of the host."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family).detach()

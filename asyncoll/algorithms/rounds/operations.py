@@ -25,15 +25,31 @@ from asyncoll.tensors.reductions import ReduceOp
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What a wait-avoiding allreduce did. Its result is in `x`."""
+    """Which round a call of a wait-avoiding allreduce was given. The result of the round is in the caller's `x`.
 
-    round: int  # the round that x now holds the result of; rounds count from 1
-    active: int  # ranks whose contribution, fresh or stale, is in it
-    included: bool  # this call's contribution is in it; otherwise it is staged for a later round
-    skipped: int  # rounds between the caller's last one and this one whose results it will never see
-    synchronous: bool  # a `sync_every` round: every rank was there
-    missed: tuple[Any, ...] = ()  # with `history`: results of the rounds between, oldest first, tensors like x
-    group: tuple[int, ...] = ()  # the ranks that took part, with or without a contribution
+    Ranks are those of the communicator. All ranks that are given the same round, and group, have the same bits in `x`.
+    """
+
+    round: int
+    """The round whose result is in `x`. Rounds of one `name` count from 1."""
+
+    active: int
+    """The number of ranks whose contribution, new or staged before, is in the result."""
+
+    included: bool
+    """Whether the contribution of this call is in the result. Otherwise it is staged for a later round."""
+
+    skipped: int
+    """The number of rounds since this rank's last one whose results it will never be given."""
+
+    synchronous: bool
+    """Whether it is a `sync_every` round, which has waited for every rank."""
+
+    missed: tuple[Any, ...] = ()
+    """With `history`: the results of rounds since this rank's last one, oldest first, as new tensors like `x`."""
+
+    group: tuple[int, ...] = ()
+    """The ranks that were reduced over, with or without a contribution: all, or this rank's group in the round."""
 
 
 class Receipt:

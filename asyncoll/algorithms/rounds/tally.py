@@ -18,21 +18,35 @@ PARTICIPATION_BYTES = 16  # of each rank in an participation list
 
 @dataclass(frozen=True, slots=True)
 class OperationStatistics:
-    """What a wait-avoiding operation did so far, as known to one rank.
+    """Totals of one wait-avoiding operation, as one rank knows them.
 
-    Times are seconds of each rank's own clock, as it told them with its contributions: short ones are on their way
-    before their caller's wait is over, and tell of the waits before.
+    Times are in seconds. Each rank measures its own with its own clock and sends them with its contributions. A short
+    contribution is sent before the wait of its caller is over, so it has the times of the waits before.
     """
 
-    rounds: int  # executed
-    calls: int  # made by this rank
-    # Contributors in a round: number of such rounds. In groups, of this rank's own, or in memory of every group.
+    rounds: int
+    """The number of rounds that were executed."""
+
+    calls: int
+    """The number of calls that this rank has made and that have returned."""
+
     active: dict[int, int]
-    # Rounds between the one that a call of this rank aimed at and the one given: number of such calls.
+    """Number of contributors: number of rounds with so many.
+
+    In groups, of the rounds of this rank's own groups; in shared memory, of the rounds of every group.
+    """
+
     lag: dict[int, int]
-    stale: float  # share of this rank's calls whose contribution was not in the round they were given
-    waits_s: tuple[float, ...]  # by rank: how long it has waited for rounds to begin; who waits least comes last
-    late_s: tuple[float, ...]  # by rank: how long after the beginning of rounds it aimed at it has come
+    """Number of rounds between the one that a call of this rank aimed at and the one given: number of such calls."""
+
+    stale: float
+    """The share of this rank's calls whose contribution was not in the round that they were given."""
+
+    waits_s: tuple[float, ...]
+    """By rank: how long its callers have waited for rounds to begin. The rank that waits least arrives last."""
+
+    late_s: tuple[float, ...]
+    """By rank: how long after the beginning of the rounds that they aimed at its callers have arrived."""
 
 
 class Tally:

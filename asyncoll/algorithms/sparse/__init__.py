@@ -1,1 +1,1 @@
-"""Sparse allreduces: Ok-Topk and the algorithms that it is compared with."""
+"""Sparse allreduces: Ok-Topk, and the algorithms that its paper compares it with."""

@@ -1,4 +1,8 @@
-"""What Ok-Topk is compared with (Seed 004, section 2 and table 1): TopkA, Gaussiank, TopkDSA, gTopk, and Dense."""
+"""The sparse allreduces that Ok-Topk is compared with: TopkA, Gaussiank, TopkDSA, gTopk, and Dense.
+
+Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 2 and table 1. Words are
+those that a rank receives, for k elements of n and P ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 
 
 class _ByTopk:
-    """Chooses exactly k elements, or all that are not zero if these are fewer."""
+    """Selects exactly k elements, or all elements that are not 0 if there are fewer."""
 
     def __init__(self, count: int, k: int) -> None:
         self._count = count
@@ -38,14 +42,14 @@ class _ByTopk:
 
 
 class TopkA(_ByTopk):
-    """Everybody gathers what everybody has chosen: 2k(P-1) words."""
+    """An allgather of the selected elements, which every rank adds up: 2k(P-1) words."""
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         return await _gather_and_add(collectives, chosen, self._count)
 
 
 class Gaussiank:
-    """TopkA, with the threshold of a normal distribution that is fitted to the vector instead of an exact one."""
+    """TopkA with a threshold estimated from a normal distribution that is fitted to the vector."""
 
     def __init__(self, count: int, density: float, feedback: selection.Feedback | None) -> None:
         self._count = count
@@ -54,7 +58,7 @@ class Gaussiank:
 
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)
-        if bad.size:  # to which nothing can be fitted
+        if bad.size:  # nothing can be fitted to NaN and infinity
             return Chosen(Part(bad, x[bad]), np.inf)
         threshold = selection.gaussian_threshold(x, self._density, self._feedback)
         indices = selection.select(x, threshold)
@@ -75,8 +79,10 @@ async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) 
 
 
 class TopkDSA(_ByTopk):
-    """SparCML's split allgather: each rank adds up an equal region, and all gather the sums, as a dense vector where
-    these have become so many that this is shorter. 4k(P-1)/P to (2k + n)(P-1)/P words.
+    """SparCML's split allgather: each rank adds up an equal region, and all ranks gather the sums.
+
+    The sums are gathered as a dense vector if there are so many that this is shorter: 4k(P-1)/P to (2k + n)(P-1)/P
+    words.
     """
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
@@ -98,10 +104,10 @@ class TopkDSA(_ByTopk):
 
 
 class GTopk(_ByTopk):
-    """Up a binary tree, keeping the k largest of each sum of two, and down again: 4k log2 P words.
+    """A reduction along a binary tree that keeps the k largest elements of each sum of two: 4k log2 P words.
 
-    An element that is dropped in one subtree may survive in another. Its contributors there believe that it is
-    included, and clear it: what was dropped is lost. The rank that dropped it tells how much, as `Outcome.lost`.
+    An element that is dropped in one subtree may survive in another. Its contributors in the first subtree see it in
+    the result, and clear it: their part is lost. The rank that has dropped it reports the amount in `Outcome.lost`.
     """
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
@@ -131,10 +137,10 @@ class GTopk(_ByTopk):
         return total.part()
 
     def _largest(self, union: Part) -> tuple[Part, Part]:
-        """The k largest elements, and the rest."""
-        places, _ = selection.top_k(union.values, self._k)
+        """The k largest elements of `union`, and the rest."""
+        kept, _ = selection.top_k(union.values, self._k)
         is_kept = np.zeros(union.size, np.bool_)
-        is_kept[places] = True
+        is_kept[kept] = True
         return (
             Part(union.indices[is_kept], union.values[is_kept]),
             Part(union.indices[~is_kept], union.values[~is_kept]),
@@ -142,7 +148,7 @@ class GTopk(_ByTopk):
 
 
 async def _climb(collectives: Collectives, packing: Packing, mine: Part, size: int, distance: int) -> Part | int | None:
-    """One level of the tree: what this rank is given, or a refusal, or None if it gives or does nothing."""
+    """One level of the tree. Returns what this rank receives: a part or a refusal; None if it receives nothing."""
     turn = collectives.rank % (2 * distance)
     parent, child = collectives.rank - distance, collectives.rank + distance
     gives, takes = turn == distance, turn == 0 and child < collectives.size
@@ -157,7 +163,7 @@ async def _climb(collectives: Collectives, packing: Packing, mine: Part, size: i
 
 
 async def _descend(collectives: Collectives, packing: Packing, mine: Part, size: int) -> Part:
-    """What rank 0 has at the end, at every rank."""
+    """Rank 0's final part, at every rank."""
     head = np.array([size], np.int64)
     await collectives.broadcast(head, 0)
     check_refusals(head)
@@ -167,7 +173,7 @@ async def _descend(collectives: Collectives, packing: Packing, mine: Part, size:
 
 
 class Dense:
-    """An allreduce of all elements: 2n(P-1)/P words. Nothing is left behind."""
+    """An allreduce of all elements: 2n(P-1)/P words. No residual is left."""
 
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)

@@ -1,7 +1,8 @@
-"""Ok-Topk: a sparse allreduce of at most 6k(P-1)/P words of data a rank, for any P (Seed 004, algorithm 1).
+"""Ok-Topk: a sparse allreduce in which a rank receives at most 6k(P-1)/P words of data, for any P.
 
-Every rank reduces a region of the vector. The regions are cut so that each gets as many of the chosen elements, the
-sums that reach a global threshold are spread evenly, and all gather them.
+Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 3 and algorithm 1. Every
+rank reduces a region of the vector. The regions are cut so that each has about equally many of the selected elements.
+The sums that reach a global threshold are spread evenly over the ranks, and all ranks gather them.
 """
 
 from __future__ import annotations
@@ -27,24 +28,28 @@ from asyncoll.algorithms.sparse.parts import (
 )
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-# Of float32 sums: 4 rounds of 256 counts, which an allreduce sends twice. Of float64 twice as many, as are the sums.
+# Words of the histogram search for float32 sums: 4 rounds of 256 counts, each sent twice by an allreduce. For float64
+# it takes twice as many words, and so do the sums, so the comparison holds.
 _HISTOGRAM_WORDS = 4 * 256 * 2
 
 
 class Rules(NamedTuple):
-    """How Ok-Topk goes on from round to round."""
+    """The periods and thresholds of Ok-Topk's rounds; the same at every rank."""
 
-    thresholds_every: int = 1  # rounds: tau', after which thresholds are exact again; the paper's 32 or 128
-    regions_every: int = 64  # rounds: tau, after which the regions are cut again
-    # How thresholds that are reused follow the counts. The paper's do not.
+    thresholds_every: int = 1  # tau': the thresholds are exact every so many rounds; the paper has 32 or 128
+    regions_every: int = 64  # tau: the regions are cut every so many rounds
+    # How reused thresholds follow the counts. The paper's do not.
     feedback: selection.Feedback | None = None
-    # How the exact global threshold is found: by a "histogram" that is summed again and again, O(1) words, or as in the
-    # paper, by an "allgather" of all sums, kP words if each rank gives k; "auto": by whichever takes fewer then.
+    # How the exact global threshold is found: "histogram" by allreduces of counts, O(1) words; "allgather", as in the
+    # paper, by an allgather of all sums, kP words if each rank gives k; "auto" by the one that takes fewer words.
     global_threshold: str = "auto"
 
 
 class OkTopk:
-    """One rank's side. A threshold that would select everything, or nothing ever, is not reused, but kept as 0.0."""
+    """One rank's part in the rounds of one name.
+
+    A threshold that would select all elements is kept as 0.0, as is one that would never select any, and is not reused.
+    """
 
     def __init__(self, count: int, k: int, rules: Rules) -> None:
         self._count = count
@@ -60,6 +65,7 @@ class OkTopk:
         return self._round % self._rules.thresholds_every == 0
 
     def choose(self, x: Array) -> Chosen:
+        """Algorithm 1, lines 2 to 4 and the selection of line 8."""
         if self._thresholds_are_due or not self._local:
             indices, threshold = selection.top_k(x, self._k)
         else:
@@ -67,6 +73,7 @@ class OkTopk:
         return Chosen(Part(indices, x[indices]), threshold)
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+        """Algorithm 1, lines 5 to 14."""
         edges = self._edges
         if self._round % self._rules.regions_every == 0:
             edges = await self._cut_regions(collectives, chosen.part.indices)
@@ -83,13 +90,13 @@ class OkTopk:
         return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
 
     async def _cut_regions(self, collectives: Collectives, indices: Array) -> Array:
-        """Where all ranks together cut the vector (section 3.1.1)."""
+        """The edges of the regions, on which all ranks agree (section 3.1.1; algorithm 1, line 6)."""
         boundaries = selection.local_boundaries(indices, collectives.size, self._count)
         await collectives.allreduce(boundaries, ReduceOp.SUM, "int64")
         return selection.consensus(boundaries, collectives.size, self._count)
 
     async def _exact_threshold(self, collectives: Collectives, sums: Array) -> float:
-        """The k-th largest of all ranks' sums (section 3.1.4, line 10)."""
+        """The k-th largest magnitude of all ranks' sums (section 3.1.4; algorithm 1, lines 10 and 11)."""
         if self._gathers_sums(collectives.size):
             return await self._threshold_of_all(collectives, sums)
         search = selection.KthSearch(sums, self._k)
@@ -109,14 +116,17 @@ class OkTopk:
         return self._rules.global_threshold == "allgather"
 
     async def _threshold_of_all(self, collectives: Collectives, sums: Array) -> float:
-        everyones = [np.empty(size, sums.dtype) for size in await tell_sizes(collectives, sums.size)]
-        everyones[collectives.rank][...] = sums
-        await collectives.allgather(everyones)
-        return selection.kth_largest(np.concatenate(everyones), self._k)
+        gathered = [np.empty(size, sums.dtype) for size in await tell_sizes(collectives, sums.size)]
+        gathered[collectives.rank][...] = sums
+        await collectives.allgather(gathered)
+        return selection.kth_largest(np.concatenate(gathered), self._k)
 
 
 async def _balance_and_allgather(collectives: Collectives, mine: Part) -> Part:
-    """All ranks' sums, at every rank (section 3.1.3). They are spread evenly first if a rank has far too many."""
+    """All ranks' sums, at every rank (section 3.1.2).
+
+    If one rank has far more than the others, the sums are spread evenly first (section 5.3).
+    """
     sizes = await tell_sizes(collectives, mine.size)
     if selection.is_unbalanced(sizes):
         mine = await _balance(collectives, mine, sizes)
@@ -125,7 +135,7 @@ async def _balance_and_allgather(collectives: Collectives, mine: Part) -> Part:
 
 
 async def _balance(collectives: Collectives, mine: Part, sizes: Array) -> Part:
-    """What this rank has once all have equally much, in the same order."""
+    """This rank's share of all sums when each rank has equally many, in the same order."""
     packing = Packing(mine)
     outgoing, incoming = [packing.room(0)] * collectives.size, [packing.room(0)] * collectives.size
     for rank, start, stop in selection.outgoing_pieces(sizes, collectives.rank):

@@ -1,4 +1,4 @@
-"""The sparse allreduces of one communicator, by name: what they are, what they keep, and what their callers get."""
+"""The sparse allreduces of one communicator, by name: their options, their state, and their results."""
 
 from __future__ import annotations
 
@@ -25,29 +25,58 @@ _GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
 
 @dataclass(frozen=True, slots=True)
 class SparseReduction:
-    """What a sparse allreduce did. Arrays are of the caller's kind, 1-d; indices count the elements of `x` in a row.
+    """The result of a sparse allreduce, and its cost at this rank.
 
-    int32 indices, or int64 where n needs them; values are float32, or float64 for such an `x`. A word is 4 bytes.
+    Arrays are one-dimensional, and numpy arrays or torch tensors as `x` is. Indices count the elements of `x` in
+    row-major order; they are int32, or int64 if `x` has more than 2**31 elements. Values are float32, or float64 if
+    `x` is. A word is 4 bytes, as in the paper.
     """
 
-    round: int  # of this name, from 1
-    indices: Any  # of the sum, ascending; the same at every rank
-    values: Any  # of the sum, which is not divided by the number of ranks; the same bits at every rank
-    included: Any  # of the indices that this rank selected, those whose values are in the sum: `x` is 0 there now
-    selected: int  # how many elements this rank has given
-    threshold_local: float  # what the magnitudes that were given had to reach
-    threshold_global: float  # what magnitudes in the sum had to reach; 0.0 if the algorithm has no such threshold
-    words_sent: float  # by this rank, in this round, counts and thresholds included
+    round: int
+    """The round of this `name`. Rounds count from 1."""
+
+    indices: Any
+    """The indices of the sum, ascending; the same at every rank."""
+
+    values: Any
+    """The values of the sum at `indices`, not divided by the number of ranks; the same bits at every rank."""
+
+    included: Any
+    """Those of the indices selected by this rank whose values are in the sum, ascending. `x` is 0 there now."""
+
+    selected: int
+    """The number of elements that this rank has selected and given."""
+
+    threshold_local: float
+    """The magnitude that an element had to reach to be selected by this rank."""
+
+    threshold_global: float
+    """The magnitude that a sum had to reach to be in the result; 0.0 if the algorithm has no such threshold."""
+
+    words_sent: float
+    """Words that this rank has sent in this round, including counts and thresholds."""
+
     words_received: float
+    """Words that this rank has received in this round, including counts and thresholds."""
+
     messages_sent: int
+    """Messages that this rank has sent in this round."""
+
     messages_received: int
-    lost_indices: Any  # gTopk: elements of the sum that lack what this rank dropped on its way,
-    lost_values: Any  # and how much
-    dense: Any = None  # on request: the sum as a tensor of the shape of `x`
+    """Messages that this rank has received in this round."""
+
+    lost_indices: Any
+    """gTopk: the indices of elements of the sum that lack a part which this rank has dropped. Otherwise empty."""
+
+    lost_values: Any
+    """gTopk: the dropped parts, at `lost_indices`. Otherwise empty."""
+
+    dense: Any = None
+    """With `dense=True`: the sum as a tensor of the shape of `x`, with 0 where it has no element. Otherwise None."""
 
 
 class Specification(NamedTuple):
-    """What the calls under one name must agree on."""
+    """The options on which all calls of one name must agree."""
 
     algorithm: str
     density: float
@@ -60,14 +89,14 @@ class Specification(NamedTuple):
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        """With the rules that are not the usual ones."""
+        """A text with the rules that differ from the defaults."""
         rules = zip(Rules._fields, self.rules, Rules(), strict=True)
         chosen = [f"{name}={value!r}" for name, value, usual in rules if value != usual]
         what = [self.algorithm, f"density {self.density}", f"{self.dtype} of shape {self.shape}"]
         return ", ".join(what + chosen)
 
     def check(self) -> None:
-        """Raise UsageError unless it makes sense."""
+        """Raise UsageError unless the options are possible."""
         if self.algorithm not in ALGORITHMS:
             raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(ALGORITHMS)}")
         if not 0 < self.density <= 1:
@@ -84,7 +113,7 @@ class Specification(NamedTuple):
             raise UsageError("feedback must be an asyncoll.Feedback, or None")
 
     def method(self) -> Method:
-        """A new one, at its first round."""
+        """A new method for these options, at its first round."""
         k = max(1, round(self.density * self.elements))
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
@@ -97,7 +126,7 @@ class Specification(NamedTuple):
 
 
 class SparseOperation:
-    """One name's rounds, one at a time."""
+    """The rounds of one name; one call at a time."""
 
     def __init__(self, name: str, specification: Specification) -> None:
         self.specification = specification
@@ -110,7 +139,10 @@ class SparseOperation:
         return f"{self._name!r}: {self.specification}"
 
     def choose(self, operand: Operand) -> Chosen:
-        """What this rank gives to the next round, which begins."""
+        """Begin the next round: select the elements that this rank gives.
+
+        Raises UsageError if the last round is still under way.
+        """
         if self.is_busy:
             raise UsageError(
                 f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
@@ -122,7 +154,7 @@ class SparseOperation:
     async def reduce(
         self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
     ) -> SparseReduction:
-        """Carry out the round. `operand` comes back as the residual."""
+        """Carry out the round. `operand` becomes the residual."""
         try:
             outcome = await self._method.reduce(collectives, chosen)
         finally:
@@ -163,13 +195,16 @@ class SparseOperation:
 
 
 class SparseOperations:
-    """By name."""
+    """The sparse operations of one communicator at one rank."""
 
     def __init__(self) -> None:
         self._operations: dict[str, SparseOperation] = {}
 
     def get(self, name: str, specification: Specification) -> SparseOperation:
-        """Raises UsageError if `specification` makes no sense, or is not what this name stands for."""
+        """The operation `name`, made at its first call.
+
+        Raises UsageError if `specification` is impossible, or differs from that of the first call.
+        """
         specification.check()
         operation = self._operations.get(name)
         if operation is None:

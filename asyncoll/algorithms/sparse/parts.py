@@ -1,7 +1,7 @@
-"""What all sparse allreduces are made of: parts of a vector, how they travel, and how they are added up.
+"""The common steps of the sparse allreduces: parts of a vector, how they are sent, and how they are added up.
 
-Written once over `Collectives`, so each of them goes by message or through shared memory. Terms: n elements, k of them
-wanted, P ranks.
+They are written once, over `Collectives`, so each algorithm goes by message or through shared memory. Terms: n
+elements, k of them wanted, P ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncoll.algorithms.sparse.selection import select
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import Array
 
-_SORTING = 9  # times what adding an element into a vector takes, by the element
+_SORTING = 9  # sorting one element takes as long as a pass over so many elements of a vector
 
 
 class Part(NamedTuple):
@@ -35,31 +35,37 @@ class Part(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What one rank gives to a round."""
+    """The elements that one rank gives to a round."""
 
     part: Part
-    threshold: float  # what the magnitudes in it had to reach
+    threshold: float  # the magnitude that its elements had to reach
 
     @property
     def is_finite(self) -> bool:
-        """Whether the whole vector is: NaN and infinity are larger than any threshold, and so chosen before others."""
+        """Whether the whole vector is finite.
+
+        NaN and infinity exceed any threshold, so they are among the first selected.
+        """
         return bool(np.isfinite(self.part.values).all())
 
 
 class Outcome(NamedTuple):
-    """What a round came to."""
+    """The result of a round at one rank."""
 
     total: Part  # the sum, the same bits at every rank
-    included: Array  # of the indices that this rank gave: those whose values are in the sum
-    threshold: float  # what the elements of the sum had to reach, 0.0 if nothing
-    lost: Part  # partial sums that this rank dropped, of elements that are in the sum all the same
+    included: Array  # those of the indices that this rank gave whose values are in the sum
+    threshold: float  # the magnitude that the sums had to reach; 0.0 if there is no such threshold
+    lost: Part  # partial sums that this rank has dropped, of elements that are in the sum
 
 
 class Method(Protocol):
-    """A sparse allreduce of vectors of one length, with what it keeps from round to round."""
+    """A sparse allreduce of vectors of one length, with its state from round to round."""
 
     def choose(self, x: Array) -> Chosen:
-        """What to give of `x`, which is float32 or float64: in the caller's thread, without a word to anybody."""
+        """Select the elements of `x`, float32 or float64, for the next round.
+
+        Runs in the caller's thread; sends nothing.
+        """
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         """Carry out the round, at every rank.
@@ -72,19 +78,20 @@ class Method(Protocol):
 
 
 class Packing:
-    """Indices and values in one array of bytes; the wider ones first, so that all are aligned."""
+    """Indices and values in one array of bytes; the wider of them first, so that both are aligned."""
 
     def __init__(self, part: Part) -> None:
-        """For parts like this one."""
+        """For parts with the dtypes of `part`."""
         self._dtypes = part.indices.dtype, part.values.dtype
         self._values_first = part.values.itemsize > part.indices.itemsize
         self.element_bytes = part.indices.itemsize + part.values.itemsize
 
     def room(self, count: int) -> Array:
-        """For so many elements."""
+        """Memory for `count` elements."""
         return np.empty(count * self.element_bytes, np.uint8)
 
     def pack(self, part: Part) -> Array:
+        """A copy of `part`, packed."""
         raw = self.room(part.size)
         into = self.unpack(raw)
         into.indices[...] = part.indices
@@ -92,7 +99,7 @@ class Packing:
         return raw
 
     def unpack(self, raw: Array) -> Part:
-        """A view of `raw`."""
+        """The part that is packed in `raw`, as views of it."""
         index, value = self._dtypes
         count = raw.size // self.element_bytes
         edge = count * (value if self._values_first else index).itemsize
@@ -102,7 +109,7 @@ class Packing:
 
 
 async def tell_sizes(collectives: Collectives, size: int) -> Array:
-    """Every rank's `size`, as int64. One below 0 is a refusal, and raises NonFiniteError everywhere."""
+    """Every rank's `size`, as int64. A negative one is a `refusal`: then every rank raises NonFiniteError."""
     sizes = np.empty(collectives.size, np.int64)
     sizes[collectives.rank] = size
     await collectives.allgather(list(sizes.reshape(-1, 1)))
@@ -111,18 +118,19 @@ async def tell_sizes(collectives: Collectives, size: int) -> Array:
 
 
 def refusal(rank: int) -> int:
-    """What stands for the size of a part that is not finite."""
+    """The number that `rank` sends in place of the size of a part that is not finite."""
     return -1 - rank
 
 
 def check_refusals(sizes: Array) -> None:
+    """Raise NonFiniteError, with the ranks that have refused, if any of `sizes` is a refusal."""
     refused = sizes[sizes < 0]
     if refused.size:
         raise NonFiniteError(tuple(sorted({-1 - int(size) for size in refused})))
 
 
 async def gather_parts(collectives: Collectives, mine: Part, sizes: Array) -> list[Part]:
-    """Every rank's part, given that they have these sizes."""
+    """Every rank's part, given the sizes of all parts."""
     packing = Packing(mine)
     blocks = [packing.room(int(size)) for size in sizes]
     blocks[collectives.rank][...] = packing.pack(mine)
@@ -131,9 +139,10 @@ async def gather_parts(collectives: Collectives, mine: Part, sizes: Array) -> li
 
 
 async def deal_parts(collectives: Collectives, chosen: Chosen, edges: Array) -> Part:
-    """Give each rank what is in its region; returns the sum of what all ranks give me: mine first, then downwards.
+    """Give each rank the elements in its region. Returns the sum of the parts for this rank's region.
 
-    The regions lie between the `edges`, int64 of shape (P + 1,). Split and reduce, Seed 004, section 3.1.2.
+    The regions lie between the `edges`, int64 of shape (P + 1,). The own part is added first, then those of the ranks
+    below it in descending order, modulo P. This is "split and reduce" (Li, Hoefler, PPoPP 2022, section 3.1.1).
     """
     part, packing = chosen.part, Packing(chosen.part)
     cuts = np.searchsorted(part.indices, edges).tolist()
@@ -152,18 +161,20 @@ async def deal_parts(collectives: Collectives, chosen: Chosen, edges: Array) -> 
 
 
 class Sum:
-    """The sum of parts, in the order in which they come. Elements whose values cancel out are not in it."""
+    """The sum of parts, in the order in which they are added. Elements whose sum is 0 are left out."""
 
     def __init__(self, like: Part, first: int, end: int, expected: int) -> None:
-        """Of so many elements in all, with indices from `first` to below `end`, and dtypes as `like`."""
+        """For `expected` elements in all parts, with indices from `first` to below `end` and the dtypes of `like`."""
         self._first = first
         self._parts = [nothing(like)]
-        # Adding into a vector takes a pass over all of it, which few elements are not worth. 4 parts of 62,500 among
-        # 6 million: 21 ms, and 9 by sorting; 32 parts of 7,800 among 780,000: 3 ms, and 11.
+        # Adding into a vector takes a pass over all of it, which does not pay for few elements. Measured: 4 parts of
+        # 62,500 among 6 million elements: 21 ms, and 9 ms by sorting; 32 parts of 7,800 among 780,000: 3 ms, and 11 ms
+        # by sorting.
         is_dense = expected * _SORTING > end - first
         self._vector = np.zeros(end - first, like.values.dtype) if is_dense else None
 
     def add(self, part: Part) -> None:
+        """Add a part."""
         if self._vector is None:
             self._parts.append(part)
         else:
@@ -171,6 +182,7 @@ class Sum:
                 self._vector[part.indices - self._first] += part.values
 
     def part(self) -> Part:
+        """The sum of all parts so far."""
         if self._vector is None:
             return _sorted_sum(self._parts)
         found = select(self._vector, 0.0)
@@ -178,7 +190,7 @@ class Sum:
 
 
 def _quietly() -> np.errstate:
-    """A sum that is infinite is a value here, not a warning, as in other allreduces."""
+    """A context in which sums may be infinite or NaN without a warning, as in other allreduces."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
@@ -188,7 +200,9 @@ def _sorted_sum(parts: Sequence[Part]) -> Part:
     indices, values = whole.indices[order], whole.values[order]
     is_first = np.ones(indices.size, np.bool_)
     np.not_equal(indices[1:], indices[:-1], out=is_first[1:])
-    sums, later = values[is_first], ~is_first  # few are: to reduce every segment would take five times as long
+    # Few indices come more than once, so only their later values are added. Reducing every segment (`np.add.reduceat`)
+    # would take five times as long.
+    sums, later = values[is_first], ~is_first
     with _quietly():
         np.add.at(sums, np.cumsum(is_first)[later] - 1, values[later])
     is_left = sums != 0
@@ -196,16 +210,17 @@ def _sorted_sum(parts: Sequence[Part]) -> Part:
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """One after another."""
+    """The concatenation of `parts`."""
     return Part(np.concatenate([part.indices for part in parts]), np.concatenate([part.values for part in parts]))
 
 
 def common(indices: Array, others: Array) -> Array:
-    """Those that are in both; each is ascending. (To search for them takes three times as long.)"""
+    """The indices that are in both arrays, each of which is ascending. Searching for them takes three times as long."""
     merged = np.sort(np.concatenate([indices, others]), kind="stable")
     twice: Array = merged[:-1][merged[1:] == merged[:-1]]
     return twice
 
 
 def nothing(like: Part) -> Part:
+    """An empty part with the dtypes of `like`."""
     return like.slice(0, 0)

@@ -1,12 +1,14 @@
-"""What the sparse allreduces decide: which elements are sent, what region each rank reduces, who hands what to whom.
+"""The decisions of the sparse allreduces: the elements to send, the region of each rank, and the spread of the sums.
 
 Pure functions on flat arrays of float32 or float64, without NaN. A *magnitude* is an element without its sign bit, read
-as an integer: these are ordered like the absolute values, to the last bit, denormals included. A *threshold* is the
-smallest absolute value that is selected. Zeros are never selected, since to send one says nothing; so an array of fewer
-than k other elements behaves as if padded with zeros, and its k-th largest magnitude is 0.0. That threshold selects all
-there is and is not worth reusing. Indices are int32 wherever they fit, as they travel beside the values.
+as an integer. Magnitudes are ordered like the absolute values, to the last bit, denormals included. A *threshold* is
+the smallest absolute value that is selected. Zeros are never selected, because sending one adds nothing. So an array
+with fewer than k other elements behaves as if it were padded with zeros, and its k-th largest magnitude is 0.0. That
+threshold selects all elements, and reusing it is pointless. Indices are int32 wherever they fit, because they are sent
+with the values.
 
-The paper is Seed 004 (Ok-Topk). Terms: n elements, k of them wanted (the density is k/n), P ranks.
+The paper is Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022 (Ok-Topk). Terms: n
+elements, k of them wanted (the density is k/n), P ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from asyncoll.arguments import real
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 
-_BLOCK = 1 << 16  # elements: a block and its scratch stay in a core's own cache from one pass to the next
-_SAMPLE = 1 << 16  # elements: 1 % of them, and four deviations more, is within a fifth of 1 %
-_DIGIT = 8  # bits a round of `KthSearch`: with 11, a round less would take six times the words
-_ADJUSTMENTS = 20  # of a threshold that was fitted, at most: as many as the authors make
-_IMBALANCE = 4  # times the average: Seed 004, section 5.3
+_BLOCK = 1 << 16  # elements: a block and its scratch arrays stay in a core's own cache between passes
+_SAMPLE = 1 << 16  # elements: at a density of 1 %, four standard deviations of the sample's count are 16 % of it
+_DIGIT = 8  # bits that a round of `KthSearch` settles; 11 bits would save one round and take six times the words
+_ADJUSTMENTS = 20  # the most adjustments of a fitted threshold, as in the authors' code
+_IMBALANCE = 4  # times the mean, from which sizes are balanced (section 5.3)
 
 
 def index_dtype(count: int) -> np.dtype[np.signedinteger]:
-    """Of the indices into `count` elements: int32 where that holds them, otherwise int64."""
+    """The dtype of indices into `count` elements: int32 if they fit, otherwise int64."""
     return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
 
 
@@ -49,7 +51,7 @@ def _magnitudes(x: Array) -> Array:
 
 
 def _magnitude(threshold: float, dtype: np.dtype[np.floating]) -> int:
-    """The least magnitude that is selected: that of `threshold`, or of the smallest denormal."""
+    """The least magnitude that `threshold` selects; at least that of the smallest denormal, so no zero is."""
     with np.errstate(over="ignore"):
         rounded = np.array([threshold], dtype)
     return max(int(_magnitudes(rounded)[0]), 1)
@@ -60,9 +62,9 @@ def _absolute(magnitude: int, dtype: np.dtype[np.floating]) -> float:
 
 
 def _kth(magnitudes: Array, k: int) -> int:
-    """The k-th largest of them; 0 if there are fewer."""
-    place = magnitudes.size - k
-    return int(np.partition(magnitudes, place)[place]) if place >= 0 else 0
+    """The k-th largest of `magnitudes`; 0 if there are fewer."""
+    index = magnitudes.size - k
+    return int(np.partition(magnitudes, index)[index]) if index >= 0 else 0
 
 
 # -- selection -----------------------------------------------------------------------------------
@@ -71,8 +73,8 @@ def _kth(magnitudes: Array, k: int) -> int:
 def select(x: Array, threshold: float) -> Array:
     """The indices, ascending, of the elements with |x| >= threshold that are not zero.
 
-    `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value selects k elements, or more
-    if others equal it; the authors' code compares with > there, and so selects one too few.
+    `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value as the threshold selects k
+    elements, or more if others equal it. The authors' code compares with > there, and so selects one too few.
     """
     bits, least = _bits(x), _magnitude(threshold, x.dtype)
     magnitudes, hits = np.empty(min(x.size, _BLOCK), bits.dtype), np.empty(min(x.size, _BLOCK), np.bool_)
@@ -94,8 +96,8 @@ def kth_largest(x: Array, k: int) -> float:
 def top_k(x: Array, k: int) -> tuple[Array, float]:
     """The indices, ascending, of the k elements of the largest magnitudes, and the k-th largest absolute value.
 
-    Among equals the lowest indices are taken, so there are never more than k, and fewer only where all that are not
-    zero are selected. k is at least 1.
+    Among equal magnitudes the lowest indices are selected, so there are never more than k. There are fewer only if all
+    elements that are not zero are selected. k is at least 1.
     """
     candidates = _candidates(x, k)
     magnitudes = _magnitudes(x[candidates])
@@ -107,16 +109,17 @@ def top_k(x: Array, k: int) -> tuple[Array, float]:
 
 
 def _candidates(x: Array, k: int) -> Array:
-    """The indices of the k elements of the largest magnitudes, of those that equal the k-th, and of some more."""
+    """The indices of at least the k elements of the largest magnitudes, those that equal the k-th, and some more."""
     found = select(x, _guess(x, k))
     return found if found.size >= k else select(x, 0.0)
 
 
 def _guess(x: Array, k: int) -> float:
-    """A threshold that selects, almost surely, at least k elements but few more: by a sample at even distances."""
+    """A threshold that almost surely selects at least k elements, and few more; from a sample at equal distances."""
     if x.size <= _SAMPLE:
         return 0.0
-    distance = x.size // _SAMPLE | 1  # odd: the rows of matrices seldom are, and no column is to be all that is seen
+    # Odd, because the lengths of matrix rows seldom are: with a common divisor the sample would see a few columns only.
+    distance = x.size // _SAMPLE | 1
     sample = _magnitudes(x[::distance])
     expected = k / distance
     return _absolute(_kth(sample, math.ceil(expected + 4 * math.sqrt(expected) + 16)), x.dtype)
@@ -127,19 +130,24 @@ def _guess(x: Array, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How a threshold that is reused follows the counts that it selects.
+    """How a threshold that is reused follows the number of elements that it selects.
 
-    The paper (Seed 004, section 3.1.3) reuses a threshold unchanged; the authors' code does this, which the paper does
-    not mention. The defaults are its numbers for BERT's local threshold.
+    The paper (Li, Hoefler, PPoPP 2022, section 3.1.3) reuses a threshold unchanged. The authors' code adjusts it in
+    this way, which the paper does not mention. The defaults are the code's numbers for the local threshold of BERT.
     """
 
-    low: float = 4 / 5  # of k: with fewer elements the threshold sinks
-    high: float = 5 / 4  # of k: with more it rises
-    factor: float = 1.025  # by so much
+    low: float = 4 / 5
+    """Share of k: if fewer elements are selected, the threshold is divided by `factor`."""
+
+    high: float = 5 / 4
+    """Share of k: if more elements are selected, the threshold is multiplied by `factor`."""
+
+    factor: float = 1.025
+    """The change of the threshold after one round."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError unless it leads towards k."""
-        for name in ("low", "high", "factor"):  # ranks compare its `repr`
+        """Raise UsageError unless the adjustment leads towards k."""
+        for name in ("low", "high", "factor"):  # exact floats, because ranks compare the `repr`
             object.__setattr__(self, name, real(getattr(self, name), f"{name} of feedback"))
         numbers = (self.low, self.high, self.factor)
         if not (0 <= self.low <= 1 <= self.high and 1 < self.factor < math.inf):
@@ -161,11 +169,11 @@ def adapted(threshold: float, count: int, k: float, feedback: Feedback | None = 
 
 
 def gaussian_threshold(x: Array, density: float, feedback: Feedback | None = None) -> float:
-    """Gaussiank's threshold: mean + z std of `x`, if a normal distribution has density / 2 above z.
+    """Gaussiank's threshold: mean + z std of `x`, where a normal distribution has density / 2 above z.
 
-    That fit and no more (Seed 004, table 1), but at least 0. With feedback it is adjusted, in up to 20 steps, until as
-    many elements of `x` as wanted are beyond it: in the paper's trainings (section 5.4) at least 3/4; with the authors'
-    numbers for VGG, `Feedback(3 / 4, 5 / 4, 1.02)`. 0.0 for an empty `x`.
+    That fit alone (Li, Hoefler, PPoPP 2022, table 1), but at least 0. With feedback it is adjusted in up to 20 steps,
+    until about as many elements of `x` as wanted reach it. The paper's trainings (section 5.4) adjust it until more
+    than 3/4 of k do; the authors' numbers for VGG are `Feedback(3 / 4, 5 / 4, 1.02)`. 0.0 for an empty `x`.
     """
     mean, deviation = _moments(x)
     threshold = max(mean - NormalDist().inv_cdf(density / 2) * deviation, 0.0)
@@ -177,7 +185,7 @@ def gaussian_threshold(x: Array, density: float, feedback: Feedback | None = Non
 
 
 def _moments(x: Array) -> tuple[float, float]:
-    """Mean and standard deviation, in float64 and two passes: no squares that cancel. They may be infinite."""
+    """Mean and standard deviation, in float64 and two passes, so that no squares cancel. They may be infinite."""
     if not x.size:
         return 0.0, 0.0
     blocks = [x[start : start + _BLOCK] for start in range(0, x.size, _BLOCK)]
@@ -192,7 +200,7 @@ def _moments(x: Array) -> tuple[float, float]:
 
 
 class KthSearch:
-    """The k-th largest magnitude among the values of all ranks, by O(1) words: a radix search that they make together.
+    """The k-th largest magnitude of the values of all ranks, in O(1) words: a radix search by all ranks together.
 
         search = KthSearch(values, k)
         while not search.done:
@@ -201,39 +209,39 @@ class KthSearch:
             search.narrow(counts)
         search.threshold
 
-    A round settles the next 8 bits, at any number of ranks: 4 rounds for float32, 8 for float64, and 1 if there are
-    fewer than k values. The paper gathers all values instead (Seed 004, section 3.1.4, line 10). k, at least 1, and the
-    dtype are the same at all ranks; `values`, of any number, must not change until the first `narrow`.
+    A round settles the next 8 bits, for any number of ranks: 4 rounds for float32, 8 for float64, and 1 if there are
+    fewer than k values. The paper gathers all values instead (section 3.1.4; algorithm 1, line 10). k, at least 1, and
+    the dtype are the same at all ranks; `values`, of any number, must not change until the first `narrow`.
     """
 
     def __init__(self, values: Array, k: int) -> None:
         self._dtype = values.dtype
-        self._bits = _bits(values)  # of those that may be the k-th, signs included
-        self._k = k  # counted among those
-        self._open = 8 * values.itemsize - 1  # the low bits of the k-th magnitude that are not known yet
-        self._known = 0  # the magnitude, these bits being 0
+        self._bits = _bits(values)  # of the values that may be the k-th, signs included
+        self._k = k  # counted among those values
+        self._open = 8 * values.itemsize - 1  # the number of low bits of the k-th magnitude that are not known yet
+        self._known = 0  # the k-th magnitude, with those bits 0
 
     @property
     def done(self) -> bool:
-        """At all ranks after the same round."""
+        """Whether the search is over. It is over at all ranks after the same round."""
         return not self._open
 
     @property
     def threshold(self) -> float:
-        """The k-th largest absolute value; before `done`, a lower bound of it. 0.0 if fewer than k are not zero."""
+        """The k-th largest absolute value; 0.0 if fewer than k are not zero. Before `done`, a lower bound."""
         return _absolute(self._known, self._dtype)
 
     def counts(self) -> Array:
-        """How many of this rank's values that are left have each value of the next 8 bits: int64, shape (256,)."""
+        """The number of this rank's remaining values for each value of the next 8 bits: int64, shape (256,)."""
         counts = np.zeros(1 << _DIGIT, np.int64)
         for _, digits in self._blocks():
             counts += np.bincount(digits, minlength=counts.size)
         return counts
 
     def narrow(self, totals: Array) -> None:
-        """Settle these bits, given the sum of all ranks' counts."""
+        """Settle the next 8 bits. `totals` is the sum of all ranks' counts."""
         not_below = np.cumsum(totals[::-1])[::-1]
-        if not_below[0] < self._k:  # only in the first round: later ones know that there are enough
+        if not_below[0] < self._k:  # only in the first round: later rounds have enough values
             self._open = 0
             return
         digit = int(np.flatnonzero(not_below >= self._k)[-1])
@@ -247,7 +255,7 @@ class KthSearch:
         return max(self._open - _DIGIT, 0)
 
     def _blocks(self) -> Iterator[tuple[Array, Array]]:
-        """The values that are left, and the next digit of each."""
+        """The remaining values, and the next digit of each."""
         shift, mask = self._shift, (1 << self._open - self._shift) - 1  # the sign is above the mask
         for start in range(0, self._bits.size, _BLOCK):
             block = self._bits[start : start + _BLOCK]
@@ -258,11 +266,11 @@ class KthSearch:
 
 
 def local_boundaries(indices: Array, size: int, count: int) -> Array:
-    """Where this rank would cut `count` elements into regions, one for each of `size` ranks: int64, shape (size - 1,).
+    """The cuts of `count` elements into `size` regions that this rank proposes: int64, shape (size - 1,).
 
-    `indices` are those that it selects, ascending; each region has as many of them as the others, give or take one
-    (Seed 004, section 3.1.1). So boundary j is number floor(j m / P) of these m, where the authors' code takes number
-    j floor(m / P), which leaves the rest to the last rank. With nothing selected, all regions are equally long.
+    `indices` are the elements that this rank selects, ascending. Each region has equally many of them, to within one
+    (Li, Hoefler, PPoPP 2022, section 3.1.1): boundary j is number floor(j m / P) of these m. The authors' code takes
+    number j floor(m / P), which leaves the rest to the last rank. With nothing selected, all regions are equally long.
     """
     cuts = np.arange(1, size, dtype=np.int64)
     if not indices.size:
@@ -271,9 +279,9 @@ def local_boundaries(indices: Array, size: int, count: int) -> Array:
 
 
 def consensus(total: Array, size: int, count: int) -> Array:
-    """The edges of all ranks' regions, given the sum of their `local_boundaries`: int64, shape (size + 1,).
+    """The edges of the regions, given the sum of all ranks' `local_boundaries`: int64, shape (size + 1,).
 
-    Region j is [edges[j], edges[j + 1]), and may be empty. Averages of sequences that ascend do so too.
+    Region j is [edges[j], edges[j + 1]), and may be empty. The edges ascend, as averages of ascending sequences do.
     """
     return np.concatenate([[0], total // size, [count]], dtype=np.int64)
 
@@ -282,7 +290,7 @@ def consensus(total: Array, size: int, count: int) -> Array:
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of this rank's, that go to or come from `rank`."""
+    """Elements [start, stop) of this rank's, which go to `rank` or come from it."""
 
     rank: int
     start: int
@@ -290,9 +298,9 @@ class Piece(NamedTuple):
 
 
 def is_unbalanced(sizes: Array) -> bool:
-    """Whether the largest of the ranks' `sizes`, int64, is more than 4 times the average (Seed 004, section 5.3).
+    """Whether the largest of the ranks' `sizes`, int64, is more than 4 times the mean.
 
-    With 4 ranks or fewer it never is.
+    Li, Hoefler, PPoPP 2022, section 5.3. With 4 ranks or fewer it never is.
     """
     return bool(sizes.max() * sizes.size > _IMBALANCE * sizes.sum())
 
@@ -304,15 +312,15 @@ def balanced_sizes(sizes: Array) -> Array:
 
 
 def outgoing_pieces(sizes: Array, rank: int) -> list[Piece]:
-    """What `rank` sends to whom, its own part included, so that all have `balanced_sizes`; in order, none empty.
+    """The pieces that `rank` sends, its own included, so that all ranks have `balanced_sizes`; in order, none empty.
 
-    The concatenation of all ranks' elements in the order of ranks stays as it is; only the cuts move.
+    The concatenation of all ranks' elements in the order of ranks stays the same; only the cuts move.
     """
     return _overlaps(sizes, balanced_sizes(sizes), rank)
 
 
 def incoming_pieces(sizes: Array, rank: int) -> list[Piece]:
-    """Where `rank`, which will have `balanced_sizes(sizes)[rank]` elements, puts what it gets from whom, as above."""
+    """The pieces that `rank` receives, to have `balanced_sizes(sizes)[rank]` elements; in order, none empty."""
     return _overlaps(balanced_sizes(sizes), sizes, rank)
 
 
