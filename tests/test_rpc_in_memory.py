@@ -839,7 +839,7 @@ def test_what_comes_back_is_not_trusted(run, caplog, address):
         ]
 
     run(2, main)
-    assert "came back that was not lent" in caplog.text
+    assert "was returned that was not lent" in caplog.text
 
 
 def test_a_rank_that_died_over_an_inbox():

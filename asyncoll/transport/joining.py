@@ -64,7 +64,7 @@ class Joining:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
         Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks. `reason` is the step
-        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this rank waits
+        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this one waits
         a little longer than the limit: then the error of that rank, which knows more, comes first.
 
         Raises PeerLostError if a rank has died, ClosedError after `cancel`, and DeadlineError if the time is over. The
