@@ -78,7 +78,7 @@ class Joining:
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
             raise self._overdue(missing(), reason)
         if _now_s() >= self._warns_at_s:
-            self._warns_at_s = _now_s() + (_now_s() - self._began_s)
+            self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
             if ranks := missing():  # they may have come since the caller looked
                 logger.warning("rank %d: %s", self._rank, self._describe(ranks, reason))
 
