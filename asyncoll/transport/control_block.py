@@ -51,7 +51,9 @@ class Doorbells(Protocol):
 _FLAGGED = 0  # the number of flags that are set
 _FLAGS = 1  # 1 if the doorbell must ring at the next `wake`
 
-DOORBELLS = 2  # for each rank: one for the loops of callers, one for the runtime's loop
+# For each rank: one doorbell for the loops of callers, and one for the runtime's loop. With a single one, the loop that
+# reads a ring first would often be the wrong one, and would have to wake the other loop through its self-pipe.
+DOORBELLS = 2
 
 
 class ControlBlock:
@@ -86,7 +88,7 @@ class ControlBlock:
         self.interleaved = interleaved
         self._mutex = mutex
         self._doorbells = doorbells
-        self._ringing: list[int] = []
+        self._ringing: list[int] = []  # the doorbells to ring at the release; only the holder of the lock uses it
 
     def __enter__(self) -> ControlBlock:
         try:

@@ -64,8 +64,8 @@ class Joining:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
         Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks. `reason` is the step
-        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this rank
-        waits a little longer than the limit: then the error of that rank, which knows more, comes first.
+        that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this one waits
+        a little longer than the limit: then the error of that rank, which knows more, comes first.
 
         Raises PeerLostError if a rank has died, ClosedError after `cancel`, and DeadlineError if the time is over. The
         DeadlineError names no rank if `missing` is empty by then: all ranks have come, and one of them has stopped.
@@ -78,7 +78,7 @@ class Joining:
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
             raise self._overdue(missing(), reason)
         if _now_s() >= self._warns_at_s:
-            self._warns_at_s = _now_s() + (_now_s() - self._began_s)
+            self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
             if ranks := missing():  # they may have come since the caller looked
                 logger.warning("rank %d: %s", self._rank, self._describe(ranks, reason))
 

@@ -208,6 +208,7 @@ def decode_control(payload: Buffer) -> Control:
     Raises ProtocolError unless the payload is one of the messages above, with fields of the right types.
     """
     try:
+        # The limits make msgpack refuse a header that announces a huge object, before it allocates memory.
         name, *values = msgpack.unpackb(payload, max_str_len=CONTROL_BYTES, max_array_len=64, max_map_len=0)
         cls = _CONTROLS[name]
     except Exception as error:  # msgpack raises many kinds; each means: not a control message
@@ -216,6 +217,7 @@ def decode_control(payload: Buffer) -> Control:
     if len(fields) != len(values):
         raise ProtocolError(f"{name} has {len(fields)} fields, got {len(values)}")
     for field, value in zip(fields, values, strict=True):
+        # Not isinstance, because True is an int, too.
         if type(value) is not _FIELD_TYPES[str(field.type)]:
             raise ProtocolError(f"{name}.{field.name} must be {field.type}, got {type(value).__name__}")
     return cls(*values)

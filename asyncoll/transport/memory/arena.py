@@ -122,6 +122,7 @@ class HostArena:
                 raise too_much(nbytes, why) from None
             extent = self._heap.extent(offset)
         address = offset + self.local_rank * self._capacity
+        # Outside the lock: the kernel takes milliseconds to clear the pages of a large block.
         try:
             commit(self._memory, offset, extent)
         except UsageError:
@@ -193,7 +194,7 @@ class HostArena:
         nbytes = MUTEX_BYTES + control_block_bytes(cells, len(self.ranks))
         address = self.allocate(nbytes)
         memory = self.view(address, nbytes)
-        memory[:] = 0
+        memory[:] = 0  # an allocated block has arbitrary content
         RobustMutex.initialize(memory[:MUTEX_BYTES].data)
         entries[used] = context, address, nbytes
 
@@ -209,6 +210,7 @@ class HostArena:
     async def wait(
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
+        # Polls read the cells without the lock, so a success is only a hint.
         if await self._poll_yielding(wait.ready) if yielding else self._poll(wait.ready):
             with wait.control_block:
                 if wait.ready():

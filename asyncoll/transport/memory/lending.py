@@ -84,6 +84,7 @@ class Lender:
             return self._arena.allocate(nbytes)
 
     def _keep(self, address: int, nbytes: int) -> None:
+        # Insert the size again at the end of the dict, whose first entry so is the least recently used size.
         addresses = self._free.pop(nbytes, [])
         addresses.append(address)
         self._free[nbytes] = addresses
@@ -105,6 +106,7 @@ class Lender:
         with self._control_block as control_block:
             address = control_block.cells[self._cell]
             control_block.cells[self._cell] = 0
+        # Each step removes the block from `_lent`, so a list with a cycle ends, too.
         while address in self._lent:
             following = _link(self._arena.view(address, _LINK))[0]
             self._keep(address, self._lent.pop(address))

@@ -114,6 +114,7 @@ class Inbox:
             else:
                 messages.append(self._message(start, most, *header))
                 self._read += header[0]
+        # The head moves only now, after the messages have been copied: writers may overwrite the bytes before it.
         with self.control_block as control_block:
             control_block.cells[_HEAD] = self._read
             control_block.wake()

@@ -66,7 +66,7 @@ def make_segment(local_rank: int, capacity: int) -> Segment:
         undo.callback(os.close, memory)
         os.ftruncate(memory, capacity)
         _seal(memory)
-        os.posix_fallocate(memory, 0, HEAD_BYTES)
+        os.posix_fallocate(memory, 0, HEAD_BYTES)  # the heap begins behind it, and commits its pages itself
         os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, local_rank, capacity), 0)
         doorbells = []
         for _ in range(DOORBELLS):
@@ -83,6 +83,7 @@ def check_segment(segment: Segment, local_rank: int, capacity: int, own: Segment
     """
     if (size := os.fstat(segment.memory).st_size) != capacity:
         raise ProtocolError(f"it has {size} bytes, and not {capacity}")
+    # Both may be without seals, in a sandbox without memfd_create. Only one without them could shrink later.
     if _seals(segment.memory) != _seals(own.memory):
         raise ProtocolError(
             "its size is not sealed as mine is; allow memfd_create at both of these ranks, or at neither"

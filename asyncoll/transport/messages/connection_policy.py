@@ -106,6 +106,7 @@ class ConnectionPolicy:
             return mechanism == b"CURVE" and credentials[0] in self._ranks
         if mechanism != b"PLAIN" or not credentials[0].isdigit() or len(credentials[0]) > len(str(self._size)):
             return False
+        # In constant time, so that response times reveal nothing of the password.
         return hmac.compare_digest(credentials[1], self._password(int(credentials[0]), self._rank))
 
     def _password(self, source: int, dest: int) -> bytes:

@@ -234,6 +234,7 @@ class ServerSocket(_Socket):
         """Disconnect a client: it loses the service for that reason, and its segments are ignored."""
         name = self._names.pop(peer, None)
         if name is not None and not self._is_closed:
+            # The entry remains until the connection ends, or the next segment would count as that of a new peer.
             self._clients[name] = -1
             self._try_send(name, _BYE, 0, reason.encode()[:_REASON_BYTES])
 

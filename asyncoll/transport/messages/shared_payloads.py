@@ -131,6 +131,7 @@ class _Outgoing:
         return self._free.pop() if self._free else self._allocate()
 
     def _fill(self, slot: int, dest: int, payload: Buffer) -> None:
+        # The payload is written before the lock is acquired, and the receiver reads it after it has held the lock.
         address, nbytes = self._addresses[slot], len(payload)
         self._arena.view(address, nbytes)[:] = np.frombuffer(payload, np.uint8)
         with self._control_block as control_block:

@@ -50,6 +50,7 @@ class SplitTransport:
             return
         check_frames(dest, self.size, frames)
         if len(frames) > 1 and len(frames[1]) >= THRESHOLD_BYTES:
+            # The receiver matches the n-th payload with the n-th message that announces one.
             first = b"".join((_APART, _LENGTH.pack(len(frames[1])), frames[0]))
             self._payloads.send(dest, (b"", frames[1]))
             self._messages.send(dest, (first, *frames[2:]))

@@ -189,6 +189,7 @@ class ZeroMQTransport:
         peer = self._peers[dest]
         if peer.is_dropped:
             return
+        # A message must not overtake those in the queue.
         if peer.queue or not _try_send(peer, frames):
             peer.queue.append([bytes(frame) for frame in frames])
             if len(peer.queue) == 1:
@@ -328,6 +329,7 @@ class ZeroMQTransport:
 
     def _monitored_ranks(self) -> set[int]:
         """The ranks whose heartbeats this rank monitors."""
+        # Each rank monitors the next ranks of its host, in a ring, so each rank of the host is monitored.
         here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
         index = here.index(self.rank)
         after = here[index + 1 :] + here[:index]
