@@ -19,7 +19,7 @@ import torch
 from conftest import SIZES, looped
 from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 
-from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError
+from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError, UsageError
 from asyncoll.algorithms.dense.tuning import VARIABLE
 from asyncoll.algorithms.rounds.block_table import BlockTable
 from asyncoll.tensors.reductions import DTYPES
@@ -529,3 +529,27 @@ def test_calls_that_wait_for_earlier_ones_fail_with_their_communicator(run):
         return sum(isinstance(outcome, MismatchError) for outcome in outcomes)
 
     assert run(3, main) == [50, 0, 50]
+
+
+@pytest.mark.parametrize("count", [100, 100_000, 2_000_000])
+def test_a_rank_without_room_for_a_call_ends_it_for_all(count):
+    """The call is numbered by then, and the others would wait for this rank."""
+
+    def refuse(nbytes):
+        raise UsageError(f"no room for {nbytes} bytes: use smaller tensors")
+
+    async def main(comm):
+        await comm.barrier()
+        if comm.rank == 1:
+            comm._core.backend.memory.allocate = refuse
+        try:
+            await comm.allreduce(np.ones(count))
+        except (AbortedError, UsageError) as error:
+            failures[comm.rank] = error
+            raise
+
+    failures = {}
+    with pytest.raises(UsageError, match="no room"):
+        run_ranks(3, main, "shm")
+    assert {rank: type(error) for rank, error in failures.items()} == {0: AbortedError, 1: UsageError, 2: AbortedError}
+    assert "no room for" in str(failures[0])

@@ -76,5 +76,5 @@ class Member:
         """
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-        elif not isinstance(error, AsyncollError) or isinstance(error, ProtocolError):
+        elif not isinstance(error, AsyncollError) or isinstance(error, ProtocolError | UsageError):
             self.abort(f"{call} failed: {describe(error)}")

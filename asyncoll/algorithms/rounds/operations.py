@@ -15,7 +15,7 @@ from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
-from asyncoll.errors import PeerLostError
+from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
@@ -113,6 +113,8 @@ class Operations:
                 rounds.release(delivery)
         except PeerLostError as error:
             raise self._member.noticed(error) from None
+        except UsageError:  # a host without room for this contribution: the other ranks' rounds do not wait for it
+            raise
         except Exception as error:
             self._member.failed(call, error)
             raise
