@@ -492,14 +492,14 @@ def test_blocks_are_reused(kind, monkeypatch):
 def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
     """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
     slept = 0
-    sleep = ControlBlock.sleep
+    sleep = ControlBlock.ring_at_next_wake
 
     def count(control_block: ControlBlock, doorbell: int) -> None:
         nonlocal slept
         slept += 1
         sleep(control_block, doorbell)
 
-    monkeypatch.setattr(ControlBlock, "sleep", count)
+    monkeypatch.setattr(ControlBlock, "ring_at_next_wake", count)
 
     async def main(comm: Communicator, calls: int) -> None:
         arrays = [np.ones(3) for _ in range(calls)]
