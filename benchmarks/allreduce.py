@@ -2,11 +2,11 @@
 
     python benchmarks/allreduce.py [--ranks 2,4,8] [--sizes 4,1K,...] [--repeats 3]
 
-All in turn, with the same protocol: three uncounted calls, then for each call a fresh input, a barrier, the timed
-allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several
-repeats the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI where `mpirun` and
-mpi4py are installed. Memory is what a rank has more after the calls than before: its own, and its part of what ranks
-share.
+The systems take turns, with the same protocol: three uncounted calls, then for each call a fresh input, a barrier, the
+timed allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several
+repeats the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI is
+measured where `mpirun` and mpi4py are installed. Memory is the growth of a rank during the calls: its own memory, and
+its part of shared memory.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def gloo(sizes: list[int]) -> list[Row]:
 
 
 def mpi() -> None:
-    """Under mpirun. Rank 0 prints its answer."""
+    """The program of a rank under mpirun. Rank 0 prints its answer."""
     from mpi4py import MPI as mpi4py  # type: ignore[import-not-found, unused-ignore]  # noqa: N811
 
     world = mpi4py.COMM_WORLD
@@ -166,7 +166,7 @@ def blocking(
 
 
 class Inputs:
-    """What a rank puts in, and what must come out."""
+    """The input of a rank, and the expected result."""
 
     def __init__(self, place: int, size: int, count: int) -> None:
         base = pattern(count)
@@ -195,7 +195,7 @@ def row(everyones: Array) -> Row:
 
 
 def occupied() -> float:
-    """MiB: what this process alone has, and its share of what several have mapped."""
+    """Memory in MiB: of this process alone, and its share of memory that several processes map."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

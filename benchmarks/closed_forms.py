@@ -1,10 +1,10 @@
-"""What our collectives take on a network where a message of m bytes takes alpha + m beta: closed forms.
+"""Closed forms of the collectives' times, on a network where a message of m bytes takes alpha + m beta.
 
-`algorithms/` in formulas; headers included, computation free. A round by activation that rank k opens at A_k ends at
-A_k + activation + allreduce, for whoever is activated last is in every result; one at a coordinator ends when its news
-has come there and the result is everywhere. The allreduce is that of ranks which start together. Where P is no power of
-two, or the reduction is a tree, the rank that starts last need not lie on its longest path, so these are upper bounds
-there; queues at a link can add to them.
+They describe `asyncoll/algorithms`; headers are included, computation is free. A round by activation that rank k opens
+at A_k ends at A_k + activation + allreduce, because the rank that is activated last is in every result. A round at a
+coordinator ends when the opening arrival has reached the coordinator and the result has reached all ranks. The
+allreduce is that of ranks that start together. If P is no power of two, or if the reduction is a tree, the rank that
+starts last need not be on the longest path, so the forms are upper bounds. Queues at a link can add to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Model:
     ranks: int
     latency_s: float  # alpha
     bandwidth: float  # 1 / beta, bytes per second
-    riding: int = 0  # bytes that go along with every message
+    riding: int = 0  # bytes of piggybacked metadata in every message
 
     def message(self, size: float) -> float:
         return self.latency_s + (size + self.riding + HEADER_BYTES) / self.bandwidth
@@ -43,7 +43,7 @@ class Model:
         return times[self.algorithm(size)](size) if self.ranks > 1 else 0.0
 
     def algorithm(self, size: int) -> str:
-        """Which one `dense.allreduce` takes for so many bytes of float32."""
+        """The algorithm that the dense allreduce takes for an array of `size` bytes of float32."""
         if size <= on_lane.DOUBLING_MAX_BYTES:
             return "tree" if self.ranks >= on_lane.TREE_MIN_RANKS and size <= on_lane.TREE_MAX_BYTES else "doubling"
         return "Rabenseifner" if size <= on_lane.RABENSEIFNER_MAX_BYTES else "ring"
@@ -73,7 +73,7 @@ class Model:
     def doubling(self, size: int) -> float:
         """Exchanges of everything; the ranks beyond a power of two lend it before and get it back after.
 
-        The last exchange of their hosts is with ranks that have lent nobody anything, and so are one step ahead, unless
+        The last exchange of their hosts is with ranks that have not lent anything, and so are one step ahead, unless
         more than half of the power of two are hosts.
         """
         folds = 0 if not self._beyond else 1 if 2 * self._beyond <= 1 << self._phases else 2
@@ -116,7 +116,7 @@ class Model:
         return self._phases * self.message(0)
 
     def counted_allreduce(self, size: int) -> float:
-        """The reduction of a round: the participation list rides along with every message."""
+        """The reduction of a round: every message carries the participation list."""
         return replace(self, riding=PARTICIPATION_BYTES * self.ranks).allreduce(size)
 
     def round_algorithm(self, mode: str, size: int) -> str:
@@ -129,7 +129,7 @@ class Model:
 
     @property
     def _beyond(self) -> int:
-        """How many ranks there are beyond the largest power of two."""
+        """The number of ranks beyond the largest power of two."""
         return self.ranks - (1 << self._phases)
 
 
@@ -141,7 +141,7 @@ def openers(mode: str, ranks: int) -> list[int]:
 
 
 def ceiling(mode: str, ranks: int) -> float | None:
-    """How many times shorter than a full allreduce's the mean wait is with free communication; None: it is nothing."""
+    """The mean wait of a full allreduce over this mode's, with free communication. None if this mode does not wait."""
     skews = expected(mode, ranks)[0]
     return expected("full", ranks)[0] / skews if skews else None
 
@@ -196,7 +196,7 @@ class Sparse:
         return sum(phase.share * self._seconds(phase.collective, phase.size) for phase in self.phases(method))
 
     def phases(self, method: str) -> list[Phase]:
-        """What `asyncoll.algorithms.sparse.oktopk` and `sparse_rivals` do, one after another."""
+        """The phases of `asyncoll.algorithms.sparse.oktopk` and its baselines, one after another."""
         ranks = self.links.ranks
         sizes = Phase("allgather", _COUNT, is_control=True)
         dealt = [Phase("alltoall", _COUNT, is_control=True), Phase("alltoall", _PAIR * self.k / ranks)]
@@ -256,7 +256,7 @@ class Sparse:
         return sum(self.links.message(min(have, ranks - have) * size) for have in shifts)
 
     def _head(self, size: float) -> float:
-        """It tells how long what follows it through the tree is, which only a long array must wait for."""
+        """The time of the message with the length of the next one in the tree; only a long array waits for it."""
         follows_at_once = _PAIR * self.k <= SEGMENT_BYTES
         return self._levels * (self.links.message(size) - self.links.latency_s * follows_at_once)
 
@@ -274,7 +274,7 @@ class Sparse:
         return size > on_lane.SMALL_MAX_BYTES and self.links.ranks > 2
 
     def _grant(self, size: float) -> float:
-        """What a long array waits for."""
+        """The time that a long array waits for the grant of its receiver."""
         return self.links.message(0) if size > SEGMENT_BYTES else 0.0
 
     @property
@@ -283,7 +283,7 @@ class Sparse:
 
 
 def overlapped(links: Model, bucket: int, ready_s: list[float]) -> float:
-    """When the last of the buckets, each of so many bytes, is reduced, if they are ready at these times."""
+    """The time at which the last bucket is reduced, if buckets of these bytes are ready at these times."""
     end_s = 0.0
     for start_s in ready_s:
         end_s = max(start_s, end_s) + links.allreduce(bucket)

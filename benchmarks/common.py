@@ -1,7 +1,7 @@
-"""What the reproductions share: programs of ranks, and a record of the machine, the command and every number.
+"""Shared parts of the benchmarks: programs of ranks, and a record of the machine, the command and every number.
 
-A reproduction is one script. Started by the user it is the driver; started again by `ask`, under the launcher, it is
-one rank, and what rank 0 answers comes back to the driver. The peers (Gloo) run under the same launcher as asyncoll,
+A benchmark is one script. Started by the user it is the driver; started by `ask` under the launcher it is one rank, and
+the answer of rank 0 returns to the driver. The peers (Gloo) run under the same launcher as asyncoll,
 so both are started, preloaded and limited to one thread a rank in the same way.
 """
 
@@ -29,7 +29,7 @@ PACKAGES = ("numpy", "torch", "pyzmq", "uvloop")
 
 
 def program(main: Callable[[], None], rank: Callable[[Any], Any]) -> None:
-    """Run `main()`; or, if `ask` has started this process as a rank, answer."""
+    """Run `main()`; in a process that `ask` has started as a rank, answer its question instead."""
     if sys.argv[1:2] == [RANK]:
         answer(rank)
     else:
@@ -37,7 +37,7 @@ def program(main: Callable[[], None], rank: Callable[[Any], Any]) -> None:
 
 
 def answer(rank: Callable[[Any], Any]) -> None:
-    """Run `rank(question)` at every rank; what it returns at rank 0 goes back to `ask`."""
+    """Run `rank(question)` at every rank. Its result at rank 0 becomes the result of `ask`."""
     found = rank(json.loads(sys.argv[2]))
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[3]).write_text(json.dumps(found))
@@ -71,7 +71,7 @@ class Record:
         print(f"\n{title}\n{aligned(lines)}", flush=True)
 
     def write(self, raw: object) -> None:
-        """Write everything measured, beside the tables that sum it up."""
+        """Write all raw numbers, and the tables."""
         options = {key: str(value) for key, value in vars(self.arguments).items()}
         document = {
             "benchmark": self.name,
@@ -91,7 +91,7 @@ class Record:
         """A row of `panels` axes, written as a PNG at the end."""
         import matplotlib as mpl
 
-        mpl.use("Agg")  # no display anywhere near
+        mpl.use("Agg")  # a backend that needs no display
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(1, panels, figsize=(7 * panels, 4.2), layout="constrained", squeeze=False)
@@ -115,7 +115,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, str]:
-    """Where and with what: no number is worth anything without it."""
+    """The machine and the versions, which readers need to judge the numbers."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cores": str(len(os.sched_getaffinity(0))),

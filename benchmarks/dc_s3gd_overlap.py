@@ -1,19 +1,23 @@
-"""DC-S3GD hides the allreduce behind the gradient: iterations against max(compute, allreduce) (seed 003, equation 14).
+"""DC-S3GD hides the allreduce behind the gradient: time of an iteration against max(compute, allreduce).
+
+This is equation 14 of Rigazzi, "DC-S3GD: delay-compensated stale-synchronous SGD for large-scale decentralized neural
+network training", DLS 2019.
 
     python benchmarks/dc_s3gd_overlap.py [--ranks 2,4] [--networks host,1] [--computes sleep,burn] [--factors 2,1,0.5]
 
-Real processes on one host. What an iteration is compared with is measured in the same processes: `compute`, the
-gradient alone, by all ranks at once; `allreduce`, alone; and `local`, DC-S3GD's iteration without both: copies,
-compensation and the optimizer's step (momentum SGD), by all ranks at once. The equation leaves `local` out, and nothing
-hides it. The synchronous trainer beside it takes compute + allreduce (equation 13). A time is the slowest rank's mean
-over iterations from update to update, everything included; of several repeats (worlds of processes) the median.
+The ranks are real processes on one host. The parts of an iteration are measured in the same processes: `compute` is the
+gradient alone, by all ranks at once; `allreduce` is the allreduce alone; `local` is an iteration of DC-S3GD without
+both, by all ranks at once: copies, compensation and the optimizer's step (momentum SGD). The equation leaves `local`
+out, and nothing hides it. The synchronous trainer beside it takes compute + allreduce (equation 13). A time is the
+slowest rank's mean over iterations from update to update, everything included; of several repeats (worlds of processes)
+the median.
 
 The gradient of so many float32 parameters is emulated, and takes `factor` times the allreduce. It `sleep`s, as if an
 accelerator computed, or it `burn`s the processor with matrix products, the same number of them in each iteration, so
 that it takes longer where communication needs the processor too. What burning takes alone is its processor time, shared
 evenly by the cores: where ranks outnumber cores, the scheduler does worse, which would flatter the iterations.
 
-The network `host` is asyncoll's sockets as they are: every byte costs processor time. A number is a network of so many
+The network `host` is the sockets of this host: every byte costs processor time. A number is a network of so many
 Gbit/s, emulated: no allreduce returns before its call is 2 (P - 1) / P x bytes / bandwidth old, which costs nothing.
 
 `processors` is the processor time of compute, allreduce and local, each measured alone, over all ranks and shared by
@@ -114,7 +118,7 @@ def rank(question: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one iteration: seconds of the slowest rank, and processor seconds of all ranks."""
+    """The cost of one iteration: seconds of the slowest rank, and processor seconds of all ranks."""
 
     wall_s: float
     processor_s: float
@@ -164,18 +168,18 @@ class Network:
 
 
 class Alone(Network):
-    """A communicator whose allreduces only pretend: what is left of an iteration is local work."""
+    """A communicator whose allreduces return at once, so that an iteration consists of local work."""
 
     def __init__(self, comm: asyncoll.Communicator) -> None:
         super().__init__(comm, 0.0)
 
     async def allreduce(self, x: torch.Tensor, op: asyncoll.ReduceOp) -> torch.Tensor:
-        x[0] += 1  # the average differs from this rank's model, or there is nothing to compensate
+        x[0] += 1  # without a difference between the average and this rank's model, compensation has no work
         return x
 
 
 async def measure(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each network, kind of compute and factor: what it consists of, and both trainers."""
+    """For each network, kind of compute and factor: the times of the parts, and of both trainers."""
     parameters, rounds = question["parameters"], question["rounds"]
     bytes_sent = 4 * parameters * 2 * (comm.size - 1) / comm.size
     local = await iterations(Alone(comm), "DC-S3GD", parameters, rounds, lambda: None)

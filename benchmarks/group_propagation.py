@@ -1,4 +1,7 @@
-"""WAGMA's groups: after how many rounds has an update reached every rank? By rule, measured, and against log_S P.
+"""The number of rounds after which an update has reached every rank of WAGMA-SGD: by rule, measured, and log_S P.
+
+The formula is of section V-B of Li et al., "Breaking (global) barriers in parallel stochastic optimization with
+wait-avoiding group averaging", TPDS 2021.
 
     python benchmarks/group_propagation.py [--worlds 4:2,8:2,...,1024:32]
 
@@ -25,7 +28,7 @@ WORLDS = (
     "4:2,8:2,8:4,16:4,32:4,64:8,128:8,256:16,512:8,1024:2,1024:4,1024:32,"  # powers of two: sqrt(P), and others
     "6:2,6:3,9:3,12:3,12:4,13:4,17:4,25:5,100:10,100:8,125:5,243:3,500:22,1000:10,1000:32"
 )
-PERIOD_S = 1.0  # of a round, in virtual time: all ranks call at the same moment, so that nobody's model is stale
+PERIOD_S = 1.0  # of a round, in virtual time: all ranks call at the same moment, so that no model is stale
 STARTS = range(1, 13)  # rounds from which propagation is followed
 
 
@@ -34,7 +37,7 @@ def main() -> None:
     options.add_argument("--worlds", type=worlds, default=worlds(WORLDS))
     record = Record(options, "group_propagation")
     rows = [world(ranks, group_size) for ranks, group_size in record.arguments.worlds]
-    record.table("rounds until an update is everywhere (paper: log_S P, seed 002, section V-B)", table(rows))
+    record.table("rounds until an update has reached every rank (paper: log_S P, section V-B)", table(rows))
     plot(record, rows)
     record.write(rows)
 
@@ -71,7 +74,8 @@ def rounds_by_formula(ranks: int, group_size: int) -> int:
 
 
 def averaged(ranks: int, group_size: int, rounds: int, *, fixed: bool) -> dict[str, list[float]]:
-    """After each round: to how many ranks the least spread update has come, and how far models are from the average."""
+    """After each round: the number of ranks that the least spread update has reached, and the distance of the models
+    from their average."""
 
     async def rank(comm: Communicator) -> list[tuple[np.ndarray[Any, Any], float]]:
         loop, model, found = asyncio.get_running_loop(), np.zeros(ranks), []

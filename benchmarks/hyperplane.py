@@ -1,4 +1,7 @@
-"""Seed 000's hyperplane table (section 6.2.1): 8 processes, one random rank late at each step; steps/s at equal loss.
+"""Hyperplane regression with 8 processes, of which one random rank is late at each step: steps/s at equal loss.
+
+This is section 6.2.1 of Li et al., "Taming unbalanced training workloads in deep learning with partial collective
+operations", PPoPP 2020.
 
     python benchmarks/hyperplane.py [--delays 200ms,300ms,400ms] [--seeds 0,1,2] [--rounds 96] [--methods ...]
 
@@ -59,7 +62,7 @@ PAPER = {
     ("solo", 0.4): "2.01",
     ("majority", 0.2): f"{1.5 * 1.37 / 1.64:.2f}",
 }
-PRELOAD = "numpy,torch,torch._dynamo,asyncoll"  # once, and not in every rank
+PRELOAD = "numpy,torch,torch._dynamo,asyncoll"  # imported once by the launcher, not by every rank
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Whether a world that lives long takes more memory or more time: many rounds, and many collectives, in one world.
+"""Memory and time per call of a long-lived world: many rounds and many collectives in one world.
 
     python benchmarks/long_run.py [--ranks 2] [--calls 100000] [--transports shm,zmq] [--trace]
 
@@ -24,7 +24,7 @@ import asyncoll
 from asyncoll import MAX
 
 WARMUP = 1000  # calls
-PARTS = 10  # of a run, after each of which memory is looked at
+PARTS = 10  # of a run; memory is measured after each
 ELEMENTS = 256
 GROWTH_KB = 1024  # allowed
 MEMORY = {"RSS": "VmRSS", "shared": "RssShmem"}  # as /proc/self/status names them, in KiB
@@ -66,7 +66,7 @@ def rank(question: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
 
 
 async def measure(comm: asyncoll.Communicator, calls: int) -> dict[str, list[dict[str, float]]]:
-    """By kind: what is found after the first 1,000 calls, and after each part of the others."""
+    """By kind of call: memory and time after the first 1,000 calls, and after each part of the others."""
     x = comm.empty(ELEMENTS, "float32")
     kinds: dict[str, Callable[[], Awaitable[Any]]] = {
         "collectives": lambda: comm.allreduce(x),
@@ -83,7 +83,7 @@ async def measure(comm: asyncoll.Communicator, calls: int) -> dict[str, list[dic
 
 
 async def part(comm: asyncoll.Communicator, x: Any, call: Callable[[], Awaitable[Any]], calls: int) -> dict[str, float]:
-    """Make so many calls; what this process then has of memory, and the median time of a call."""
+    """Make `calls` calls. Returns the memory of this process afterwards, and the median time of a call."""
     await comm.barrier()
     seconds = np.empty(calls)
     for number in range(calls):
@@ -105,7 +105,7 @@ def memory() -> dict[str, float]:
 
 
 async def largest(comm: asyncoll.Communicator, found: dict[str, float]) -> dict[str, float]:
-    """Of each number the largest of all ranks'."""
+    """For each number, the largest of all ranks."""
     values = await comm.allreduce(np.array(list(found.values())), op=MAX)
     return dict(zip(found, values.tolist(), strict=True))
 

@@ -170,7 +170,7 @@ def aiozmq(question: dict[str, Any]) -> Any:
         yield connection.call.echo
         connection.close()
 
-    # Its transport looks for a selector, which uvloop has not.
+    # The transport of aiozmq needs a loop with a selector, which uvloop has not.
     return served(question, server(), client, tensors=False, loop_factory=asyncio.new_event_loop)
 
 
@@ -182,7 +182,7 @@ def served(
     tensors: bool,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> Any:
-    """Rank 1 serves until rank 0 has measured; they tell each other by files."""
+    """Rank 1 serves until rank 0 has measured. They synchronise by files."""
     ready, done = Path(question["folder"]) / "ready", Path(question["folder"]) / "done"
 
     async def main() -> Any:
@@ -222,7 +222,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_threads(rpc: Any, calls: int) -> dict[str, float]:
-    """What `measure` measures, with the API that torch offers."""
+    """The measurements of `measure`, with the API of torch RPC."""
     small = torch.ones(SMALL // 4)
     found = {}
     for name, elements, count in [("64 B", SMALL // 4, calls), *((name, *of) for name, of in TENSORS.items())]:
@@ -242,7 +242,7 @@ def in_threads(rpc: Any, calls: int) -> dict[str, float]:
 
 
 async def slow_reader(comm: asyncoll.Communicator) -> list[float]:
-    """MiB that the peak memory of either rank has grown by."""
+    """The growth of the peak memory of each rank, in MiB."""
 
     @comm.rpc.register
     async def read(x: np.ndarray) -> None:

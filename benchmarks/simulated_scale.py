@@ -1,4 +1,7 @@
-"""Simulated: the skewed arrivals of seed 000's figure 9 up to 1,024 ranks, against closed forms.
+"""Skewed arrivals of up to 1,024 simulated ranks, against closed forms.
+
+This extends figure 9 of Li et al., "Taming unbalanced training workloads in deep learning with partial collective
+operations", PPoPP 2020.
 
     python benchmarks/simulated_scale.py [--ranks 2,8,...] [--sizes 4K,64K,1M,4M] [--iterations 16]
 
@@ -26,13 +29,13 @@ from asyncoll.testing import simulate
 from asyncoll.transport.messages.simulated import Network
 
 Row = dict[str, Any]
-# Section 5 of the algorithms' specification: alpha 1.5 to 5 us and 10 GB/s for the paper's machine (Cray Aries).
+# The paper's machine has a Cray Aries network: alpha is 1.5 to 5 us, and bandwidth 10 GB/s.
 NETWORKS = {
     "Aries-like": Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9),
     "10 Gbit/s Ethernet": Network(latency_s=30e-6, bandwidth_bytes_per_s=1.25e9),
 }
 RANKS = "2,4,8,12,16,32,64,100,128,256,512,1024"
-MEMORY = 1 << 26  # bytes of all ranks' arrays together: larger worlds are left out
+MEMORY = 1 << 26  # the most bytes of all ranks' arrays together; larger worlds are left out
 SHORT_BYTES, SHORT_SKEW_S, LONG_SKEW_S = 1 << 18, 1e-3, 0.1  # the paper's skew, or one that a long array fits into
 
 
@@ -92,7 +95,7 @@ def skew(size: int) -> float:
 
 
 def run(mode: str, model: Model, size: int, network: Network, iterations: int) -> list[Row]:
-    """One row for each round: who opened it, how long it took from then, and the mean wait."""
+    """One row for each round: the rank that opened it, its time from then on, and the mean wait."""
     pause_s = 2 * model.round(mode, size) + model.ranks * skew(size)  # longer than any round: they do not overlap
 
     async def rank(comm: Communicator) -> list[tuple[float, int]]:
@@ -107,7 +110,7 @@ def run(mode: str, model: Model, size: int, network: Network, iterations: int) -
             assert (x == active).all()
             begin_s += pause_s
             await asyncio.sleep(begin_s - loop.time())
-            if mode != "full":  # a round that waits for all brings in what came too late
+            if mode != "full":  # a synchronous round takes the contributions that were too late
                 x.fill(0)
                 await call(x)
             begin_s += pause_s
@@ -120,7 +123,7 @@ def run(mode: str, model: Model, size: int, network: Network, iterations: int) -
 
 
 def together_row(ranks: int, size: int, network: Network) -> Row:
-    """An allreduce that all ranks call at once: what its closed form is about."""
+    """An allreduce that all ranks call at once, as its closed form assumes."""
     model = Model(ranks, network.latency_s, network.bandwidth_bytes_per_s)
 
     async def rank(comm: Communicator) -> float:
@@ -143,7 +146,7 @@ def one_round(mode: str, ranks: int, skew_s: float, found: Sequence[tuple[float,
 
 
 def caller(comm: Communicator, mode: str) -> Callable[[Any], Awaitable[int]]:
-    """A call of `mode` that returns how many ranks are in its result."""
+    """A call of `mode` that returns the number of ranks in its result."""
 
     async def full(x: Any) -> int:
         await comm.allreduce(x)

@@ -1,4 +1,7 @@
-"""Seed 000, figure 9: rank r arrives r skews late; how long do the ranks wait, and how many are active?
+"""Skewed arrivals: rank r arrives r skews late. Measures the waits and the number of active ranks.
+
+This is figure 9 of Li et al., "Taming unbalanced training workloads in deep learning with partial collective
+operations", PPoPP 2020.
 
     python benchmarks/skewed_arrivals.py [--ranks 32,8] [--skew 1ms] [--size 4K] [--iterations 128] [--repeats 3]
 
@@ -35,7 +38,7 @@ from asyncoll.bench.skewed import MODES, expected, half
 RANKS = str(Path(__file__).with_name("skewed_ranks.py"))
 MPI = "Open MPI"
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n"]
-SETTLE_S = 1e-3  # for each rank: how long all sleep after a barrier, to arrive together
+SETTLE_S = 1e-3  # sleep of all ranks after a barrier, for each rank of the world, so that they arrive together
 # Section 6.1 and figure 9: how many times shorter the mean latency is than MPI_Allreduce's, and the active processes.
 PAPER = {"full": ("1", "32"), "majority": ("2.46", "about 16"), "solo": ("53.32", "about 1")}
 PAPER_RANKS = 32

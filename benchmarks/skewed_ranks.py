@@ -1,4 +1,4 @@
-"""The ranks of `skewed_arrivals.py` that `asyncoll bench` does not have: Gloo's, Open MPI's, and what a round costs.
+"""The programs of ranks of `skewed_arrivals.py` that `asyncoll bench` lacks: Gloo, Open MPI, and the cost of a round.
 
 Started by `ask` with a question: the system, the plan of `asyncoll.bench`, and how long all ranks sleep alike after the
 barrier, so that they arrive together and not as the barrier lets them go.
@@ -49,7 +49,7 @@ async def chained(comm: asyncoll.Communicator, plan: Plan, mode: str) -> Row:
     first = await call()
     await comm.barrier()
     begun_s, cpu_s, sent = time.perf_counter(), time.process_time(), comm.statistics().messages_sent
-    while await call() < first + CHAINED:  # a rank that is behind sees fewer rounds, so it makes fewer calls
+    while await call() < first + CHAINED:  # a late rank sees fewer rounds, so it makes fewer calls
         pass
     await comm.barrier()
     cpu_s, sent = time.process_time() - cpu_s, comm.statistics().messages_sent - sent

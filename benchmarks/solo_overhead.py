@@ -1,14 +1,14 @@
-"""What an uncontended solo round costs over a synchronous allreduce of the same tensor, on the same transport.
+"""The cost of an uncontended solo round over a synchronous allreduce of the same tensor, on the same transport.
 
     python benchmarks/solo_overhead.py [--ranks 2,4] [--sizes 1M,4M,16M] [--calls 20] [--repeats 3]
 
 All ranks arrive together, after a barrier, and the two take turns, call by call. A time is the slowest rank's median,
 and of several repeats (worlds of processes) the median. The target is a ratio of at most 1.3 at 1 MB and above.
 
-Where the difference goes: `bookkeeping` is a round that waits for all, of the same tensor, less the allreduce;
+The parts of the difference: `bookkeeping` is a synchronous round of the same tensor, less the allreduce;
 `activation, lateness` is the rest. A rank that comes a moment after a round has begun takes part with nothing, and has
 its contribution and the result copied; `one copy` is what that costs each time, measured apart while the others do the
-same, and `rounds with all` how often nobody was late.
+same, and `rounds with all` counts rounds in which no rank was late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncoll.tensors.reductions import Array
 
 WARMUP = 3
 TARGET = 1.3
-Part = Callable[[], Awaitable[int]]  # returns what every element must then be
+Part = Callable[[], Awaitable[int]]  # returns the expected value of every element
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ async def one_size(comm: asyncoll.Communicator, size: int, calls: int) -> dict[s
             active = await call()
             seconds[part].append(time.perf_counter() - start)
             wrong += wrong_elements(x, active)
-            if part == "solo":  # a round that waits for all brings in what came too late for this one
+            if part == "solo":  # a synchronous round takes the contributions that were too late for this one
                 together += active == comm.size
                 x.fill(0)
                 await call()

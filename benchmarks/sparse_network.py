@@ -1,4 +1,6 @@
-"""Sparse allreduces where bandwidth matters: hosts are network namespaces, and every link is limited (seed 004).
+"""Sparse allreduces between hosts with limited links. The hosts are network namespaces of this machine.
+
+The algorithms are those of Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022.
 
     sudo python benchmarks/sparse_network.py [--ranks 4,8] [--rate 1gbit] [--elements 25000000] [--rounds 16]
 
@@ -158,7 +160,7 @@ def rank_environment(place: int, size: int, folder: Path) -> dict[str, str]:
 
 
 def await_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended well. The first that fails ends the program."""
+    """Wait until all processes have succeeded. The first that fails ends the program."""
     while any(process.poll() is None for process in processes):
         time.sleep(0.2)
         failed = [process.returncode for process in processes if process.returncode]
@@ -179,12 +181,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Cost(NamedTuple):
-    """Of one call at one rank."""
+    """The cost of one call at one rank."""
 
     total_s: float
     selection_s: float
     bytes_received: int  # by the interface
-    words_received: float  # as counted; 0 where nobody counts
+    words_received: float  # as counted by the system; 0 for systems that do not count
     selected: int
     processor_s: float  # of this process, all its threads
     busy_s: float  # of all cores of the machine
@@ -203,7 +205,7 @@ def rank(question: Row) -> Row:
 
 
 async def measure(comm: asyncoll.Communicator, question: Row) -> Row:
-    """What each system costs in each round: `Cost` of every rank."""
+    """The `Cost` of each system in each round, at every rank."""
     import torch.distributed as dist
 
     meeting = f"tcp://{os.environ['MASTER_ADDR']}:{GLOO_PORT}"
@@ -212,7 +214,7 @@ async def measure(comm: asyncoll.Communicator, question: Row) -> Row:
     draw = np.random.default_rng([comm.rank, SEED])
     accumulators = [draw.standard_normal(question["elements"], np.float32) for _ in range(2)]
     x = np.empty_like(accumulators[0])
-    for system in SYSTEMS:  # makes connections, and memory warm
+    for system in SYSTEMS:  # opens the connections and touches the memory before anything is timed
         x[...] = accumulators[0]
         await check(comm, system, caller(comm, system, question, "check"), x)
     calls = {system: caller(comm, system, question, "timed") for system in SYSTEMS}

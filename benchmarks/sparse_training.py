@@ -1,4 +1,7 @@
-"""Seed 004 (Ok-Topk), section 5: trainings with sparse allreduces, and how well they select (figures 5 and 6).
+"""Trainings with sparse allreduces, and the accuracy of their selection.
+
+This is section 5, with figures 5 and 6, of Li and Hoefler, "Near-optimal sparse allreduce for distributed deep
+learning" (Ok-Topk), PPoPP 2022.
 
     python benchmarks/sparse_training.py [--ranks 4,8] [--seeds 0] [--workloads digits:180,digits-wide:120]
 
@@ -62,7 +65,7 @@ COUNTED: dict[str, Options] = {
 }
 # Section 5: density of TopkDSA's result by ranks and density.
 PAPER_DENSITIES = {(16, 0.01): "13.2 %", (32, 0.02): "34.5 %"}
-COUNTED_BATCH = 32  # of the 39 images that each of 32 ranks has
+COUNTED_BATCH = 32  # each of 32 ranks has 39 images
 COUNTED_RATE = 0.1
 PHASES = 4  # of a training, for counts that change
 PRELOAD = "numpy,torch,torch._dynamo,sklearn.datasets,sklearn.model_selection,asyncoll"
@@ -216,13 +219,13 @@ async def train(
 
 
 def words_received(comm: asyncoll.Communicator) -> float:
-    """By the calls that carry updates."""
+    """The words received by the calls that carry updates."""
     calls = comm.statistics().calls
     return sum(calls[operation].words_received for operation in ("sparse_allreduce", "allreduce") if operation in calls)
 
 
 class Stopwatch:
-    """A communicator that tells how long its caller selects, and waits for allreduces."""
+    """A communicator that measures how long its caller selects, and waits for allreduces."""
 
     def __init__(self, comm: asyncoll.Communicator) -> None:
         self._comm = comm
@@ -248,7 +251,7 @@ class Stopwatch:
 
 
 class Counts:
-    """How many elements this rank has selected, and how many were in the sum, over k, round by round."""
+    """The numbers of elements that this rank selected, and that were in the sum, over k, by round."""
 
     def __init__(self, settings: Settings, elements: int) -> None:
         self._k = max(1, round(settings.density * elements))
@@ -260,7 +263,7 @@ class Counts:
         self._summed.append(len(total.indices) / self._k)
 
     async def collect(self, comm: asyncoll.Communicator) -> dict[str, Any]:
-        """Of each round, over all ranks: the mean, and how far from 1 on average."""
+        """For each round, over all ranks: the mean, and the mean distance from 1."""
         selected, summed = np.array(self._selected), np.array(self._summed)
         means = await comm.allreduce(selected.copy(), op=asyncoll.AVG)
         deviations = await comm.allreduce(np.abs(selected - 1), op=asyncoll.AVG)
@@ -323,7 +326,7 @@ def count(
 
 
 class Xi:
-    """The accumulators of all ranks of one process, and what they say round by round."""
+    """The accumulators of all ranks of one process, and xi of each round."""
 
     def __init__(self, ranks: int, k: int) -> None:
         self._ranks, self._k = ranks, k
@@ -339,7 +342,7 @@ class Xi:
         self._accumulators[round_][rank] = x.numpy().astype(np.float64)
 
     def after(self, round_: int, rank: int, x: torch.Tensor) -> None:
-        """All ranks have begun this round, since it is over here, and so have ended the one before."""
+        """Record the residual. The round has ended here, so all ranks have begun it, and have ended the one before."""
         self._residuals[round_][rank] = x.numpy().astype(np.float64)
         if rank == 0:
             self._evaluate(self._accumulators.pop(round_), self._residuals.pop(round_ - 1, {}))
@@ -356,7 +359,7 @@ class Xi:
 
 
 class Watched:
-    """A communicator that shows `Xi` what goes into its sparse allreduces, and what is left."""
+    """A communicator that passes the inputs and the residuals of its sparse allreduces to `Xi`."""
 
     def __init__(self, comm: asyncoll.Communicator, xi: Xi) -> None:
         self._comm, self._xi = comm, xi

@@ -3,7 +3,7 @@
     python benchmarks/sparse_words.py [--ranks 2,...,1024] [--period 32]
 
 The words of every sparse allreduce are those that `SparseReduction.words_received` has counted, control words (counts,
-boundaries, histograms) included; what these come to is told by a closed form. Up to 64 ranks are real ones in one
+boundaries, histograms) included; a closed form gives their number. Up to 64 ranks are real ones in one
 process; more are simulated. `mean` is over ranks and rounds, `most` that of the rank which received most, and `data`
 the mean without control words; whether they lie between the bounds, and if not, how far off, is said at the end.
 Ok-Topk's thresholds are exact in every round and its regions cut in every round, so each has all control words there
@@ -68,7 +68,7 @@ PAPER = "3.29 to 12.95"  # times faster than the others, at 256 GPUs
 
 
 class World(NamedTuple):
-    """What is measured at once."""
+    """One configuration of ranks, elements, density and distribution."""
 
     method: str
     ranks: int
@@ -172,7 +172,7 @@ class Found(NamedTuple):
 
 
 def counted(world: World) -> Row:
-    """What every rank has received."""
+    """The words that every rank has received."""
     found = real(world) if world.ranks <= REAL_MAX else simulated(world, "Aries-like")
     lower, upper = bounds(world, float(found.selected.mean()) if world.method == "gaussiank" else world.k)
     formula = world.forms(NETWORKS["Aries-like"])
@@ -225,7 +225,7 @@ async def one(comm: Communicator, world: World, round_: int) -> tuple[float, int
 
 
 def bounds(world: World, k: float) -> tuple[float, float]:
-    """Table 1."""
+    """The lower and upper bounds of Table 1."""
     n, ranks = world.elements, world.ranks
     others = (ranks - 1) / ranks
     return {
@@ -329,7 +329,7 @@ def words_table(rows: list[Row]) -> list[list[str]]:
 
 
 def within(words: float, lower: float, upper: float) -> str:
-    """Words are counted exactly; where bounds coincide, their mean is a sum of floats."""
+    """Whether words lie within bounds, up to rounding: where bounds coincide, the mean of exact words is rounded."""
     if words < lower * (1 - 1e-9):
         return f"{100 * (words / lower - 1):+.2f} %"
     return "yes" if words <= upper * (1 + 1e-9) else f"{100 * (words / upper - 1):+.2f} %"

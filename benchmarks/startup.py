@@ -1,4 +1,4 @@
-"""From the command to the first and to the last line of N ranks that import torch: `asyncoll launch` and torchrun.
+"""Startup time of N ranks that import torch, to their first and to their last line: `asyncoll launch` and torchrun.
 
     python benchmarks/startup.py [--ranks 8] [--rounds 3]
 

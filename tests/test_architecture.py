@@ -1,4 +1,4 @@
-"""The floors of the house: who may import whom, and what stays outside."""
+"""The layers of the package: which package may import which, and constructs that are forbidden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import asyncoll
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asyncoll"
 
-# Every package, and the modules at the top, from the ground up: each uses only what stands above it in this table.
+# Every package, and the modules at the top level, lowest layer first. A row imports only rows above it in this table.
 PACKAGES: dict[str, set[str]] = {
     # ground
     "errors": set(),
@@ -96,7 +96,7 @@ SANS_IO = ("transport.wire", "runtime.matching", "runtime.schedule")
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
-DOORS = ("asyncoll.rpc", "asyncoll.testing")  # the other modules whose names are public
+DOORS = ("asyncoll.rpc", "asyncoll.testing")  # the other modules with public names
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -116,7 +116,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of everything imported below `tree`; the name is empty for `import module`."""
+    """(module, name) of every import below `tree`; the name is empty for `import module`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -168,7 +168,7 @@ def test_packages_import_only_packages_above_them_in_the_table():
 
 
 def test_modules_do_not_import_each_other_in_circles():
-    """Imports for types alone count, too: who knows whom is the same question."""
+    """Imports for types only count, too, because they are dependencies of the reader."""
     TopologicalSorter({module: modules_used(parse(path)) - {module} for module, path in modules.items()}).prepare()
 
 

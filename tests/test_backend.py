@@ -1,4 +1,4 @@
-"""The seam between the facade and the ways of carrying a call out: every backend gives the same results."""
+"""The `Backend` protocol: every backend gives the same results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKENDS = ["messages", "memory", "toy"]
 
 
 def run(size, backend, main):
-    """What `main(comm)` returns at each rank of a world of that backend."""
+    """The results of `main(comm)` by rank, in a world of that backend."""
 
     async def rank(endpoint, choose):
         async with World(endpoint, SharedLoop(), choose=choose) as comm:

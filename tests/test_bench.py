@@ -1,4 +1,4 @@
-"""`asyncoll bench`: what it is asked, that it checks what it measures, and that it tells what it found."""
+"""`asyncoll bench`: its options, the checks of what it measures, and its output."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_plan_is_unchanged_by_json() -> None:
 
 
 def test_expected_values_of_the_paper() -> None:
-    """Its 32 ranks, 1 ms apart: algorithms.md, section 5.1."""
+    """The 32 ranks, 1 ms apart, of figure 9 of Li et al. (PPoPP 2020)."""
     assert expected("full", 32) == (15.5, 32)
     assert expected("majority", 32) == (pytest.approx(5.328, abs=1e-3), 16.5)
     assert expected("solo", 32) == (0, 1)
@@ -92,7 +92,7 @@ def test_expected_values_of_the_paper() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_expected_values_by_counting(ranks: int) -> None:
-    """Rank `opener` starts the round; who came before waits for it."""
+    """Rank `opener` opens the round; the ranks before it wait."""
     waits = [sum(opener - rank for rank in range(opener)) / ranks for opener in range(ranks)]
     openers = {"full": [ranks - 1], "quorum": [max(1, ranks // 2) - 1], "solo": [0], "majority": range(ranks)}
     for mode, possible in openers.items():

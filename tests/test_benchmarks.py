@@ -1,4 +1,4 @@
-"""The reproductions in `benchmarks/`: their closed forms, against sums by hand and the simulator, and their tables."""
+"""The scripts in `benchmarks/`: their closed forms, against sums by hand and the simulator, and their tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts find each other in their own folder, as when one of them is run."""
+    """Puts the folder of the scripts on the path, because they import each other."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 

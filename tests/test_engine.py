@@ -1,4 +1,4 @@
-"""The engine of rounds and its rules, as transcripts: what happens, and what follows from it."""
+"""The engine of rounds and its rules, as transcripts of events and answers."""
 
 from __future__ import annotations
 

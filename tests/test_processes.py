@@ -1,4 +1,4 @@
-"""Ranks as real processes: the same scripts alone, launched, under torchrun, and between what looks like hosts."""
+"""Ranks as real processes: the same scripts alone, launched, under torchrun, and between simulated hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = ("ASYNCOLL_FREEZE_S",)
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment that describes no world, with a folder of its own for sockets, which must be empty in the end."""
+    """An environment that describes no world, with a folder for sockets. The folder must be empty afterwards."""
     temporary = tmp_path / "t"
     temporary.mkdir()
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in KEPT}
@@ -53,7 +53,7 @@ def launch(env: dict[str, str], size: int, script: str, *arguments: object) -> s
 
 @contextmanager
 def world(env: dict[str, str], size: int, *command: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are told of each other by the environment alone."""
+    """Processes that find each other by environment variables only."""
     with ExitStack() as stack:
         port = stack.enter_context(reserve_port()).getsockname()[1]
         place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -127,7 +127,7 @@ def test_every_collective_in_a_world_described_by_the_environment_only(env):
             assert (code, out.endswith("all right\n")) == (0, True), err
 
 
-# Nobody goes before both know: with rank 0 its store ends.
+# No rank leaves before both have the result, because the store ends with rank 0.
 WITH_ANOTHER_KEY = """
 import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
@@ -252,7 +252,7 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
         for _ in range(3):
             assert launcher.stdout.readline().endswith("is ready\n")
         launcher.kill()
-        launcher.communicate(timeout=PATIENCE_S)  # once nobody holds the pipes
+        launcher.communicate(timeout=PATIENCE_S)  # returns when no process holds the pipes
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
@@ -263,7 +263,7 @@ def test_calls_between_ranks(env, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_call_to_a_rank_that_dies_fails(env, transport):
-    """Nobody launches them, who would stop the others soon after the first has died."""
+    """The ranks have no launcher, because it would stop the others soon after the first death."""
     with world(env | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPTS / "rpc.py", "death") as ranks:
         ends = [finish(process)[:2] for process in ranks]
     assert ends == [(1, "told 0 of 1\n"), (-signal.SIGKILL, ""), (1, "told 2 of 1\n")]

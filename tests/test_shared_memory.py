@@ -1,7 +1,7 @@
-"""Ranks of one host share memory: what that adds to the collectives and rounds of the other tests.
+"""Collectives and rounds in shared memory, beyond the tests that run with and without it.
 
-Most worlds here are made twice: with real memory, where ranks take turns when they wait, and with its twin in virtual
-time, where others come between in every piece of work, at random.
+Most worlds here run twice: in real memory, where ranks of one loop take turns only when they wait, and in simulated
+memory, where the work of different ranks interleaves at random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport import ControlBlock
 
-SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays come in many pieces
+SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays are cut into many pieces
 LIMITS = [limit + more for limit in {0, SHORT, CHUNK, WINDOW, 2 * WINDOW} for more in (-4, 0, 4) if limit + more >= 0]
 sizes = pytest.mark.parametrize("size", SIZES)
 
@@ -76,7 +76,7 @@ def test_allreduce_sums_in_the_order_of_ranks_wherever_the_arrays_lie(size, who,
             x = make(comm, data[comm.rank, : nbytes // 4], WHO[who](comm.rank))
             assert await comm.allreduce(x) is x
             assert x.tobytes() == functools.reduce(np.add, data[:, : nbytes // 4]).tobytes(), nbytes
-            x.fill(-1)  # nobody looks at it any more
+            x.fill(-1)  # no rank may read it any more
 
     run(size, main)
 
@@ -123,7 +123,7 @@ def test_halves_are_added_in_single_precision_and_rounded_once(dtype, op, who):
 
 @looped("layout", LAYOUTS)
 def test_layouts_meet_registered_tensors(layout):
-    """One rank's tensor is laid out in some way, and the others' are registered."""
+    """The tensor of one rank has some layout, and those of the others are registered."""
 
     async def main(comm):
         original = LAYOUTS[layout]()
@@ -212,7 +212,7 @@ def test_collectives_of_many_windows(size, run):
             x = make(comm, data[rank], registered)
             await comm.broadcast(x, root)
             np.testing.assert_array_equal(x, data[root])
-            x.fill(-1)  # nobody looks at it any more
+            x.fill(-1)  # no rank may read it any more
             x = make(comm, data[rank], registered)
             await comm.reduce(x, root, MAX)
             np.testing.assert_array_equal(x, data.max(0) if rank == root else data[rank])
@@ -258,7 +258,7 @@ def test_lengths_may_be_very_different_or_zero(size, run):
 
 
 def some_calls(comm, number):
-    """One of several collectives, short and long, and what is to come of it."""
+    """Several collectives, short and long, each with its expected result."""
     size, kind = comm.size, number % 6
     count = (1, 3000, 100_000, 200_000)[number % 4]
     if kind == 0:
@@ -284,7 +284,7 @@ def some_calls(comm, number):
 @sizes
 @looped("seed", range(2))
 def test_many_calls_in_flight_may_be_awaited_in_any_order(size, seed, run):
-    """More than have places to meet, and each rank awaits them in an order of its own."""
+    """More calls than staging areas. Each rank awaits them in an order of its own."""
 
     async def main(comm):
         draw = random.Random(f"{seed} {comm.rank}")
@@ -299,7 +299,7 @@ def test_many_calls_in_flight_may_be_awaited_in_any_order(size, seed, run):
 
 @looped("seed", range(20))
 def test_short_calls_overtake_long_ones(seed):
-    """Places are used in turn, and one may be free for a moment between two rendezvous of a long call."""
+    """Staging areas are used in turn, and one may be free for a moment between two rendezvous of a long call."""
 
     async def main(comm):
         program, draw = random.Random(seed), random.Random(f"{seed} {comm.rank}")
@@ -333,7 +333,7 @@ def test_calls_that_are_awaited_after_the_next_ones(run):
 
 @looped("seed", range(5))
 def test_communicators_run_at_once(seed, run):
-    """Ranks are in several, and call them in orders of their own."""
+    """A rank is in several communicators, and each rank calls them in an order of its own."""
 
     async def main(comm):
         draw = random.Random(f"{seed} {comm.rank}")
@@ -358,7 +358,7 @@ def test_communicators_run_at_once(seed, run):
 
 
 async def give_up(call, after_s):
-    """Whether `call` was cancelled before it was done."""
+    """Cancel `call`. Returns whether it was cancelled before it was done."""
     try:
         await asyncio.wait_for(call, after_s)
     except TimeoutError:
@@ -379,7 +379,7 @@ CANCELLED = {
 @looped("who", [0, 1, 2])
 @looped("others", ["registered", "not"])
 def test_the_tensor_of_a_cancelled_call_is_the_callers_and_changes_no_result(what, who, others):
-    """Nobody writes to it any more, and whoever is given a result is given the right one."""
+    """No rank writes to it any more, and every result is right."""
     call, result = CANCELLED[what]
     outcomes = Counter()
 
@@ -416,7 +416,7 @@ def test_the_tensor_of_a_cancelled_call_is_the_callers_and_changes_no_result(wha
 @pytest.mark.parametrize("quorum", [1, 2])
 @pytest.mark.parametrize("count", [2, 60_000])
 def test_registered_contributions_of_cancelled_calls_count_once_and_are_not_read_later(count, quorum, seed):
-    """Every contribution is a power of two of its own, and its memory is scribbled on as soon as it is the caller's."""
+    """Every contribution is a different power of two. Its memory is overwritten as soon as it is the caller's again."""
     rounds: dict[int, int] = {}
     calls, last, given_up = 15, 30, []
 
@@ -457,7 +457,7 @@ ROUNDS = {
 
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_blocks_are_reused(kind, monkeypatch):
-    """However many rounds there are, and calls that are given up, only so many blocks are ever made."""
+    """The number of blocks is bounded, for any number of rounds and cancelled calls."""
     made = Counter()
     provide = BlockTable.provide
 
@@ -490,7 +490,7 @@ def test_blocks_are_reused(kind, monkeypatch):
 
 
 def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
-    """Otherwise all that wait look at each change, and many calls in flight take a time that grows as their square."""
+    """Otherwise all waiting calls check each change, and the time of n calls in flight grows as n squared."""
     slept = 0
     sleep = ControlBlock.ring_at_next_wake
 
@@ -516,7 +516,7 @@ def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
 
 
 def test_calls_that_wait_for_earlier_ones_fail_with_their_communicator(run):
-    """None of them is left waiting for its turn."""
+    """No call is left waiting for its turn."""
 
     async def main(comm: Communicator) -> int:
         part = await comm.split(0)

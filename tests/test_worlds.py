@@ -1,4 +1,4 @@
-"""The worlds of the test kit themselves."""
+"""The worlds of the test kit: `run_ranks` and `simulate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def total(comm):
 async def test_worlds_run_inside_a_running_loop_too():
     assert run_ranks(4, total) == [6] * 4
     assert simulate(5, total).results == [10] * 5
-    await asyncio.sleep(0)  # the outer loop is unharmed
+    await asyncio.sleep(0)  # the outer loop still runs
 
 
 @pytest.mark.asyncio
