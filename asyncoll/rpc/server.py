@@ -111,7 +111,7 @@ class Server:
         if key in self._tasks:
             raise ProtocolError(f"two calls with the number {message.call}")
         if self._counts[level] >= _CALLS_MAX:
-            raise ProtocolError(f"more than {protocol.CALLS_MAX} calls at a time")
+            raise ProtocolError(f"more than {_CALLS_MAX} calls at a time")
         self._counts[level] += 1
         if message.kind == NOTIFY:
             self._notified.add(key)
