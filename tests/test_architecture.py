@@ -18,7 +18,7 @@ PACKAGE = ROOT / "asyncoll"
 
 # Every package, and the modules at the top level, lowest layer first. A row imports only rows above it in this table.
 PACKAGES: dict[str, set[str]] = {
-    # ground
+    # the lowest layer
     "errors": set(),
     "arguments": {"errors"},
     "statistics": set(),
@@ -64,7 +64,7 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "world",
     },
-    # roof
+    # tools for tests and users, on top of all
     "testing": {
         "algorithms",
         "communicator",
@@ -151,7 +151,7 @@ def modules_used(tree: ast.AST) -> set[str]:
 
 
 def packages_used(tree: ast.AST) -> set[str]:
-    """Of anybody's."""
+    """The top-level packages that `tree` imports, of this project and others."""
     return {module.partition(".")[0] for module, _ in imports(tree)}
 
 

@@ -80,7 +80,7 @@ def test_sums_are_those_of_the_group(size, group_size, fixed, simulated):
             assert (reduction.round, reduction.group) == (number, expected)
             assert reduction.synchronous == (number == 4)
             assert x[0] & ~sum(1 << rank for rank in expected) == 0
-            if number > 1:  # everybody has contributed at least once, and what it gave stays
+            if number > 1:  # every rank has contributed at least once, and contributions stay
                 assert x[0] == sum(1 << rank for rank in expected)
                 assert reduction.active == len(expected)
 
@@ -163,7 +163,7 @@ def test_groups_over_real_sockets(transport):
         while newest < 20:
             x = [np.array([1 << comm.rank]), np.ones(70_000, np.float32)]
             reduction = await comm.group_allreduce(x, group_size=3, sync_every=5)
-            if reduction.active:  # otherwise nobody in the group had come, and x is as it was
+            if reduction.active:  # otherwise no rank of the group had arrived, and x is unchanged
                 assert reduction.active == int(x[0][0]).bit_count()
                 assert (x[1] == reduction.active).all()
             assert int(x[0][0]) & ~sum(1 << rank for rank in reduction.group) == 0

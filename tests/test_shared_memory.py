@@ -258,7 +258,7 @@ def test_lengths_may_be_very_different_or_zero(size, run):
 
 
 def some_calls(comm, number):
-    """Several collectives, short and long, each with its expected result."""
+    """The `number`-th call, short or long, of one of several collectives; and a function that checks its result."""
     size, kind = comm.size, number % 6
     count = (1, 3000, 100_000, 200_000)[number % 4]
     if kind == 0:
@@ -358,7 +358,7 @@ def test_communicators_run_at_once(seed, run):
 
 
 async def give_up(call, after_s):
-    """Cancel `call`. Returns whether it was cancelled before it was done."""
+    """Await `call` for `after_s` seconds. Returns whether it was cancelled before it was done."""
     try:
         await asyncio.wait_for(call, after_s)
     except TimeoutError:

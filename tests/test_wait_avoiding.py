@@ -278,7 +278,7 @@ def test_rounds_that_end_in_one_turn_do_not_change_a_result_being_delivered(seed
 def test_a_call_is_cancelled_in_a_synchronous_round_while_a_rank_is_late(size, kind, simulated):
     """The wait ends before the late rank arrives. The contribution is in the round once, and `x` is not written."""
     count = 5 if "short" in kind else 200_000
-    everybody_gave_up = asyncio.Barrier(size)
+    all_have_cancelled = asyncio.Barrier(size)
 
     async def main(comm):
         def call(x):
@@ -293,7 +293,7 @@ def test_a_call_is_cancelled_in_a_synchronous_round_while_a_rank_is_late(size, k
                 async with asyncio.timeout(0.2):
                     await call(x)
             x[:] = -1  # it is the caller's again
-        await everybody_gave_up.wait()  # for ever, if the wait for the late rank did not end
+        await all_have_cancelled.wait()  # for ever, if the wait for the late rank did not end
         y = x if late else np.zeros(count)
         first = await call(y)
         assert late or (x == -1).all()
