@@ -888,7 +888,7 @@ def refused_in_a_round(frames: list[bytes], first: str) -> None:
         await comm.solo_allreduce(x, sync_every=1)
         operation = comm._core.backend.operations.known["solo"]
         if comm.rank == 1:
-            header = wire.encode(wire.DATA, operation._context, 2, 1, operation._fingerprint)
+            header = wire.encode(wire.DATA, operation._port._context, 2, 1, operation._port._fingerprint)
             comm._core.member.endpoint.transport.send(0, [header, *frames])
             await asyncio.sleep(1)
         elif first == "arrived":
