@@ -41,8 +41,7 @@ class MessageCall:
             self._finish(x, total, op, dtype)
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        # `on_lane.reduce_scatter` overwrites this rank's own chunk. `chunks` must keep their values, so `shard` takes
-        # the place of that chunk.
+        # `on_lane.reduce_scatter` reduces in place. `chunks` must keep their values, so it works in `shard`.
         shard[...] = chunks[self._lane.rank]
         total, combine = self._accumulator(shard, op, dtype)
         own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
