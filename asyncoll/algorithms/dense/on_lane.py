@@ -1,8 +1,9 @@
 """Textbook collectives over a lane, for any number of ranks.
 
-Arrays are flat and contiguous. All ranks of the lane call the same function with arrays of the same length. Each element
-is reduced once, in an order that depends on the group ranks alone, and the result is copied. So all ranks get the same
-bits, in every run. In costs, n is the number of elements and P the number of ranks.
+All ranks of the lane call the same function. Arrays are flat and contiguous. The array of a reduction or a broadcast
+has the same length at every rank. Each element is reduced once, in an order that depends on the group ranks alone, and
+the result is copied. So all ranks get the same bits, in every run. In costs, n is the number of elements and P the
+number of ranks.
 
 The choice of an algorithm by the length of the array follows Thakur, Rabenseifner, Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 2005.
@@ -224,9 +225,9 @@ async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> Non
 
 
 async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, radix: int = 2) -> None:
-    """Reduce into the root's `total`, up the tree of `tree_broadcast`. Elsewhere `total` becomes that of the subtree."""
+    """Reduce into the root's `total`, up the tree of `tree_broadcast`. Elsewhere `total` gets that of the subtree."""
     place = (lane.rank - root) % lane.size
-    # The children are combined in a fixed order, not in that of their arrival, so that the bits do not depend on timing.
+    # Children are combined in a fixed order, not in that of their arrival, so that the bits do not depend on timing.
     for child in reversed(children(place, lane.size, radix)):
         await lane.recv((root + child) % lane.size, 0, total, combine)
     if place:
@@ -234,7 +235,7 @@ async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, rad
 
 
 def _span(place: int, size: int, radix: int) -> int:
-    """The size of the subtree of `place`, cut to `size`: the power of `radix` at the lowest nonzero digit of `place`."""
+    """The size of the full subtree of `place`: the power of `radix` at the lowest nonzero digit of `place`."""
     span = 1
     while span < size and not place // span % radix:
         span *= radix
