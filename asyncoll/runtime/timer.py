@@ -1,7 +1,7 @@
 """A timer that any thread may set and one loop waits for: Linux's timerfd.
 
-`loop.call_soon_threadsafe(loop.call_later, ...)` would wake the thread of the loop to set the timer. A timerfd is set by
-one system call in the caller's thread.
+`loop.call_soon_threadsafe(loop.call_later, ...)` would wake the thread of the loop to set the timer. A timerfd is set
+by one system call in the caller's thread.
 """
 
 from __future__ import annotations
