@@ -2,10 +2,11 @@
 
 A *rendezvous* is one point of a call at which all ranks show memory, read it and leave. "Show" means: put the address
 and the length of the memory into the control block. "Leave" means: read the memory of the other ranks no longer. A call
-consists of one rendezvous or several, of the same number at every rank.
+consists of one rendezvous or several, and all ranks take part in each.
 
 Each rendezvous uses one *place*: a fixed range of cells of the control block. A place is free again when all ranks have
-left its rendezvous. The memory that the ranks showed there is then free, too.
+left its rendezvous. The memory that the ranks showed there is then free, too. In the code `turn` is the index of a
+place, and a parameter `place` is a group rank.
 
 There are two places for each call that may be under way, and the rendezvous of a call use them in turn. So a rank that
 has left a rendezvous comes to the next one while slow ranks are still at the one before. With one place, every rank
@@ -121,8 +122,8 @@ class StagingArea:
         """Note in `known_free` whether the first place of call `number` is free. The caller holds the lock."""
         cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
         is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
-        # The call that used the place before, at most `calls` earlier, comes back to it if it is still under way. If it
-        # is over at this rank, it makes no further rendezvous at any rank, because that would need this rank.
+        # Call `number - calls` used the place before, and may come back to it while it is under way. If it is over at
+        # this rank, it has no further rendezvous, because this rank would have to take part.
         if is_left and self.is_over(number - self.sizes.calls):
             self.known_free = tag
 
@@ -137,8 +138,7 @@ class StagingArea:
     def slot(self, turn: int, nbytes: int) -> tuple[int, Array]:
         """The address and the memory, `nbytes` long, of this rank's slot for place `turn`.
 
-        Use it only while the place is free or belongs to the own rendezvous. A slot that is too small is replaced: no
-        other rank reads it then.
+        Call it only after `Rendezvous.free`: no other rank reads the slot then, and one that is too small is replaced.
         """
         address, slot = self._slots.get(turn) or (0, _NOTHING)
         if slot.size < max(nbytes, 1):
@@ -219,7 +219,8 @@ class Rendezvous:
         """Show the short array of this rank. Returns True at the last rank to arrive, which reduces for all.
 
         The last rank does it alone because it runs already. To share a short array, it would have to wake the others
-        and wait for them, which takes longer than to reduce the array. The others wake once, for the result.
+        and wait for them, which takes longer than to reduce the array (`Sizes.short` is the measured limit). The others
+        wake once, for the result.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
@@ -298,7 +299,7 @@ class Rendezvous:
         with self._staging.control_block as control_block:
             cells[done] += nbytes
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
-            # After a withdrawal CLAIMED is `total`, DONE may never be, and `withdraw` waits for this rank.
+            # A withdrawal sets CLAIMED to `total` and waits for this rank. DONE may never become `total` then.
             if cells[done] == total or cells[self._base + _CLAIMED] == total:
                 control_block.wake()
 
@@ -311,8 +312,8 @@ class Rendezvous:
         """Withdraw the memory that this rank showed, after a failure.
 
         From now on no rank claims a chunk, and `leave` returns False at the ranks that have read the memory. Waits
-        until each rank that has claimed a chunk is done with it, or is lost by `is_lost(group rank)`. The memory is
-        then the caller's again. `total` is the number of bytes to reduce.
+        until each rank that has claimed a chunk is done with it, or is lost, as `is_lost` says of a group rank. The
+        memory is then the caller's again. `total` is the number of bytes to reduce.
         """
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
