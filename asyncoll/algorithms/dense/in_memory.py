@@ -99,7 +99,7 @@ class SharedCall:
             if address is not None:
                 self.traffic.sent(total)
             rendezvous.arrive(address or 0, total, direct=address is not None)
-            self._lend(rendezvous, address, total)  # the others may write into it once all have arrived: even now
+            self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
             await rendezvous.everybody()
             if not rendezvous.is_direct():
                 self._lent.clear()  # no rank has used the memory that was shown
@@ -304,7 +304,7 @@ class SharedCall:
         `wanted` maps a group rank to the number of bytes that it shows.
         """
         window, shown = self._staging.sizes.window, mine.size if mine is not None else 0
-        # An array of one window is copied into a slot, also a registered one: the call then ends without waiting until
+        # An array of one window is copied into a slot, even if it is registered. So the call ends without waiting until
         # all ranks have read it.
         address = self._staging.arena.locate(mine) if mine is not None and shown > window else None
         # All ranks make the same number of rendezvous: at least one, and as many as the longest array that any rank
