@@ -15,7 +15,7 @@ from asyncoll.bench.plan import ITEM_BYTES, Plan, Row, repeats
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 
-WARMUP = 3
+WARMUP = 3  # calls before the measured ones: they allocate slots and fill caches
 PERIOD = 1021  # a prime: an element that is shifted by any power of two differs
 
 
@@ -25,6 +25,7 @@ def pattern(count: int) -> Array:
 
 
 async def allreduce(comm: Communicator, plan: Plan) -> list[Row]:
+    """Measure `comm.allreduce` of float32, in place, one row for each size. All ranks call it."""
     return [await _allreduce(comm, size, registered=plan.registered) for size in plan.sizes]
 
 
@@ -53,14 +54,15 @@ async def _allreduce(comm: Communicator, size: int, *, registered: bool) -> Row:
 
 
 def bus_bandwidth(algorithm: float, ranks: int) -> float:
-    """The load of each rank's link in an optimal allreduce, comparable across numbers of ranks.
+    """The bandwidth of each rank's link in an optimal allreduce, from `algorithm`, the size divided by the time.
 
-    Defined by nccl-tests, PERFORMANCE.md.
+    It can be compared between numbers of ranks. The definition is that of nccl-tests, PERFORMANCE.md.
     """
     return algorithm * 2 * (ranks - 1) / ranks
 
 
 async def pingpong(comm: Communicator, plan: Plan) -> list[Row]:
+    """Measure `comm.send` and `comm.recv` between ranks 0 and 1, one row for each size. All ranks call it."""
     return [await _pingpong(comm, size) for size in plan.sizes]
 
 
@@ -80,6 +82,7 @@ async def _pingpong(comm: Communicator, size: int) -> Row:
         return wrong_elements(x, mine) if comm.rank < 2 else 0
 
     seconds, count = await timed(comm, size, lambda: x.fill(0), call, wrong)
+    # Only the times of rank 0 count: the time of rank 1 begins with its wait for rank 0.
     median, p99, count = await slowest(comm, seconds if comm.rank == 0 else [0.0], count)
     return {
         "size": size,
@@ -112,12 +115,14 @@ async def timed(
 
 
 def wrong_elements(x: Array, expected: Array | float) -> int:
+    """The number of elements of `x` that differ from `expected`."""
     return int(np.count_nonzero(x != expected))
 
 
 async def slowest(comm: Communicator, seconds: list[float], wrong: int) -> tuple[float, float, int]:
     """The largest median and 99th percentile of any rank, and the number of wrong elements at all ranks."""
 
+    # "inverted_cdf" takes a measured time as the percentile, and does not interpolate.
     mine = np.array([np.median(seconds), np.percentile(seconds, 99, method="inverted_cdf"), wrong])
     everyones = await comm.allgather(mine)
     return float(everyones[:, 0].max()), float(everyones[:, 1].max()), int(everyones[:, 2].sum())

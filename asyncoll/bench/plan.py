@@ -10,28 +10,30 @@ from typing import Any
 Row = dict[str, Any]
 
 ITEM_BYTES = 4  # float32
-FACTOR = 4
+FACTOR = 4  # between the sizes of a range
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # binary, as in nccl-tests
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One benchmark, the same at every rank."""
+    """The parameters of one benchmark, the same at every rank."""
 
-    benchmark: str
+    benchmark: str  # a command: allreduce, pingpong or solo
     ranks: int
-    sizes: tuple[int, ...]
-    transport: str = "shm"
-    registered: bool = False
-    skew_s: float = 0.0
-    iterations: int = 0
+    sizes: tuple[int, ...]  # bytes
+    transport: str = "shm"  # a key of `runs.TRANSPORTS`
+    registered: bool = False  # whether allreduce reduces a tensor of `comm.empty`
+    skew_s: float = 0.0  # of solo: rank r arrives r times this late
+    iterations: int = 0  # of solo: measured calls
 
     def to_json(self) -> str:
+        """The plan as one argument of the program of a rank."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` has written."""
         fields = json.loads(text)
         return cls(**{**fields, "sizes": tuple(fields["sizes"])})
 

@@ -27,7 +27,7 @@ TRANSPORTS = {
 
 
 def run_plan(plan: Plan) -> tuple[int, list[Row]]:
-    """Run the benchmark. Returns the exit code of the job, and its rows; no rows if it failed."""
+    """Run the benchmark. Returns the exit code of the job, and its rows: none if it has failed."""
     if plan.transport == "inproc":
         return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
@@ -38,7 +38,7 @@ def run_plan(plan: Plan) -> tuple[int, list[Row]]:
 
 
 def rank_main() -> None:
-    """The program of a rank. Rank 0 writes the rows into the folder."""
+    """Run one rank, with a plan and a folder as arguments. Rank 0 writes the rows into the folder, as lines of JSON."""
     plan, folder = Plan.from_json(sys.argv[1]), Path(sys.argv[2])
     if plan.transport == "tcp":
         _appear_as_another_host(folder)
@@ -57,6 +57,8 @@ def _appear_as_another_host(folder: Path) -> None:
 
 
 async def measure(comm: Communicator, plan: Plan) -> list[Row]:
+    """Measure the benchmark of `plan`. All ranks call it, and get the same rows."""
+    # Ranks in one process share a loop, which a rank that blocks it would take from the others. So they sleep instead.
     if plan.benchmark == "solo":
         return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
     if plan.benchmark == "pingpong":

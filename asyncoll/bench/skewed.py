@@ -1,7 +1,7 @@
 """Skewed arrivals: rank r arrives r skews late. Measures the waits of the ranks and the number of active processes.
 
 This is the micro-benchmark of Li, Ben-Nun, Di Girolamo, Alistarh and Hoefler, "Taming unbalanced training workloads in
-deep learning with partial collective operations", PPoPP 2020, figures 8 and 9.
+deep learning with partial collective operations", PPoPP 2020, section 6.1, figures 8 and 9.
 
 After each measured call every rank takes part in a synchronous round with zeros. That round takes the contributions
 that came too late for the measured one. So a rank is in a measured round if and only if it arrived in time. Every
@@ -31,7 +31,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 
 MODES = ("full", "majority", "quorum", "solo")
-WARMUP = 2
+WARMUP = 2  # calls before the measured ones
 
 Pause = Callable[[float], Awaitable[None]]
 Call = Callable[[Array], Awaitable[int]]
@@ -46,10 +46,16 @@ def expected(mode: str, ranks: int) -> tuple[float, float]:
 
 
 def half(ranks: int) -> int:
+    """The quorum of the benchmark: half of the ranks, at least one."""
     return max(1, ranks // 2)
 
 
 async def solo(comm: Communicator, plan: Plan, pause: Pause) -> list[Row]:
+    """Measure all modes at each size, one row each. All ranks call it.
+
+    `pause(seconds)` delays a rank before its call. The column `ratio` is the mean wait of `full` divided by that of the
+    mode.
+    """
     rows = []
     for size in plan.sizes:
         full_s = 0.0
@@ -72,7 +78,7 @@ async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: 
         waits.append(time.perf_counter() - start)
         active.append(taking_part)
         wrong += wrong_elements(x, taking_part)
-        if mode != "full":
+        if mode != "full":  # the synchronous round that takes the late contributions
             x.fill(0)
             await call(x)
             wrong += wrong_elements(x, comm.size - taking_part)

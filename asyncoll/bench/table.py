@@ -67,6 +67,7 @@ def _cpu() -> str:
 
 
 def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
+    """Print the rows of a benchmark to stdout."""
     if as_json:
         for row in rows:
             click.echo(

@@ -1,7 +1,7 @@
 """Measures the best sizes of pieces in shared memory on this host (the table in `asyncoll.algorithms.dense.tuning`).
 
 The sizes are tuned one after another. All candidates of a size take turns in the allreduces that depend on it, several
-times, so that drift of the machine hits all alike. The fastest candidate is chosen.
+times, so that a drift of the machine affects all of them equally. The fastest candidate is chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNKS = tuple(1 << power for power in range(15, 20))
 _WINDOWS = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
-_NO_SHORT = 64  # a limit so small that all measured arrays are cut
+_NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chunks
 
 
 def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
@@ -35,6 +35,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
         ("window", _WINDOWS, long),
     ):
         times = _compare(plan, [sizes._replace(**{name: candidate}) for candidate in candidates])
+        # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a sum.
         best = int(np.argmin(np.log(times).sum(axis=1)))
         for index, candidate in enumerate(candidates):
             cells = [f"{time:.0f}" for time in times[index]]
@@ -42,6 +43,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
         sizes = sizes._replace(**{name: candidates[best]})
     shorts = Plan("allreduce", ranks, _SHORTS)
     at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
+    # Take the sizes from the smallest on, up to the first at which cutting is faster: noise may make a longer one win.
     worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
     sizes = sizes._replace(short=_SHORTS[max(worthwhile, default=0)])
     for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
@@ -51,7 +53,10 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
 
 
 def _compare(plan: Plan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Median times in microseconds, by candidate and by size of the plan."""
+    """Median times in microseconds, by candidate (first axis) and by size of the plan (second axis).
+
+    Raises RuntimeError if a run fails or a result is wrong.
+    """
     times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
     for repeat in range(_REPEATS):
         for index, candidate in enumerate(candidates):

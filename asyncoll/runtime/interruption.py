@@ -39,7 +39,8 @@ def handlers_may_raise() -> bool:
 
 
 def _may_raise(handler: Callable[..., Any] | int | None) -> bool:
-    # Python's own handler of SIGINT does raise, but it ends the program.
+    # Python's own handler of SIGINT raises, too. It does not count, because it ends the program. Every Python program
+    # has it unless it sets another: if it counted, the main thread could never work on shared memory.
     if not callable(handler) or handler is signal.default_int_handler:
         return False
     function = handler.func if isinstance(handler, functools.partial) else handler

@@ -1,4 +1,7 @@
-"""What the rounds of one operation need of the runtime of their rank: signals, lanes, time, tasks, failures."""
+"""The access of rounds to the runtime: signals, lanes, time, tasks and failures.
+
+The rounds of an operation see a `Port` and not the endpoint. So the list of its methods is all that they use of it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ Heard = Callable[[int, int, int, Buffer], None]  # source (a rank of the group),
 
 
 class Port:
-    """Of one operation at one rank. Everything happens on the runtime's loop."""
+    """The access of one operation at one rank to the runtime. All methods and callbacks run on the runtime's loop."""
 
     def __init__(self, member: Member, name: str, fingerprint: int) -> None:
-        """`fingerprint` tells the ranks that `name` stands for the same operation at all of them."""
+        """`fingerprint` is the hash of the operation called `name`. Signals with another fingerprint are dropped."""
         self.group = member.group
         self._endpoint = member.endpoint
         self._context = digest(member.communicator, "persistent", name)
@@ -29,11 +32,15 @@ class Port:
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(member.group.ranks)}
 
     def open(self, heard: Heard, departed: Callable[[], None]) -> None:
-        """Hear signals, those that have come already first; and be told when this rank has made its last call."""
+        """Call `heard` for every signal of the operation, and `departed` when this rank has made its last call.
+
+        `heard` is called at once for the signals that have come before. The handler raises ProtocolError for a signal
+        from a rank outside of the group.
+        """
 
         def signalled(source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
             if fingerprint != self._fingerprint:
-                return  # the announcement that came before it has already failed the communicator
+                return  # the announcement of the operation, which came before, has already failed the communicator
             group_rank = self._group_ranks.get(source)
             if group_rank is None:
                 raise ProtocolError("a signal for an operation from a rank that has no part in it")
@@ -43,12 +50,15 @@ class Port:
         self._endpoint.on_depart(departed)
 
     def send(self, dest: int, number: int, step: int, payload: Buffer = b"") -> None:
-        """Send a signal to rank `dest` of the group."""
+        """Send a signal to group rank `dest`, with `payload`. Returns at once."""
         rank = self.group.ranks[dest]
         self._endpoint.router.signal(rank, self._context, number, step, self._fingerprint, payload)
 
     def lane(self, group: Group, number: int, describe: Callable[[], str], piggyback: Array) -> Lane:
-        """A lane among the ranks of `group` for the reduction of round `number`."""
+        """A lane between the ranks of `group` for the reduction of round `number`.
+
+        `describe` gives the text for errors. `piggyback` is the short array that each message carries (`Lane`).
+        """
         executions = self._endpoint.executions
         return Lane(executions, group, self._context, number, self._fingerprint, describe, piggyback)
 
@@ -58,21 +68,22 @@ class Port:
         return self._endpoint.departed
 
     def now_s(self) -> float:
-        """The time of the runtime's loop: virtual in a simulated world."""
+        """The time of the runtime's loop in seconds: virtual in a simulated world."""
         return self._endpoint.now_s()
 
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
-        """Run `task` beside everything else. If it fails, the world does, unless the communicator has failed before."""
+        """Start `task`. Its exception fails the world, unless the communicator has failed before."""
         self._endpoint.spawn(task, self.group.communicator)
 
     def check(self) -> None:
-        """Raise what has ended the communicator, if anything has."""
+        """Raise the failure of the communicator, if it has failed."""
         self._endpoint.failures.check(self.group.communicator)
 
     @property
     def has_failed(self) -> bool:
+        """Whether the communicator has failed."""
         return self._endpoint.failures.has_failed(self.group.communicator)
 
     def watch(self, what: str) -> AbstractContextManager[asyncio.Future[Any]]:
-        """A future that a failure of the communicator ends. `what` says what it waits for."""
+        """A future that ends with the failure of the communicator. `what` describes the wait, for errors."""
         return self._endpoint.failures.watch(self.group.communicator, what)

@@ -69,7 +69,7 @@ class Runner(Protocol):
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
-        If the returned coroutine is not awaited within TAKEOVER_S to twice that, the runtime's loop continues the work.
+        If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
         Cancellation and `discarded` are those of `start`.
         """
 
@@ -141,9 +141,10 @@ class _Begun(_Awaited[T]):
 
 
 class _Ended(Coroutine[Any, Any, T]):
-    """The coroutine that a caller gets for work in memory that was over at once. No task, future or generator waits.
+    """The coroutine that the caller of a runner gets for work in memory that ended in its first step.
 
-    If no caller takes the answer, it is discarded as that of `_Begun` is.
+    It needs no task, future or generator, whose cost would add to every short call. If this object is destroyed before
+    it is awaited, the result has no receiver, and `discarded` is called, as in `_Begun`.
     """
 
     __slots__ = ("_discarded", "_runtime_loop", "_work")
@@ -175,7 +176,7 @@ class _Ended(Coroutine[Any, Any, T]):
         raise error
 
     def close(self) -> None:
-        """Nothing runs. The answer is discarded when the object goes."""
+        """Without effect: the work is over. The finalizer discards the result."""
 
     def __del__(self) -> None:
         if getattr(self, "_work", None) is not None:
@@ -214,6 +215,7 @@ class SharedLoop:
 
 
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
+    """Wait for `task`. Cancelling the waiter cancels `task`, waits until it has stopped, and calls `discarded`."""
     try:
         return await _shielded(task)
     except asyncio.CancelledError:
@@ -290,7 +292,8 @@ class ProgressThread:
             outcome: T = await self._taken.pop(work).outcome(_ignore)
             return outcome
         except asyncio.CancelledError:
-            discarded()  # in the caller's thread: its next call may begin before the runtime's loop turns
+            # In the caller's thread, not on the runtime's loop: the next call may begin before that loop turns.
+            discarded()
             raise
 
     def _set_timer(self) -> None:
@@ -406,7 +409,7 @@ class _Crossing:
             self._there.call_soon(self._task.cancel)  # later than its first step
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        """Wake the caller, and check later whether that was interrupted. On the runtime's loop."""
+        """Wake the caller, and wake it again later if a signal handler interrupted that. On the runtime's loop."""
         if self._is_told:
             return
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there is no waiter
@@ -434,7 +437,7 @@ class _Crossing:
 def _crossed(
     there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], discarded: Callable[[], None]
 ) -> Coroutine[Any, Any, T]:
-    """Start `work` on the loop `there`; the returned coroutine waits for it on the loop that runs here."""
+    """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
     crossing = _Crossing(there)
     begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded, there)
     crossing.begin(work)

@@ -9,7 +9,7 @@ from asyncoll.arguments import digest
 
 
 class Site(NamedTuple):
-    """A line of the user's code."""
+    """A line of the user's code that makes a call. It appears in errors only."""
 
     path: str
     line: int
@@ -29,12 +29,16 @@ class Signature(NamedTuple):
     site: Site
 
     def fingerprint(self) -> int:
-        """64 bits that are equal at two ranks that have made the same call. The line of code is not part of it."""
+        """A hash of 64 bits, equal at all ranks that make the same call.
+
+        The line of code is not part of it: ranks may make a call at different lines. Nor is the number: ranks compare
+        only calls with the same number.
+        """
         return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
 
     @property
     def key(self) -> str:
-        """The name of the call, equal at all ranks."""
+        """The name of the call, equal at all ranks. Ranks name their pending calls to each other by it."""
         return f"{self.operation} #{self.number} {self.detail}"
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """A timer that any thread may set and one loop waits for: Linux's timerfd.
 
-`loop.call_soon_threadsafe(loop.call_later, ...)` would wake the loop to set the timer; a timerfd does not.
+`loop.call_soon_threadsafe(loop.call_later, ...)` would wake the thread of the loop to set the timer. A timerfd is set
+by one system call in the caller's thread.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import struct
 
 _CLOCK_MONOTONIC = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-_libc = ctypes.PyDLL(None, use_errno=True)  # neither call blocks, so the GIL may be kept
+_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: the two system calls do not block
 
 
 class Timer:
-    """A file descriptor that becomes readable once the time is over. `set` may be called from any thread."""
+    """A file descriptor that becomes readable when the time is over. Any thread may call `set`.
+
+    `__init__` raises OSError if the kernel gives no timerfd, for instance because the process has too many open files.
+    """
 
     def __init__(self) -> None:
         self._fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)

@@ -36,13 +36,14 @@ class Work(Generic[T]):
         self.is_over = False
 
     def begin(self) -> None:
-        """Run `body` until it has to wait, in the calling thread."""
+        """Run `body` in the calling thread until it has to wait. An exception of `body` is kept for `result`."""
         self._step(self._body.send, None)
 
     async def finish(self) -> T:
-        """Run `body` to its end, on the loop that runs here, and return its result.
+        """Run `body` to its end, on the running loop of the calling thread, and return its result.
 
-        If this is cancelled, or if `check` raises, `body` gets the exception where it waits, and may clean up.
+        If this is cancelled, or if `check` raises, the exception is thrown into `body` where it waits. `body` may wait
+        while it cleans up.
         """
         if self._wait is None and not self.is_over:
             self.begin()
@@ -60,12 +61,13 @@ class Work(Generic[T]):
         return self.result()
 
     def result(self) -> T:
-        """What the coroutine has returned. Raises what it has raised."""
+        """The result of the coroutine; raises its exception if it has failed. Call it only if `is_over`."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
     def _step(self, step: Callable[[Any], Wait | Turn], argument: object) -> None:
+        """Run `body` to its next wait by `step`, its `send` or `throw`, and keep the wait or the outcome."""
         self._wait = None
         try:
             self._wait = step(argument)

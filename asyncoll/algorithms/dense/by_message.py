@@ -1,4 +1,4 @@
-"""The collectives of `dense`, as one object for each call, with the same methods as `shared.Call`."""
+"""The dense collectives of one call by message: `algorithms.backend.Collectives` over the functions of `on_lane`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from asyncoll.tensors.reductions import Array, Combine, ReduceOp
 
 
 class MessageCall:
-    """One collective call at one rank, by messages. Several collectives of one call are told apart by phase."""
+    """The `Collectives` of one call at one rank, by message.
+
+    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. `lane` is open for the
+    whole call. If a call has several collectives, each has its own phase of the lane, so that their steps differ.
+
+    The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.
+    Cancelling one stops the wait only. The caller must then end the communicator, because peers still expect messages.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -34,6 +41,7 @@ class MessageCall:
             self._finish(x, total, op, dtype)
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        # `on_lane.reduce_scatter` reduces in place. `chunks` must keep their values, so it works in `shard`.
         shard[...] = chunks[self._lane.rank]
         total, combine = self._accumulator(shard, op, dtype)
         own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
@@ -64,7 +72,9 @@ class MessageCall:
         self._lane.next_phase()
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
-        """Every rank sends `mine` to one other, or None, and receives from one, or not."""
+        """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
+        # The receive is posted first. A long array stays at its sender until the receive is posted; if all ranks of a
+        # ring sent first, all would wait.
         receive = self._lane.post(source, 0, into) if into is not None else None
         if mine is not None:
             await self._lane.send(dest, 0, mine)
@@ -73,12 +83,15 @@ class MessageCall:
         self._lane.next_phase()
 
     def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
-        """What is reduced in place, `x` or a wider copy of it, and how."""
+        """The array to reduce in place, and its combiner: `x`, or a copy of `x` in float32.
+
+        AVG of a half type is carried in float32, so that the quotient is rounded once.
+        """
         carried = reductions.accumulator(op, dtype)
         return (x if carried == dtype else reductions.widened(x, dtype)), reductions.combiner(op, carried)
 
     def _finish(self, x: Array, total: Array, op: ReduceOp, dtype: str) -> None:
-        """Put the result into `x`."""
+        """Write the result into `x`, divided by the number of ranks for AVG."""
         if op is not ReduceOp.AVG:
             return
         if total is x:

@@ -1,11 +1,12 @@
-"""Textbook collectives in shared memory, as coroutines that await nothing but rendezvous.
+"""The dense collectives of one call in shared memory, as coroutines that await only the rendezvous of `staging`.
 
-A short array is copied into a slot, shown, and read by those who want it. A long one passes in windows, through two
-slots in turn, so that it is still in the cache when it is read; registered ones are read, and written, where they are.
+A rank copies a short array into a slot of the staging area, from which the other ranks read it. A long array passes in
+windows through two slots in turn, so that a window is still in the cache when the others read it. A registered array is
+read and written where it is, without a copy.
 
-An allreduce is cut into chunks, and whoever is there claims them. Each is reduced once, in the order of ranks, into the
-memory of rank 0, and copied from there. So all ranks get the same bits, and nobody waits for a rank that has shown its
-array but is not awake.
+In an allreduce each rank claims chunks and reduces them. Each chunk is reduced once, in the order of ranks, into the
+memory of rank 0, and copied from there. So all ranks get the same bits. A rank that has shown its array and then has no
+core to run on delays no other rank: the others claim the chunks.
 """
 
 from __future__ import annotations
@@ -21,21 +22,30 @@ from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, reducer
 from asyncoll.transport.control_block import checkpoint, failure
 
-Take = Callable[[int, int, Array], None]  # source, where its piece starts in the whole, the bytes
+Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
 
 
 class _Reduction(NamedTuple):
-    """What is reduced."""
+    """One reduction at one rank."""
 
-    raw: Array  # bytes of this rank's array
+    raw: Array  # the bytes of this rank's array
     dtype: np.dtype[np.generic]
     reduce: Reduce
     divisor: int
-    is_wanted: bool  # here: the result goes back into `raw`
+    is_wanted: bool  # whether this rank gets the result, in `raw`
 
 
 class SharedCall:
-    """One collective call at one rank. Arrays are flat; those that are returned into must not overlap others."""
+    """The `Collectives` of one call at one rank, in memory.
+
+    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. All ranks of the
+    communicator call the same methods in the same order. Arrays are flat and contiguous. An array that gets a result
+    must not overlap another one.
+
+    The methods raise the failure of the communicator, and DisagreementError if another rank has made another call with
+    the same number. After an exception or a cancellation, the caller must await `retreat` before it returns the memory
+    of its arrays to the user, and end the communicator.
+    """
 
     def __init__(self, staging: StagingArea, number: int, fingerprint: int) -> None:
         self.rank = staging.rank
@@ -44,22 +54,29 @@ class SharedCall:
         self._staging = staging
         self._number = number
         self._fingerprint = fingerprint
-        self._count = 0  # rendezvous so far
-        # Where peers use the caller's memory, and how many bytes they write: of the last two rendezvous.
+        self._count = 0  # the number of rendezvous so far
+        # The rendezvous at which other ranks use the caller's memory, with the number of bytes to reduce there. The
+        # last two are enough: a rendezvous begins when all ranks have left the one two before, which has its place.
         self._lent: deque[tuple[Rendezvous, int]] = deque(maxlen=2)
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
-        """After a failure: nobody who is left uses the caller's memory, or relies on what it has read there."""
+        """After a failure, wait until no living rank uses the caller's memory, and invalidate what others have read.
+
+        `is_lost` says of a group rank whether it is lost.
+        """
         for rendezvous, total in self._lent:
             await rendezvous.withdraw(total, is_lost)
 
     async def _leave(self, rendezvous: Rendezvous) -> None:
-        """Look at nothing any more. If somebody gave up whose memory this rank has read, wait for the failure."""
+        """Leave the rendezvous. If a rank has withdrawn its memory there, wait for the failure, which is raised.
+
+        The data that this rank has read may be wrong then, and that rank ends the communicator.
+        """
         if not rendezvous.leave():
             await failure(rendezvous.control_block)
 
     async def barrier(self) -> None:
-        rendezvous = await self._next()
+        rendezvous = await self._next()  # that of a short allreduce, without an array
         if rendezvous.arrive_shortly():
             rendezvous.leave(reduced=1)
         else:
@@ -69,21 +86,23 @@ class SharedCall:
     # -- reductions -------------------------------------------------------------------------------
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Reduce `x` over all ranks, in place."""
+        """Reduce `x` over all ranks, in place. A registered `x` is not copied."""
         if 0 < x.nbytes <= self._staging.sizes.short:
             await self._allreduce_shortly(x, op, dtype)
             return
         what = self._reduction(x, op, dtype)
         total, address = x.nbytes, self._staging.arena.locate(x)
+        # An array of one window needs one rendezvous, whether or not it is registered. A longer one needs as many as it
+        # has windows, unless it is registered at all ranks, which a rank learns at a rendezvous only.
         if total > self._staging.sizes.window:
             rendezvous = await self._next()
             if address is not None:
                 self.traffic.sent(total)
             rendezvous.arrive(address or 0, total, direct=address is not None)
-            self._lend(rendezvous, address, total)  # whoever comes last may write at once
+            self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
             await rendezvous.everybody()
             if not rendezvous.is_direct():
-                self._lent.clear()
+                self._lent.clear()  # no rank has used the memory that was shown
                 rendezvous.leave()
                 await self._in_windows(what)
                 return
@@ -93,12 +112,18 @@ class SharedCall:
         await self._take_part(rendezvous, what, 0, total, direct=address is not None)
 
     def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
-        """The memory at `address`, the caller's own if there is one, is shown at this rendezvous, to be reduced."""
+        """Note that the caller's own memory is shown at this rendezvous, with `total` bytes to reduce.
+
+        Without effect if `address` is None.
+        """
         if address is not None:
             self._lent.append((rendezvous, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """The last to come reduces for all. Registered or not: a copy costs less than finding out."""
+        """Allreduce of a short array: the last rank to arrive reduces for all (`Rendezvous.arrive_shortly`).
+
+        A registered array is copied, too: the copy takes less time than to find out its address.
+        """
         staging, rendezvous = self._staging, await self._next()
         staging.short_array(self.rank, rendezvous.turn, x.dtype, x.size)[...] = x
         self.traffic.sent(x.nbytes)
@@ -115,7 +140,7 @@ class SharedCall:
             rendezvous.leave()
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
-        """Reduce into the root's `x`; the others' stay as they are."""
+        """Reduce into the root's `x`; elsewhere `x` keeps its value."""
         await self._in_windows(self._reduction(x, op, dtype, is_wanted=self.rank == root))
 
     def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> _Reduction:
@@ -123,7 +148,11 @@ class SharedCall:
         return _Reduction(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, is_wanted)
 
     async def _in_windows(self, what: _Reduction) -> None:
-        """Copy one window in while others are still at the one before."""
+        """Reduce in windows, which overlap: a rank shows a window before it reduces the previous one.
+
+        So a rank copies while others reduce. When it begins to reduce a window, slower ranks have had the time of a
+        copy to show theirs. Without the overlap every rank would wait for the slowest one at every window.
+        """
         window, total = self._staging.sizes.window, what.raw.size
         behind: tuple[Rendezvous, int, int] | None = None
         for start in range(0, max(total, 1), window):
@@ -136,7 +165,7 @@ class SharedCall:
             await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
 
     async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Rendezvous:
-        """Show a part of the array: a copy, unless it lies at an address."""
+        """Show bytes `start` to `end` of the array: in a slot, or where they are if `address` is given."""
         rendezvous = await self._next()
         self.traffic.sent(end - start)
         if address is not None:
@@ -148,12 +177,19 @@ class SharedCall:
         return rendezvous
 
     def _helpers(self, total: int) -> int:
-        """How many more ranks than the last to come can reduce so many bytes at once. The others may sleep."""
+        """How many ranks the last one to arrive wakes to reduce `total` bytes with it.
+
+        At most as many as there are chunks and cores, less itself. Further ranks would find nothing to reduce or no
+        core, and would go back to sleep; they wake when the result is there. If there is nothing to reduce, all wake.
+        """
         chunks = max(1, -(-total // self._staging.sizes.chunk))
         return min(chunks, self._staging.arena.cores) - 1 if total else self.size
 
     async def _take_part(self, rendezvous: Rendezvous, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
-        """Reduce bytes `start` to `end` together, and get the result."""
+        """Reduce bytes `start` to `end` together with the other ranks, and get the result if it is wanted.
+
+        `direct` says that this rank shows the caller's own memory: the rank that reduces a chunk writes it there.
+        """
         await rendezvous.everybody()
         shown = rendezvous.shown()
         await self._reduce_chunks(rendezvous, what, shown, end - start)
@@ -165,11 +201,12 @@ class SharedCall:
                 self.traffic.received(end - start)
         await self._leave(rendezvous)
         if direct and self.rank == 0 and not rendezvous.is_direct():
-            await rendezvous.everybody_left()  # others read the result in the caller's memory
+            await rendezvous.everybody_left()  # ranks that show a slot copy the result from the caller's memory
 
     async def _reduce_chunks(
         self, rendezvous: Rendezvous, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
     ) -> None:
+        """Claim and reduce chunks until all are claimed. `shown` is the table of `Rendezvous.shown`."""
         view, chunk = self._staging.arena.view, self._staging.sizes.chunk
         others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
         interrupted: BaseException | None = None
@@ -177,8 +214,8 @@ class SharedCall:
             length = min(chunk, total - first)
             try:
                 await checkpoint(rendezvous.control_block)
-            except BaseException as error:  # who claims a chunk reduces it: others wait for it
-                interrupted = error
+            except BaseException as error:
+                interrupted = error  # raised after the last chunk: other ranks wait for each chunk that is claimed
             arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
             reduced = 0
             try:
@@ -193,11 +230,12 @@ class SharedCall:
             raise interrupted
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        """Reduce `chunks[place]` of all ranks into the `shard` of each place; chunks are only read."""
+        """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read."""
         what = self._reduction(shard, op, dtype)
         parts: list[Array] = []
 
         def take(source: int, start: int, piece: Array) -> None:
+            # `_deal` takes the pieces in the order of ranks, so that the reduction has that order.
             parts.append(piece.view(shard.dtype))
             if len(parts) == self.size:
                 what.reduce(what.raw[start : start + piece.size].view(what.dtype), parts, what.divisor)
@@ -216,7 +254,7 @@ class SharedCall:
             await self._show(None, _into([raw] * self.size), {root: raw.size})
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
-        """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not touched."""
+        """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not used."""
         if self.rank != root:
             await self._show(mine.view(np.uint8), _keep_nothing, {})
             return
@@ -226,7 +264,7 @@ class SharedCall:
         await self._show(None, _into(raws), _sizes(raws, but=root))
 
     async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
-        """Give the root's `blocks[place]` to `mine` of each place; elsewhere `blocks` is not read."""
+        """Copy the root's `blocks[rank]` into `mine` of each rank; elsewhere `blocks` is not used."""
         if self.rank == root:
             mine[...] = blocks[root]
             await self._deal(_bytes(blocks), _keep_nothing, {})
@@ -236,14 +274,17 @@ class SharedCall:
     # -- every rank a part ------------------------------------------------------------------------
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
-        """Fill `blocks`, of any sizes, with every rank's block, given mine."""
+        """Fill `blocks`, one for each rank and of any sizes, given this rank's own."""
         raws = _bytes(blocks)
         await self._show(raws[self.rank], _into(raws), _sizes(raws, but=self.rank))
 
     async def alltoall(
         self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
     ) -> None:
-        """Give `outgoing[place]` to each place and get `incoming[place]` from it. Then `taken`, by `dense.alltoall`."""
+        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`. Calls `taken` in the order of `on_lane.alltoall`.
+
+        So a caller that sums the blocks in `taken` gets the same bits by message and in memory.
+        """
         incoming[self.rank][...] = outgoing[self.rank]
         raws = _bytes(incoming)
         await self._deal(_bytes(outgoing), _into(raws), _sizes(raws, but=self.rank))
@@ -251,16 +292,23 @@ class SharedCall:
             taken((self.rank - step) % self.size)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
-        """Every rank gives `mine` to one other, or None, and takes from one, or not."""
-        del dest  # comes to take it
+        """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
+        del dest  # all ranks see `mine`, and `dest` reads it
         wanted = {source: into.nbytes} if into is not None else {}
         take = _into([into.view(np.uint8)] * self.size) if into is not None else _keep_nothing
         await self._show(mine.view(np.uint8) if mine is not None else None, take, wanted)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
-        """Show `mine` to everybody, and take what each rank in `wanted` shows: its number of bytes is known."""
+        """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.
+
+        `wanted` maps a group rank to the number of bytes that it shows.
+        """
         window, shown = self._staging.sizes.window, mine.size if mine is not None else 0
+        # An array of one window is copied into a slot, even if it is registered. So the call ends without waiting until
+        # all ranks have read it.
         address = self._staging.arena.locate(mine) if mine is not None and shown > window else None
+        # All ranks make the same number of rendezvous: at least one, and as many as the longest array that any rank
+        # shows has windows. A rank learns that length at the first.
         start, longest = 0, 1
         while start < longest:
             rendezvous = await self._next()
@@ -281,6 +329,7 @@ class SharedCall:
             await self._quiet(rendezvous)
 
     def _show_piece(self, rendezvous: Rendezvous, mine: Array | None, start: int) -> None:
+        """Copy the window of `mine` from byte `start` into a slot, and arrive with the slot."""
         shown = mine.size if mine is not None else 0
         address, slot = self._staging.slot(rendezvous.turn, max(0, min(self._staging.sizes.window, shown - start)))
         if mine is not None:
@@ -289,7 +338,11 @@ class SharedCall:
         rendezvous.arrive(address, shown)
 
     async def _deal(self, blocks: Sequence[Array], take: Take, wanted: dict[int, int]) -> None:
-        """Show `blocks[place]` to each place, and take mine of each rank in `wanted`: its number of bytes is known."""
+        """Show `blocks[rank]` to each rank, and pass this rank's block of each rank in `wanted` to `take`, by pieces.
+
+        `wanted` maps a group rank to the number of bytes of that block, in the order in which `take` gets the pieces.
+        """
+        # The slot holds a piece for each rank. Pieces are multiples of 64 bytes, so that no element is cut in two.
         window = max(64, self._staging.sizes.window // self.size // 64 * 64)
         shown = max((block.size for block in blocks), default=0)
         start, longest = 0, 1
@@ -308,12 +361,13 @@ class SharedCall:
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
                 address, length, _ = table[source]
-                mine = address + self.rank * max(0, min(window, length - start))
+                mine = address + self.rank * max(0, min(window, length - start))  # `apart` of `source`
                 await self._take(rendezvous, take, source, mine, start, min(start + window, size))
-            rendezvous.leave()
+            rendezvous.leave()  # its answer does not matter: all ranks show slots, which are never withdrawn
             start += window
 
     async def _take(self, rendezvous: Rendezvous, take: Take, source: int, address: int, start: int, end: int) -> None:
+        """Pass bytes `start` to `end` of `source`, which are at `address`, to `take`."""
         if start < end:
             await checkpoint(rendezvous.control_block)
             take(source, start, self._staging.arena.view(address, end - start))
@@ -321,17 +375,20 @@ class SharedCall:
                 self.traffic.received(end - start)
 
     async def _quiet(self, last: Rendezvous) -> None:
-        """Nobody looks at what this call has shown any more."""
+        """Wait until no rank reads the memory that this call has shown. `last` is its last rendezvous.
+
+        Only the last two matter: a rendezvous begins when all ranks have left the one two before.
+        """
         await last.everybody_left()
         if self._count > 1:
             before = self._staging.rendezvous(self._number, self._count - 2, self._fingerprint)
             await before.everybody_left()
 
     async def _next(self) -> Rendezvous:
-        """The next rendezvous of the call, once there is room for it."""
+        """The next rendezvous of the call. Waits until its place is free."""
         staging = self._staging
         if not self._count:
-            await staging.wait_for(self._number - staging.sizes.calls)  # it had its rendezvous in the same place
+            await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same places
         rendezvous = staging.rendezvous(self._number, self._count, self._fingerprint)
         self._count += 1
         await rendezvous.free()
@@ -347,6 +404,8 @@ def _sizes(raws: Sequence[Array], but: int) -> dict[int, int]:
 
 
 def _into(raws: Sequence[Array]) -> Take:
+    """A `Take` that copies the pieces of rank i into `raws[i]`."""
+
     def take(source: int, start: int, piece: Array) -> None:
         raws[source][start : start + piece.size] = piece
 

@@ -1,7 +1,12 @@
 """Textbook collectives over a lane, for any number of ranks.
 
-Arrays are flat. Every reduction is done in an order that depends on places alone, once for each element, and the result
-is copied; so all ranks end with the same bits, run after run. Terms: n elements, P ranks, alpha the cost of a message.
+All ranks of the lane call the same function. Arrays are flat and contiguous. The array of a reduction or a broadcast
+has the same length at every rank. Each element is reduced once, in an order that depends on the group ranks alone, and
+the result is copied. So all ranks get the same bits, in every run. In costs, n is the number of elements and P the
+number of ranks.
+
+The choice of an algorithm by the length of the array follows Thakur, Rabenseifner, Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -19,15 +24,19 @@ from asyncoll.tensors.reductions import Array, Combine
 # `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
 DOUBLING_MAX_BYTES = 1 << 18
 RABENSEIFNER_MAX_BYTES = 1 << 21
+# Up to this size, broadcast, reduce and allgather use the algorithm with the fewest messages.
 SMALL_MAX_BYTES = 1 << 20
 
-# A tiny array goes through a tree of radix 8: 4 messages a rank on average instead of 2 log2 P, and fewer one after
-# another. Each message costs its ranks processor time that is their own computation's. Measured: see BENCHMARKS.md.
+# A tiny array goes through a tree of radix 8: 4 messages a rank on average, sent or received, instead of 2 log2 P, and
+# fewer one after another. Each message takes processor time from the computation of its ranks. Measured: see
+# BENCHMARKS.md.
 TREE_MIN_RANKS = 5
-TREE_MAX_BYTES = 1 << 15  # 4 KiB, and the participation list of two thousand ranks
+TREE_MAX_BYTES = 1 << 15  # enough for the participation list of a round, 16 bytes a rank, of two thousand ranks
 TREE_RADIX = 8
 
-ALLTOALL_AHEAD = 4  # messages under way at once: the bucket of the authors of Ok-Topk
+# Messages of an alltoall that are under way at once: the bucket of Li, Hoefler, "Near-optimal sparse allreduce for
+# distributed deep learning" (Ok-Topk), PPoPP 2022, section 3.1.1, with the size of the authors' code.
+ALLTOALL_AHEAD = 4
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
@@ -43,7 +52,10 @@ def _chunks(x: Array, parts: int) -> list[Array]:
 
 
 async def barrier(lane: Lane) -> None:
-    """Dissemination: ceil(log2 P) rounds, each rank tells the one 2^j further."""
+    """Return once every rank has called it: in step j of ceil(log2 P), rank r sends to rank r + 2^j.
+
+    The dissemination barrier of Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", IJPP 1988.
+    """
     empty = np.empty(0, np.uint8)
     distance = 1
     while distance < lane.size:
@@ -68,7 +80,7 @@ async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
 
 
 async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
-    """Reduce a short `x`, or one that must not be cut into chunks, in place at every rank."""
+    """Reduce `x` in place at every rank, without cutting it into chunks."""
     if lane.size >= TREE_MIN_RANKS and x.nbytes <= TREE_MAX_BYTES:
         await tree(lane, x, combine)
     else:
@@ -76,7 +88,7 @@ async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
 
 
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:
-    """Reduce and broadcast: 2(P-1) messages in all, 2 log8 P of them one after another."""
+    """Reduce and broadcast: 2(P-1) messages in total. The tree has log8 P levels, passed up and down."""
     await tree_reduce(lane, x, combine, 0, TREE_RADIX)
     lane.next_phase()
     await tree_broadcast(lane, x, 0, TREE_RADIX)
@@ -94,7 +106,7 @@ async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
     while distance < power:
         partner = lane.rank ^ distance
         await lane.exchange(partner, mine, partner, other, step=distance)
-        if partner < lane.rank:  # the lower place is always the left operand, so both compute the same bits
+        if partner < lane.rank:  # the array of the lower rank is always the left operand, so both get the same bits
             combine(other, mine)
             mine, other = other, mine
         else:
@@ -106,14 +118,17 @@ async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
 
 
 async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
-    """Recursive halving (reduce-scatter), then recursive doubling (allgather): 2 log2 P messages, 2n(P-1)/P."""
+    """Recursive halving (reduce-scatter), then recursive doubling (allgather).
+
+    2 log2 P messages and 2n(P-1)/P elements for each rank, if P is a power of two.
+    """
     power, extra = _fold(lane.size)
     if lane.rank >= power:
         await _lend(lane, x, lane.rank - power)
         return
     await _borrow(lane, x, combine, power, extra)
     edges = [start for start, _ in bounds(x.size, power)] + [x.size]
-    low, high = 0, power  # the chunks that are still mine to reduce
+    low, high = 0, power  # the range of chunks that this rank still reduces
     distance = power // 2
     while distance:
         middle = (low + high) // 2
@@ -126,7 +141,7 @@ async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
     distance = 1
     while distance < power:
         partner = lane.rank ^ distance
-        theirs = low ^ distance  # blocks of `distance` chunks are aligned, so the partner's begins here
+        theirs = low ^ distance  # first chunk of the partner: blocks of `distance` chunks are aligned
         mine = x[edges[low] : edges[low + distance]]
         await lane.exchange(partner, mine, partner, x[edges[theirs] : edges[theirs + distance]], power + distance)
         low = min(low, theirs)
@@ -135,10 +150,12 @@ async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
 
 
 async def ring(lane: Lane, x: Array, combine: Combine) -> None:
-    """Each chunk goes round once to be reduced and once to be handed out: 2(P-1) messages, 2n(P-1)/P elements.
+    """Each chunk goes around the ring twice: it is reduced, then copied. 2(P-1) messages, 2n(P-1)/P elements a rank.
 
-    All receives are posted at the start: a chunk comes back reduced only after my part of it has gone out.
+    Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
+    # All receives are posted at the start, so that no message waits at its sender. The second receive of a chunk cannot
+    # overwrite it too early: the reduced chunk arrives only after this rank has sent its own partial sum of it.
     size, rank = lane.size, lane.rank
     chunks = _chunks(x, size)
     last = size - 1
@@ -150,7 +167,8 @@ async def ring(lane: Lane, x: Array, combine: Combine) -> None:
         await lane.wait(receive)
 
 
-# Algorithms for powers of two fold the ranks beyond the largest one onto the first: lend before, get back after.
+# Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks
+# before, and gets the result back after. The steps are the last ones, which no algorithm uses.
 _FOLD_STEP, _UNFOLD_STEP = (1 << 24) - 2, (1 << 24) - 1
 
 
@@ -178,7 +196,7 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
 
 
 async def broadcast(lane: Lane, x: Array, root: int) -> None:
-    """Copy the root's `x` to every rank: a binomial tree; for a long array, scatter and allgather round the ring."""
+    """Copy the root's `x` to every rank: by a binomial tree, or a long array by scatter and ring allgather."""
     if x.nbytes <= SMALL_MAX_BYTES or lane.size <= 2:
         await tree_broadcast(lane, x, root)
         return
@@ -194,7 +212,11 @@ async def broadcast(lane: Lane, x: Array, root: int) -> None:
 
 
 async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> None:
-    """Copy the root's `x` down a k-nomial tree: a place's parent has its lowest nonzero digit of base k cleared."""
+    """Copy the root's `x` to every rank, down a k-nomial tree.
+
+    Ranks are numbered from the root. The parent of a number is that number with its lowest nonzero digit, in base
+    `radix`, set to 0.
+    """
     place = (lane.rank - root) % lane.size
     if place:
         await lane.recv((root + _parent(place, lane.size, radix)) % lane.size, 0, x)
@@ -203,11 +225,9 @@ async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> Non
 
 
 async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, radix: int = 2) -> None:
-    """Reduce into the root's `total`, up the same tree. The others' `total` ends as the sum of their subtrees.
-
-    Children are combined in order, whoever comes first, so that the bits do not depend on timing.
-    """
+    """Reduce into the root's `total`, up the tree of `tree_broadcast`. Elsewhere `total` gets that of the subtree."""
     place = (lane.rank - root) % lane.size
+    # Children are combined in a fixed order, not in that of their arrival, so that the bits do not depend on timing.
     for child in reversed(children(place, lane.size, radix)):
         await lane.recv((root + child) % lane.size, 0, total, combine)
     if place:
@@ -215,7 +235,7 @@ async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, rad
 
 
 def _span(place: int, size: int, radix: int) -> int:
-    """The power of `radix` at the lowest nonzero digit of `place`: it roots a subtree of so many places."""
+    """The size of the full subtree of `place`: the power of `radix` at the lowest nonzero digit of `place`."""
     span = 1
     while span < size and not place // span % radix:
         span *= radix
@@ -228,7 +248,7 @@ def _parent(place: int, size: int, radix: int) -> int:
 
 
 def children(place: int, size: int, radix: int) -> list[int]:
-    """Of `place` in a k-nomial tree that is rooted at 0: the largest subtree first."""
+    """The children of `place` in a k-nomial tree with root 0: the one with the largest subtree first."""
     span, step = _span(place, size, radix), 1
     nearest_first: list[int] = []
     while step < span:
@@ -238,9 +258,9 @@ def children(place: int, size: int, radix: int) -> list[int]:
 
 
 async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
-    """Reduce into the root's `x`; the others' stay as they are.
+    """Reduce into the root's `x`; elsewhere `x` keeps its value.
 
-    A binomial tree; for a long array, a reduce-scatter and a gather.
+    By a binomial tree, or a long array by reduce-scatter and gather.
     """
     total = x if lane.rank == root else x.copy()
     if x.nbytes <= SMALL_MAX_BYTES or x.size < lane.size:
@@ -254,7 +274,7 @@ async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
 
 
 async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) -> None:
-    """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not touched."""
+    """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not used."""
     if lane.rank != root:
         await lane.send(root, 0, mine)
         return
@@ -266,7 +286,7 @@ async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) ->
 
 
 async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -> None:
-    """Send the root's `blocks[place]` into `mine` of each place; elsewhere `blocks` is not read."""
+    """Copy the root's `blocks[rank]` into `mine` of each rank; elsewhere `blocks` is not used."""
     if lane.rank != root:
         await lane.recv(root, 0, mine)
         return
@@ -280,9 +300,9 @@ async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -
 
 
 async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, combine: Combine) -> None:
-    """Reduce `chunks[place]` of all ranks into the `shard` of each place: pairwise, n(P-1)/P elements.
+    """Reduce `chunks[rank]` of all ranks into the `shard` of each rank: pairwise, n(P-1)/P elements a rank.
 
-    `shard` is where this rank's own chunk lies, and is overwritten; the other chunks are only read.
+    On entry `shard` holds this rank's own chunk. `chunks[lane.rank]` is not used; the other chunks are only read.
     """
     for step in range(1, lane.size):
         dest, source = (lane.rank + step) % lane.size, (lane.rank - step) % lane.size
@@ -290,9 +310,10 @@ async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, comb
 
 
 async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
-    """Fill `blocks`, of any sizes, with every rank's block, given mine.
+    """Fill `blocks`, one for each rank and of any sizes, given this rank's own.
 
-    Small: Bruck's algorithm, ceil(log2 P) messages. Large: the ring.
+    Long blocks go around the ring. Short ones take ceil(log2 P) messages by the algorithm of Bruck, Ho, Kipnis, Upfal,
+    Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", TPDS 1997.
     """
     if sum(block.nbytes for block in blocks) > SMALL_MAX_BYTES:
         await allgather_ring(lane, blocks)
@@ -300,7 +321,7 @@ async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
     size, rank = lane.size, lane.rank
     places = [(rank + turn) % size for turn in range(size)]
     ends = [0, *accumulate(blocks[place].size for place in places)]
-    turned = np.empty(ends[-1], blocks[0].dtype)  # block i is that of place rank + i
+    turned = np.empty(ends[-1], blocks[0].dtype)  # block i is that of rank + i, so that each message is contiguous
     turned[: ends[1]] = blocks[rank]
     have = 1
     while have < size:
@@ -313,7 +334,7 @@ async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
 
 
 async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
-    """Fill `blocks`, of any sizes, with every rank's block, given mine: P-1 messages."""
+    """Fill `blocks`, one for each rank and of any sizes, given this rank's own: P-1 messages a rank."""
     size, rank = lane.size, lane.rank
     receives = [lane.post((rank - 1) % size, step, blocks[(rank - step - 1) % size]) for step in range(size - 1)]
     for step, receive in enumerate(receives):
@@ -324,10 +345,11 @@ async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
 async def alltoall(
     lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
 ) -> None:
-    """Send `outgoing[place]` to each place and receive `incoming[place]` from it: pairwise, P-1 messages.
+    """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`: pairwise, P-1 messages a rank.
 
-    Step s sends to the place s further, so that nobody is sent to by all at once (Seed 004, section 3.1.2). `taken` is
-    called with each place whose array is there, the own one first, while the next few are on their way.
+    In step s rank r sends to rank r + s, so that the ranks do not all send to the same one at once: the destination
+    rotation of Ok-Topk, section 3.1.1. `taken(source)` is called for each source, this rank first, when its block is
+    complete. The messages of the next few sources are on their way meanwhile.
     """
     size, rank = lane.size, lane.rank
     incoming[rank][...] = outgoing[rank]

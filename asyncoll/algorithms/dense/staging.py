@@ -1,8 +1,17 @@
-"""Where the ranks of a communicator meet in shared memory: everybody shows memory, everybody looks, everybody leaves.
+"""The staging area of a communicator: where its ranks show memory to each other.
 
-A call consists of one rendezvous or several. Meetings take turns in a few places on a control block: two for each call
-that may be under way, so that a rank can come to the next rendezvous while others are still at the one before. A place
-is free again when all have left it, and so is the memory that was shown there.
+A *rendezvous* is one point of a call at which all ranks show memory, read it and leave. "Show" means: put the address
+and the length of the memory into the control block. "Leave" means: read the memory of the other ranks no longer. A call
+consists of one rendezvous or several, and all ranks take part in each.
+
+Each rendezvous uses one *place*: a fixed range of cells of the control block. A place is free again when all ranks have
+left its rendezvous. The memory that the ranks showed there is then free, too. In the code `turn` is the index of a
+place, and a parameter `place` is a group rank.
+
+There are two places for each call that may be under way, and the rendezvous of a call use them in turn. So a rank that
+has left a rendezvous comes to the next one while slow ranks are still at the one before. With one place, every rank
+would have to wait for the slowest rank twice: until it arrives, and until it leaves. Two are enough, because no rank
+leaves a rendezvous before all ranks have arrived at it.
 """
 
 from __future__ import annotations
@@ -19,20 +28,28 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 
-# Cells of a rendezvous, and of each rank's part in it.
+# The cells of a place: first those of the rendezvous, then the part of each rank.
+#   TAG          the rendezvous that uses the place; 0 if none has used it yet
+#   ARRIVED      the number of ranks that have shown their memory
+#   DIRECT       the number of ranks that show their callers' own memory, not a slot
+#   CLAIMED      the bytes that ranks have claimed to reduce
+#   DONE         the bytes that ranks have reduced
+#   LEFT         the number of ranks that have left
+#   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
+#   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
 _HEAD = 9
-_PART = 3  # the address of what it shows, negative if it is the caller's own memory; how long it is; whether it reduces
+_PART = 3  # address of the memory that the rank shows, negated if it is the caller's own; its bytes; 1 while it reduces
 
-_HALF = 1 << 63  # 64 bits without a sign, in a cell that has one
-_NUMBERS = 1 << 30
-_LEAST = 1024  # bytes of a slot
-_VIEWS_MAX = 1024  # kinds of short arrays whose views are kept
+_HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
+_NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
+_LEAST = 1024  # bytes of the smallest slot
+_VIEWS_MAX = 1024  # combinations of place, dtype and length whose views are kept
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
 class DisagreementError(AsyncollError):
-    """The rank at `place` has called something else under the same number."""
+    """Group rank `place` has made another call with the same number."""
 
     def __init__(self, place: int) -> None:
         super().__init__(f"the rank at place {place} has called something else")
@@ -40,12 +57,15 @@ class DisagreementError(AsyncollError):
 
 
 def _tag(number: int, count: int) -> int:
-    """Identifies a rendezvous among those that use the same place. Never 0, and not repeated for years."""
+    """Identifies a rendezvous among those that use the same place. Never 0. Repeats after 2^30 calls."""
     return (number % _NUMBERS + 1) << 32 | count
 
 
 class StagingArea:
-    """The rendezvous of one communicator, as one of its ranks sees them."""
+    """The places of one communicator and the memory that is shown there, as seen by one of its ranks.
+
+    All ranks of the communicator construct it, with equal `size`, `context` and `sizes`. `rank` is the group rank.
+    """
 
     def __init__(self, arena: Arena, size: int, rank: int, context: int, sizes: Sizes) -> None:
         self.arena = arena
@@ -53,61 +73,73 @@ class StagingArea:
         self.rank = rank
         self.sizes = sizes
         self._stride = _HEAD + _PART * size
-        self._addresses = 2 * sizes.calls * self._stride  # cells: of each rank's short arrays
-        self._begun = self._addresses + size  # cells: the newest call of each rank, of which nothing but an error tells
+        self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
+        self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
         self.control_block = arena.control_block(context, self._begun + size)
-        self._slots: dict[int, tuple[int, Array]] = {}  # with their addresses, by turn
+        self._slots: dict[int, tuple[int, Array]] = {}  # by place: address and memory
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
-        self._turns: dict[int, Turn] = {}  # by the call whose end they wait for
-        self.known_free = 0  # the tag of a rendezvous whose place was seen to be free
+        self._turns: dict[int, Turn] = {}  # by the number of the call whose end a later call waits for
+        # The tag of a rendezvous whose place is known to be free. A rank finds it out while it holds the lock to leave
+        # the previous call. This saves each short call one acquisition of the lock, in `Rendezvous.free`.
+        self.known_free = 0
 
     def begin(self, number: int) -> None:
-        """Call `number` begins here."""
+        """Note that call `number` begins at this rank."""
         self._unfinished.add(number)
         self.control_block.cells[self._begun + self.rank] = number
 
     def begun(self, place: int) -> int:
-        """The number of the newest call of the rank at `place`, if it has been seen by now."""
+        """The number of the newest call of group rank `place`. Read without the lock: it may be out of date."""
         return self.control_block.cells[self._begun + place]
 
     def end(self, number: int) -> None:
-        """Call `number` is over here."""
+        """Note that call `number` is over at this rank, and resume a call that waits for its places."""
         self._unfinished.discard(number)
         turn = self._turns.pop(number, None)
         if turn is not None:
             turn.set()
 
     async def wait_for(self, number: int) -> None:
-        """Wait until call `number` is over here, so that its place is free for another."""
+        """Wait until call `number` is over at this rank, so that a later call may use its places.
+
+        It is not enough that all ranks have left a place: a call that is under way may come back to it.
+        """
         if self.is_over(number):
             return
         turn = self._turns[number] = Turn()
-        if self.is_over(number):  # it has ended this moment, in another thread, and may not have seen the turn
+        # The call may have ended in another thread between the two checks, without seeing the turn.
+        if self.is_over(number):
             self._turns.pop(number, None)
         else:
             await turn_of(turn)
 
     def rendezvous(self, number: int, count: int, fingerprint: int) -> Rendezvous:
-        """The rendezvous after `count` others of call `number`."""
+        """The rendezvous number `count`, from 0, of call `number`."""
         return Rendezvous(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
 
     def look_ahead(self, number: int) -> None:
-        """Under the lock: note whether the place of the first rendezvous of call `number` is free."""
+        """Note in `known_free` whether the first place of call `number` is free. The caller holds the lock."""
         cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
         is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
-        if is_left and self.is_over(number - self.sizes.calls):  # which may come back to it otherwise
+        # Call `number - calls` used the place before, and may come back to it while it is under way. If it is over at
+        # this rank, it has no further rendezvous, because this rank would have to take part.
+        if is_left and self.is_over(number - self.sizes.calls):
             self.known_free = tag
 
     def base(self, turn: int) -> int:
+        """The first cell of place `turn`."""
         return turn * self._stride
 
     def is_over(self, number: int) -> bool:
-        """Whether call `number` is over here."""
+        """Whether call `number` is over at this rank."""
         return number not in self._unfinished
 
     def slot(self, turn: int, nbytes: int) -> tuple[int, Array]:
-        """This rank's own memory for what it shows at that turn, and its address."""
+        """The address and the memory, `nbytes` long, of this rank's slot for place `turn`.
+
+        Call it only after `Rendezvous.free`: no other rank reads the slot then, and one that is too small is replaced.
+        """
         address, slot = self._slots.get(turn) or (0, _NOTHING)
         if slot.size < max(nbytes, 1):
             if slot.size:
@@ -119,7 +151,11 @@ class StagingArea:
         return address, slot[:nbytes]
 
     def short_array(self, place: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
-        """What the rank at `place` shows at that turn if it is short: always the same memory."""
+        """The memory in which group rank `place` shows a short array at place `turn` of the control block.
+
+        A one-dimensional array of `count` elements. It is always the same memory, so a rendezvous of short arrays needs
+        no addresses and lengths in the control block, and the views of it are kept.
+        """
         key = turn, dtype, count
         arrays = self._short_arrays.get(key)
         if arrays is None:
@@ -133,7 +169,11 @@ class StagingArea:
         return array
 
     def _short_address(self, place: int) -> int:
-        """Where that rank's short arrays lie: it says so before it first comes to a rendezvous with one."""
+        """The address of the short arrays of group rank `place`.
+
+        Each rank allocates its own and writes the address before it first arrives with a short array. So the address is
+        there when the last rank to arrive, or a rank that has seen the result, asks for it.
+        """
         cell = self._addresses + place
         with self.control_block as control_block:
             if not control_block.cells[cell]:
@@ -143,7 +183,16 @@ class StagingArea:
 
 
 class Rendezvous:
-    """All ranks at one point of one call. Every rank that takes part calls `free`, `arrive`, `everybody`, `leave`."""
+    """One rendezvous (see the module), as seen by one rank.
+
+    Each rank awaits `free`, writes the memory that it shows, calls `arrive`, awaits `everybody`, reads, and calls
+    `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced` replaces `everybody`. Between
+    `everybody` and `leave` the ranks may reduce together: each calls `claim` and `done` for one chunk after another.
+
+    The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
+    must then end the communicator, because the other ranks wait for this one, and call `withdraw` if it has shown its
+    caller's own memory.
+    """
 
     __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
 
@@ -161,13 +210,20 @@ class Rendezvous:
         return self._staging.control_block
 
     async def free(self) -> None:
-        """Wait until all have left the rendezvous before it in the same place. My memory for it is then free, too."""
+        """Wait until all ranks have left the previous rendezvous in this place. This rank's slot is then free, too."""
         cells, base, tag, size = self._cells, self._base, self.tag, self._staging.size
         if self._staging.known_free != tag:
             await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
 
     def arrive_shortly(self) -> bool:
-        """Show one's short array. Returns whether all the others have; then they wait for this rank to reduce it."""
+        """Show the short array of this rank. Returns True at the last rank to arrive, which reduces for all.
+
+        The last rank does it alone because it runs already. To share a short array, it would have to wake the others
+        and wait for them, which takes longer than to reduce the array (`Sizes.short` is the measured limit). The others
+        wake once, for the result.
+
+        Raises DisagreementError if another rank has made another call with the same number.
+        """
         arrived = self._base + _ARRIVED
         with self._staging.control_block:
             self._enter()
@@ -175,9 +231,11 @@ class Rendezvous:
             return self._cells[arrived] == self._staging.size
 
     def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
-        """Show memory: `direct` if it is the caller's own. The last to come wakes so many of those who wait for that.
+        """Show `nbytes` bytes of memory at `address`; `direct` if it is the memory of the caller, not a slot.
 
-        Raises DisagreementError if others have come for another call.
+        The last rank to arrive wakes at most `helpers` of the waiting ranks.
+
+        Raises DisagreementError if another rank has made another call with the same number.
         """
         cells, base = self._cells, self._base
         with self.control_block as control_block:
@@ -192,7 +250,7 @@ class Rendezvous:
                 control_block.wake(helpers)
 
     def _enter(self) -> None:
-        """Under the lock. Whoever comes first opens the rendezvous."""
+        """Enter the rendezvous. The first rank opens it: it clears the cells. The caller holds the lock."""
         cells, base = self._cells, self._base
         if cells[base + _TAG] == self.tag:
             if cells[base + _FINGERPRINT] != self._fingerprint:
@@ -205,14 +263,15 @@ class Rendezvous:
         cells[base + _FIRST] = self._staging.rank
 
     async def everybody(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         await until(self.control_block, lambda: cells[arrived] == size)
 
-    # -- what is shown: once everybody is here ----------------------------------------------------
+    # -- the memory that the ranks show, once all have arrived ------------------------------------
 
     def shown(self) -> list[tuple[int, int, bool]]:
-        """By rank: the address of what it shows, its length, and whether that is its caller's own memory."""
+        """For each rank: the address and the bytes of the memory that it shows, and whether it is its caller's own."""
+        # No lock: `everybody` has acquired it after the last of these cells was written.
         first = self._base + _HEAD
         cells = self._cells[first : first + _PART * self._staging.size].tolist()
         return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
@@ -224,7 +283,7 @@ class Rendezvous:
     # -- reducing together ------------------------------------------------------------------------
 
     def claim(self, chunk: int, total: int) -> int | None:
-        """The first byte of a chunk for this rank to reduce; None if all of `total` bytes are claimed."""
+        """Claim a chunk for this rank to reduce. Returns its first byte, or None if all `total` bytes are claimed."""
         cells, claimed = self._cells, self._base + _CLAIMED
         with self._staging.control_block:
             first = cells[claimed]
@@ -235,27 +294,30 @@ class Rendezvous:
         return first
 
     def done(self, nbytes: int, total: int) -> None:
-        """This rank has reduced so many bytes."""
+        """Note that this rank has reduced `nbytes` bytes of the chunk that it claimed: 0 if it failed."""
         cells, done = self._cells, self._base + _DONE
         with self._staging.control_block as control_block:
             cells[done] += nbytes
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
+            # A withdrawal sets CLAIMED to `total` and waits for this rank. DONE may never become `total` then.
             if cells[done] == total or cells[self._base + _CLAIMED] == total:
                 control_block.wake()
 
     async def reduced(self, total: int) -> None:
-        """Wait until all of `total` bytes are."""
+        """Wait until all `total` bytes are reduced."""
         cells, done = self._cells, self._base + _DONE
         await until(self.control_block, lambda: cells[done] == total)
 
     async def withdraw(self, total: int, is_lost: Callable[[int], bool]) -> None:
-        """After a failure: nobody claims any more, and who has read what this rank showed cannot rely on it.
+        """Withdraw the memory that this rank showed, after a failure.
 
-        Wait until those who have claimed are done, or gone.
+        From now on no rank claims a chunk, and `leave` returns False at the ranks that have read the memory. Waits
+        until each rank that has claimed a chunk is done with it, or is lost, as `is_lost` says of a group rank. The
+        memory is then the caller's again. `total` is the number of bytes to reduce.
         """
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
-            if cells[self._base + _TAG] != self.tag:
+            if cells[self._base + _TAG] != self.tag:  # all ranks have left, and a later rendezvous uses the place
                 return
             cells[self._base + _WITHDRAWN] = 1
             cells[self._base + _CLAIMED] = total
@@ -269,9 +331,11 @@ class Rendezvous:
     # -- leaving ----------------------------------------------------------------------------------
 
     def leave(self, reduced: int = 0) -> bool:
-        """Look at nothing any more. With `reduced`: so many bytes, which are all, have been reduced by this rank.
+        """Leave: this rank reads the memory of the others no longer.
 
-        Returns whether what was seen can be relied on.
+        A rank that has reduced a short array for all gives its number of bytes as `reduced`: to report the result and
+        to leave then take the lock once. Returns False if a rank has withdrawn its memory. The data that was read may
+        then be wrong, because its owner may have overwritten it meanwhile.
         """
         staging, cells, left = self._staging, self._cells, self._base + _LEFT
         with staging.control_block as control_block:
@@ -285,7 +349,7 @@ class Rendezvous:
             return not cells[self._base + _WITHDRAWN]
 
     async def everybody_left(self) -> None:
-        """Wait until nobody looks at what this rank has shown."""
+        """Wait until no rank reads the memory that this rank has shown."""
         cells, base = self._cells, self._base
         await until(
             self.control_block, lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size

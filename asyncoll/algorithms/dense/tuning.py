@@ -1,7 +1,7 @@
-"""The one table that chooses between forms in memory, by the number of ranks and the size of an array.
+"""The sizes that choose between algorithms in memory, and those of the pieces that arrays are cut into.
 
-`asyncoll bench tune` measures it on a host. ASYNCOLL_SIZES, the same at all ranks, overrides single values:
-`ASYNCOLL_SIZES=short=65536,window=2097152`.
+They depend on the number of ranks. `asyncoll bench tune` measures the best ones on a host. The environment variable
+ASYNCOLL_SIZES overrides single values: `ASYNCOLL_SIZES=short=65536,window=2097152`. It must be the same at all ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _ALIGNED = 64  # bytes: no element of any dtype lies across such a boundary
 
 
 class Sizes(NamedTuple):
-    """Bytes, and how many calls."""
+    """Sizes in bytes, and `calls`, a number."""
 
-    short: int  # arrays that the last rank to come reduces for all
-    chunk: int  # what one rank reduces at a time of a longer one
-    window: int  # what a rank shows at a time of an array that is not registered
-    long: int = 1 << 22  # calls with more than this are the runtime's: they would block the caller's loop for too long
-    calls: int = 4  # under way at once in a communicator; more wait for their turn
+    short: int  # an array of up to this size is reduced for all ranks by the last one to arrive
+    chunk: int  # the piece of a longer array that one rank reduces at a time
+    window: int  # the piece of an array that is not registered that a rank shows at a time
+    long: int = 1 << 22  # the runtime's loop carries out longer calls: they would block the caller's loop for too long
+    calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
 
-# From so many ranks on. Measured on 2 cores; see BENCHMARKS.md.
+# By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md.
 TABLE = {
     2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21),
     5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21),
@@ -33,7 +33,11 @@ TABLE = {
 
 
 def choose(ranks: int, environ: Mapping[str, str]) -> Sizes:
-    """Raises UsageError for an override that makes no sense."""
+    """The sizes for `ranks` ranks, with the overrides of ASYNCOLL_SIZES in `environ`.
+
+    Raises UsageError for an unknown name, a value that is not a positive integer, and a size that is not a multiple of
+    64 bytes.
+    """
     sizes = TABLE[max(least for least in TABLE if least <= ranks)]
     for entry in filter(None, environ.get(VARIABLE, "").split(",")):
         name, _, value = entry.partition("=")
