@@ -1,8 +1,8 @@
 """Operations by message: made at the first call at any rank, and announced to all others along the activation tree.
 
-The announcement leaves on each edge before any signal of the operation does. Messages between two ranks keep their
-order, so a rank knows the operation before it is signalled. A rank whose program has not reached its first call of the
-operation takes part in the rounds nevertheless.
+The announcement leaves on each edge before any signal of the operation does. So a rank whose program has not reached
+its first call of the operation takes part in the rounds nevertheless. A signal of a rank that is no neighbour in the
+tree may arrive before the announcement; the router keeps it until the operation is made.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _announcement(communicator: int, operation: Operation, site: str) -> Announc
 
 
 def _announced_operation(message: Announce) -> Operation:
-    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if the message describes no operation."""
+    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if it describes no operation."""
     values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
     values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
     return Operation(**values)

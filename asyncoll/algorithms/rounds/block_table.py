@@ -47,7 +47,7 @@ class BlockTable:
 
         Another rank may take the blocks before the caller locks: a caller checks again and repeats.
         """
-        # An allocation may map a new segment, which is too long to hold the lock for: other ranks would wait for it.
+        # Allocates outside the lock: the kernel takes milliseconds to clear the pages of a large block.
         while self.free_count() < count:
             address = self._arena.allocate(self._nbytes)
             cells = self._cells
