@@ -70,7 +70,7 @@ class CoordinatedRounds(WaitAvoiding):
         self._coordinator = self._gathering.drawn[0]
         # At the coordinator:
         self._begun = False
-        self._given: list[tuple[int, Buffer]] = []  # contributions to the round, by group rank
+        self._given: list[tuple[int, Buffer]] = []  # (group rank, payload) of each contribution
         # The round before did not include these. They are sent before any later contribution, because a result tells
         # the number of contributions included, which identifies them only if they arrive in the order of `_sent`.
         for sent in self._sent:
@@ -146,7 +146,7 @@ class CoordinatedRounds(WaitAvoiding):
             self._port.spawn(self._carry_out())
 
     async def _carry_out(self) -> None:
-        """Sum and distribute. A task of its own, so that messages received in the same turn of the loop are included."""
+        """Sum and distribute. A task of its own, so that contributions received in this turn of the loop are included."""
         result = self._sum()
         self._pass_on(self._number, result)
         self._finish(result)
