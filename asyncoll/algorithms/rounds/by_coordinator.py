@@ -146,7 +146,7 @@ class CoordinatedRounds(WaitAvoiding):
             self._port.spawn(self._carry_out())
 
     async def _carry_out(self) -> None:
-        """Sum and distribute. A task of its own, so that contributions received in this turn of the loop are included."""
+        """Sum and distribute. A task of its own, so that messages of the same turn of the loop are included."""
         result = self._sum()
         self._pass_on(self._number, result)
         self._finish(result)

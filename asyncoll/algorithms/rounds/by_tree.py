@@ -153,7 +153,7 @@ class ActivatedRounds(WaitAvoiding):
         if number == self._number:
             self._heed(place, step)
             return
-        # A round of all ranks cannot end at another rank before it has begun here. Rounds of other groups can.
+        # A round of all ranks ends nowhere before this rank takes part in it. A round of another group may.
         if number > self._number + 1 and not self.operation.group_size:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         self._early.setdefault(number, []).append((place, step))
@@ -175,8 +175,8 @@ class ActivatedRounds(WaitAvoiding):
         if not self._port.departed:
             return
         self._gathering.gone(self._group.rank)
-        # Only a quorum counts the ranks that are gone. A solo needs none of them, and the opener of a majority is drawn:
-        # if it is gone itself, it opens the round when the first caller tells it that it has arrived.
+        # Only a quorum counts the ranks that are gone. A solo needs none of them. A majority needs one drawn rank; if
+        # that is gone itself, it opens the round when the first caller tells it that it has arrived.
         counted = self.operation.opening is Opening.QUORUM and not self.operation.is_synchronous(self._number)
         if not self._open() and counted:
             self._tell_drawn(self._number, GONE)
@@ -215,7 +215,7 @@ class ActivatedRounds(WaitAvoiding):
     def _report(self) -> None:
         """Tell the ranks that signal this one how far it has come.
 
-        Four times in each span of EARLY_MAX rounds, so that a rank which is not far ahead never waits for a report.
+        Four times in EARLY_MAX rounds, so that ranks which keep pace never wait for a report.
         """
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for place in _neighbours(self._group, -1):
