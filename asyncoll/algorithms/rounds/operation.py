@@ -82,7 +82,7 @@ class Operation:
         return next(group for group in self.groups(number, size) if place in group)
 
     def groups(self, number: int, size: int) -> Sequence[tuple[int, ...]]:
-        """The groups of round `number`, each in order of ranks: one of all ranks, unless the round reduces in groups."""
+        """The groups of round `number`, each in order of ranks: one of all ranks unless the round is in groups."""
         if not self.group_size or self.is_synchronous(number):
             return [tuple(range(size))]
         return partition(size, self.group_size, 1 if self.fixed else number)
@@ -112,7 +112,7 @@ class RoundCall(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in quotes, by which reports group calls."""
+        """The name in quotes, by which the report of an overdue call identifies it."""
         return f"{self.operation.name!r}"
 
     def __str__(self) -> str:
