@@ -46,9 +46,7 @@ class Operation:
     seed: int = 0
     sync_every: int = 0  # every so many rounds wait for all ranks; 0: none does
     history: int = 0  # results kept for ranks that are late
-    group_size: int = (
-        0  # groups of this size, whose contributions replace each other and stay; 0: all ranks, they add up
-    )
+    group_size: int = 0  # at most so many ranks reduce together, and a contribution replaces the last; 0: all, they add
     fixed: bool = False  # the same groups in every round
     buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
 

@@ -49,7 +49,7 @@ class Reduction:
     missed: tuple[Any, ...] = ()
     """With `history`: the results of rounds since this rank's last one, oldest first.
 
-    Each is a new tensor with the shape, dtype and device of `x`, or a list of them if `x` is a list.
+    Each is a new tensor like `x`, or a list of new tensors if `x` is a list.
     """
 
     group: tuple[int, ...] = ()
