@@ -104,8 +104,8 @@ class WaitAvoiding(ABC):
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
 
-        Cancelling the wait leaves the contribution in, because the round belongs to the runtime. Use the results before
-        the next await: their memory is used again when `history` drops them.
+        Cancelling the wait leaves the contribution in, because the round belongs to the runtime. Use the results at once:
+        their memory is used again when `history` drops them.
         """
         try:
             await self._turn.acquire()
@@ -128,14 +128,13 @@ class WaitAvoiding(ABC):
             ticket = self._stage(contribution, may_lend=True)
             result = await self._take_part(call.number)
         else:
-            # Late. The call opens nothing: its rank would be alone in the round, and would be late for the next one too.
-            # It lends nothing: memory is lent only by a caller that waits, as it has to stay unchanged until taken.
+            # Late. The call opens nothing: its rank would be alone in that round. It lends nothing: memory is lent only
+            # by a caller that waits, because it must not change until a round has taken it.
             ticket = self._stage(contribution)
             self._offer()
             result = self._latest
         included = rules.is_included(self.operation, ticket, result.taken)
         self._tally.count_call(result.number - call.aim, included=included, next_has_begun=self._has_begun())
-        # Only now, after the wait: several rounds may have ended in one turn of the loop, before this caller ran.
         kept = [old for old in self._history if call.aim <= old.number < result.number]
         told = self._engine.deliver(result.number, kept)
         return Delivery(result, included, told.skipped, tuple(told.missed))
@@ -177,7 +176,7 @@ class WaitAvoiding(ABC):
             combine(mine, theirs)
 
     def _memory(self) -> Parts:
-        """Arrays for a contribution: used ones if there are any. Page faults of new ones cost more than the reduction."""
+        """Arrays for a contribution, used ones if possible: page faults of new ones cost more than the reduction."""
         spare, self._spare = self._spare, None
         return spare or [np.empty(count, storage(dtype)) for dtype, count in self.operation.layout]
 
@@ -221,7 +220,7 @@ class WaitAvoiding(ABC):
         """The round that was armed is over: give `result` to its caller, and arm the next round."""
         self._retire(self._latest)
         self._latest = result
-        # Armed before the caller is woken: the caller's next call finds the new round.
+        # At once, whether or not a caller waits: this rank takes part in the next round in any case.
         self._arm()
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
@@ -244,7 +243,7 @@ class WaitAvoiding(ABC):
             self._spare = oldest.parts
 
     def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """A signal of group rank `place`. One for a round that is over is dropped: it comes from a late rank."""
+        """A signal of group rank `place`. One for a round that is over has no effect any more, and is dropped."""
         if number > self._number + EARLY_MAX:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         if number >= self._number:
