@@ -141,7 +141,7 @@ class OneSidedRounds:
             self._over.discard(following)
             following += 1
         self._turn = following
-        # Again after `_turn` is set: a call that ended in between was not its turn yet, so it has passed nothing on.
+        # Again, after `_turn` is set: a call that ended just before did not have the turn, so it has passed nothing on.
         if following in self._over:
             self._end_turn(following)
         elif (waiting := self._turns.pop(following, None)) is not None:
@@ -178,17 +178,17 @@ class OneSidedRounds:
     def _arrive(self, call: _Call) -> None:
         """Under the lock: the contribution is staged, and its caller waits from now on, if it waits for a round.
 
-        In one critical section with the staging. Otherwise another rank could count this caller as arrived and open
-        the round without its contribution.
+        In one critical section with the staging. Otherwise a round could take the contribution and end before this
+        caller is registered for its result.
         """
         if call.number:
             self._rounds.come(call.number)
             self._open(call)
 
     def _open(self, call: _Call) -> int:
-        """Under the lock: open the round if this rank may. Returns how many free blocks that takes, if there are too few.
+        """Under the lock: open the round if this rank may, and note in `call` whether it is over.
 
-        Notes in `call` whether the round is over.
+        Returns how many free blocks the round needs if there are too few, otherwise 0.
         """
         rounds, missing = self._rounds, 0
         if rounds.latest < call.number and rounds.may_open():

@@ -104,8 +104,8 @@ class WaitAvoiding(ABC):
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
 
-        Cancelling the wait leaves the contribution in, because the round belongs to the runtime. Use the results at once:
-        their memory is used again when `history` drops them.
+        Cancelling the wait leaves the contribution in, because the round belongs to the runtime. Use the results at
+        once: their memory is used again when `history` drops them.
         """
         try:
             await self._turn.acquire()
