@@ -21,11 +21,9 @@ from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
 CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
-_HELPED = (
-    4  # a round of more chunks wakes sleeping ranks to help; for fewer chunks a wake-up takes longer than the work
-)
+_HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
 _BEGINNINGS = 64  # rounds whose time of beginning is kept
-_ALIGNED = 64  # bytes: a cache line, so that two ranks do not write to the same line
+_ALIGNED = 64  # bytes: a cache line
 
 LENT = -1  # instead of a block: the memory of a caller that waits
 
@@ -41,7 +39,10 @@ class Head(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The cells of one rank. Its own process stages and counts; the rank that opens or publishes a round writes the rest.
+    """The cells of one rank.
+
+    Its own process writes `staged`, `staged_at`, `ticket`, `here` and the times, and clears `granted`. The rank that
+    opens or publishes a round writes the others, and clears `staged` when it takes the contribution.
 
     A result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later
     rounds are over when it runs.
@@ -191,7 +192,7 @@ class RoundRecord:
         self.cells[self._mine.staged], self.cells[self._mine.staged_at] = block, address
 
     def is_being_read(self) -> bool:
-        """Whether the running round reads memory that this rank's caller has lent. A hint without the lock."""
+        """Whether the running round reads memory that this rank's caller has lent."""
         return self.running > 0 and self.cells[self._mine.source] == LENT
 
     # -- opening a round --------------------------------------------------------------------------
