@@ -1,4 +1,4 @@
-"""The calls of one communicator at one rank: numbers them, starts them on the backend, and tracks them until they end."""
+"""The calls of one communicator at one rank: numbers them, starts them on the backend, tracks them until they end."""
 
 from __future__ import annotations
 

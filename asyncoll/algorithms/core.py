@@ -39,7 +39,7 @@ class Core:
         self.memory = RegisteredMemory(self.backend.memory)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
-        # By the arguments of calls. Most calls of a program repeat the same few, so they are checked and described once.
+        # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
         self.plans: dict[tuple[object, ...], Operation] = {}
         self._rpc: Rpc | None = None
 

@@ -107,7 +107,7 @@ class MemoryBackend:
     def start_round(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
-        """Start `work`, which awaits only conditions of shared memory. If it is long, the runtime's loop runs all of it.
+        """Start `work`, which awaits only conditions of shared memory. The runtime's loop runs all of it if it is long.
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
