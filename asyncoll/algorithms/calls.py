@@ -36,8 +36,8 @@ class Calls:
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
 
-        `count` is the number of elements, -1 if it does not matter. Raises UsageError in a wrong thread, and aborts the
-        communicator if the last call was numbered and never started.
+        `count` is the number of elements, -1 if it does not matter. Raises UsageError in a thread without a running
+        loop. Aborts the communicator if the last call was numbered and never started.
         """
         self._member.check_caller()
         # A signal handler may raise between the number of a call and its start. The other ranks wait for that call, so

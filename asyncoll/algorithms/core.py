@@ -49,7 +49,10 @@ class Core:
         return self._rpc or self._open_rpc()
 
     def _open_rpc(self) -> Rpc:
-        """The RPC, made now if there is none. Raises UsageError in a forked child, and in a wrong thread."""
+        """The RPC, made now if there is none.
+
+        Raises UsageError in a forked child, and in a thread without a running loop.
+        """
         self.member.endpoint.check_not_forked()
         if self._rpc is None:
             self.member.check_caller()

@@ -125,7 +125,7 @@ class MemoryBackend:
         member, text = self._member, f"{operation} at {site}"
         group, endpoint = member.group, member.endpoint
         context = digest(member.communicator, "persistent", operation.name)
-        # Before the registry is entered: a rank that finds the entry may ask at once what this rank has called.
+        # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
             rounds = OneSidedRounds(

@@ -1,4 +1,4 @@
-"""The description of a persistent operation, the same at all ranks: which ranks open its rounds, what a round does."""
+"""The description of a persistent operation, the same at all ranks: opening, reduction, groups, history."""
 
 from __future__ import annotations
 

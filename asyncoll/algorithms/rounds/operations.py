@@ -69,7 +69,7 @@ class Receipt:
 
     def sign(self, operation: Rounds, delivery: Delivery) -> None:
         """The call was given `delivery`. Takes it back at once if its caller is gone already."""
-        # Each thread writes first and then looks at what the other one writes: `sign` appends and reads the flag,
+        # Each thread writes first and then reads the other thread's variable: `sign` appends and reads the flag,
         # `take_back` sets the flag and pops. So at least one of them sees both, and `pop` lets only one succeed.
         self._given.append((operation, delivery))
         if self._is_unwanted:
@@ -112,8 +112,8 @@ class Operations:
     ) -> Reduction:
         """The whole call, on whichever loop drives it. `receipt` has the delivery before `bundle` is written.
 
-        Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. Any
-        other exception aborts the communicator.
+        Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. An
+        exception that the other ranks do not know aborts the communicator.
         """
         spec = call.operation
         try:

@@ -249,7 +249,7 @@ class WaitAvoiding(ABC):
         if number >= self._number:
             self._signalled(place, number, step, payload)
 
-    # -- what a carrier supplies ------------------------------------------------------------------
+    # -- supplied by a carrier --------------------------------------------------------------------
 
     @abstractmethod
     def _arm(self) -> None:
