@@ -1,4 +1,4 @@
-"""The backend of ranks that share no memory: every call is an execution of messages on the runtime's loop."""
+"""The backend of ranks that do not all share memory: every call exchanges messages, on the runtime's loop."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def start_on_lane(
     ended: Callable[[Traffic], None],
     discarded: Callable[[], None] = lambda: None,
 ) -> Coroutine[Any, Any, T]:
-    """Start `call` as the execution `call.number` of `context`: run `body` with a lane of its own.
+    """Start `call` as execution `call.number` of `context`: run `body` with a lane of its own.
 
-    `ended` and `discarded` as of `Backend.start`.
+    `ended` and `discarded` are those of `Backend.start`. An exception or a cancellation of `body` fails the
+    communicator: the other ranks wait for messages of this rank.
     """
     executions = member.endpoint.executions
     lane = Lane(executions, member.group, context, call.number, call.fingerprint(), call.__str__)
@@ -51,12 +52,13 @@ def start_on_lane(
 
 
 class MessageBackend:
-    """A `Backend`."""
+    """The `Backend` by message."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.operations = Directory(member)
         self.memory = None
+        # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = AnnouncedOperations(member, self.operations)
 
     def start(
@@ -67,7 +69,7 @@ class MessageBackend:
         ended: Callable[[Traffic], None],
         discarded: Callable[[], None],
     ) -> Coroutine[Any, Any, T]:
-        del nbytes  # the runtime's loop does all of it, short or long
+        del nbytes  # the runtime's loop carries out all calls, short or long
         member = self._member
         return start_on_lane(member, call, member.communicator, lambda lane: body(MessageCall(lane)), ended, discarded)
 

@@ -1,4 +1,4 @@
-"""The calls of one communicator at one rank: numbered, followed until they are over, and started on its backend."""
+"""The calls of one communicator at one rank: numbers them, starts them on the backend, tracks them until they end."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Starts the calls of one rank."""
+    """Starts the collective and pair calls of one rank."""
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
         self._member = member
         self._backend = backend
         self._number = 0
-        self._unstarted: Signature | None = None  # numbered
-        self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # messages by (source, dest)
+        self._unstarted: Signature | None = None  # the call that is numbered and not yet started
+        self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # by (source, dest)
         self._pending = pending
         self.ledger = Ledger()
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
-        """The next call. The caller's checks are done: whatever raises UsageError comes before this.
+        """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
 
-        A signal handler may have raised between the number of the last call and its start. The others wait for it.
+        `count` is the number of elements, -1 if it does not matter. Raises UsageError in a thread without a running
+        loop. Aborts the communicator if the last call was numbered and never started.
         """
         self._member.check_caller()
+        # A signal handler may raise between the number of a call and its start. The other ranks wait for that call, so
+        # this rank cannot go on with the next one.
         if self._unstarted is not None:
             self._member.abort(f"{self._unstarted} was interrupted before it had begun")
         self._number += 1
@@ -48,10 +51,10 @@ class Calls:
     def start(
         self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = lambda: None
     ) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks, as `Backend.start` does."""
+        """Start a call of all ranks, as `Backend.start` does. An exception here aborts the communicator."""
         pending = self._pending.enter(call, call.number)
         try:
-            self._unstarted = None
+            self._unstarted = None  # inside the try: from here on an interruption is reported below
             return self._backend.start(call, body, nbytes, partial(self._ended, pending, call.operation), discarded)
         except BaseException as error:
             self._pending.leave(pending)
@@ -61,16 +64,24 @@ class Calls:
     def start_pair(
         self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
     ) -> Coroutine[Any, Any, T]:
-        """Start a call of two ranks."""
+        """Start a call of the two ranks `source` and `dest`: by message under every backend.
+
+        Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of the
+        communicator's calls.
+        """
         member = self._member
         pending = self._pending.enter(call, ranks=(member.group.ranks[source], member.group.ranks[dest]))
         context = digest(member.communicator, "pair", source, dest, tag)
         return start_on_lane(member, call, context, body, partial(self._ended, pending, call.operation))
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
-        """The caller's checks are done, `Member.check_caller` among them."""
+        """The number of the next message from `source` to `dest` with `tag`.
+
+        All checks come before, `Member.check_caller` among them.
+        """
         return self._pairs[source, dest].next(tag)
 
     def _ended(self, pending: PendingCall, operation: str, traffic: Traffic) -> None:
+        """A call is over, in whichever thread."""
         self._pending.leave(pending)
         self.ledger.enter(operation, traffic)

@@ -9,7 +9,10 @@ from asyncoll.runtime.member import Member
 
 
 def choose_backend(member: Member) -> Backend:
-    """Memory, if all ranks of the communicator share an arena; otherwise messages. The same at every rank."""
+    """Memory if all ranks of the communicator share an arena, otherwise messages.
+
+    All ranks make the same choice, because it depends only on the ranks of the communicator and of the host.
+    """
     arena, ranks = member.endpoint.arena, member.group.ranks
     if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks):
         return MemoryBackend(member, arena)

@@ -1,4 +1,4 @@
-"""What one rank has of one communicator: everything behind the public `Communicator`."""
+"""The parts of one communicator at one rank: everything behind the public `Communicator`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Core:
     """The parts of a communicator, put together."""
 
     def __init__(self, member: Member, choose: ChooseBackend = choose_backend, rpcs: list[Rpc] | None = None) -> None:
-        """`rpcs` collects those of this communicator and of all that are split off: they close with the world."""
+        """`choose` selects the backend.
+
+        `rpcs` collects the RPC of this communicator and of all communicators split from it: they close with the world.
+        """
         self.member = member
         self.rpcs: list[Rpc] = [] if rpcs is None else rpcs
         self._choose = choose
@@ -36,15 +39,20 @@ class Core:
         self.memory = RegisteredMemory(self.backend.memory)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
-        self.plans: dict[tuple[object, ...], Operation] = {}  # by the arguments of calls
+        # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
+        self.plans: dict[tuple[object, ...], Operation] = {}
         self._rpc: Rpc | None = None
 
     @property
     def rpc(self) -> Rpc:
-        """Answers from its first use on those who call functions of this rank."""
+        """The RPC of this communicator. From its first use on this rank answers calls of its functions."""
         return self._rpc or self._open_rpc()
 
     def _open_rpc(self) -> Rpc:
+        """The RPC, made now if there is none.
+
+        Raises UsageError in a forked child, and in a thread without a running loop.
+        """
         self.member.endpoint.check_not_forked()
         if self._rpc is None:
             self.member.check_caller()
@@ -53,17 +61,18 @@ class Core:
         return self._rpc
 
     def remember(self, arguments: tuple[object, ...], operation: Operation) -> None:
-        """Calls with these arguments are calls of `operation`, which need not be checked again."""
+        """Note that calls with these `arguments` are calls of `operation`, so that they are not checked again."""
+        # A program that uses ever new arguments must not fill the memory. It pays with the checks only.
         if len(self.plans) == _PLANS_MAX:
             self.plans.clear()
         self.plans[arguments] = operation
 
     def leave(self, site: Site) -> Coroutine[Any, Any, None]:
-        """A barrier as the last call of this rank; `site` is shown in errors."""
+        """Start a barrier as the last call of this rank. `site` is shown in errors."""
         call = self.calls.number("the end of its program", "", -1, "", site)
         return self.calls.start(call, lambda collectives: collectives.barrier())
 
     def split(self, group: Group) -> Core:
-        """The same for a communicator of some of its ranks."""
+        """The parts of a new communicator of the ranks in `group`, with the same choice of backend."""
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.rpcs)

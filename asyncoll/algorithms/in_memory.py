@@ -1,4 +1,4 @@
-"""The backend of ranks that share an arena: calls meet in memory, and their callers' threads carry them out."""
+"""The backend of ranks that share an arena: calls use shared memory, and their callers' threads carry them out."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from asyncoll.transport.control_block import failure
 from asyncoll.transport.wire import Dispute
 
 T = TypeVar("T")
-_RECENT = 256  # calls whose description is kept to explain a mismatch
+_RECENT = 256  # calls whose description is kept, for reports of a mismatch and of a lost rank
 
 
 class MemoryBackend:
-    """A `Backend`."""
+    """The `Backend` in shared memory."""
 
     def __init__(self, member: Member, arena: Arena) -> None:
         self._member = member
@@ -66,13 +66,15 @@ class MemoryBackend:
         return self.start_round(self._carry_out(call, body, ended), call.__str__, nbytes, discarded)
 
     async def _carry_out(self, call: Signature, body: Body[T], ended: Callable[[Traffic], None]) -> T:
+        """The whole call. A failure or a cancellation ends the communicator, and returns the caller's arrays to it."""
         member, collectives = self._member, SharedCall(self._staging, call.number, call.fingerprint())
         try:
             self._check()
             return await body(collectives)
         except DisagreementError as disagreement:
             self._dispute(member.communicator, call.number, str(call), disagreement.place)
-            await failure(self._staging.control_block)  # that rank says what it has called, which ends the communicator
+            # The answer of that rank ends the communicator, with an error that names both calls.
+            await failure(self._staging.control_block)
             raise
         except PeerLostError as error:
             lost = member.noticed(error)
@@ -90,7 +92,8 @@ class MemoryBackend:
     async def _retreat(self, collectives: SharedCall) -> None:
         """Withdraw the arrays of a failed call, however often the caller is cancelled meanwhile.
 
-        Without effect if a rank has died while it held the lock of the control block.
+        The other ranks read these arrays in place, so the caller must not get them back while a rank reads. Without
+        effect if a rank has died while it held the lock of the control block.
         """
         group, lost = self._member.group, self._member.endpoint.membership.lost
         while True:
@@ -104,17 +107,25 @@ class MemoryBackend:
     def start_round(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
-        """`work` awaits nothing but conditions of shared memory. If it is long, the runtime does all of it."""
+        """Start `work`, which awaits only conditions of shared memory. The runtime's loop runs all of it if it is long.
+
+        A long copy or reduction in the caller's thread would block the program's event loop.
+        """
         driven = Work(self.memory, work, self._check, describe)
         if nbytes > self._staging.sizes.long:
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     async def open(self, operation: Operation, site: str) -> Rounds:
-        """Ranks of a host need no announcement: they find the operation in the registry when they come."""
+        """Make `operation`, or join it if another rank has made it.
+
+        Ranks of a host need no announcement. A rank finds the operation in the registry at its first call; until then
+        the others need nothing of it.
+        """
         member, text = self._member, f"{operation} at {site}"
         group, endpoint = member.group, member.endpoint
         context = digest(member.communicator, "persistent", operation.name)
+        # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
             rounds = OneSidedRounds(
@@ -134,16 +145,18 @@ class MemoryBackend:
         context = digest(member.communicator, "rpc")
         return InMemory(self.memory, context, member.group.ranks, self._check, broken, member.noticed)
 
-    # -- what ranks disagree about, and what a lost rank was doing --------------------------------
+    # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 
     def _dispute(self, context: int, number: int, description: str, place: int) -> None:
-        """Ask the rank at `place` what it has called as `number` of `context`."""
+        """Ask group rank `place` which call it has made as number `number` of `context`."""
         member = self._member
+        # Posted to the runtime's loop: this may run in the caller's thread, which must not use the router.
         question = Dispute(member.communicator, context, number, description)
         member.post(lambda: member.endpoint.router.tell(member.group.ranks[place], question))
 
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
-        """The members of call `number` and its description, unless it was long ago."""
+        """The members of call `number` and its description; None if it is not among the recent calls."""
+        # A copy, because the caller's thread may append meanwhile. So does `_trace`.
         recent = {call.number: call for call in list(self._recent)}
         return (self._member.group.ranks, str(recent[number])) if number in recent else None
 

@@ -1,8 +1,12 @@
-"""The activation broadcast tree, as operations of a schedule (seed 000, section 4.1 and figure 6).
+"""The activation broadcast tree, as operations of a schedule.
 
-Whoever opens a round tells the rank 2^j further for every j; whoever hears it on edge i tells those on the edges above
-i: the union of P binomial trees, one rooted at each rank, with every edge used at most once a round. The paper's
-partners `rank xor 2^j` reach everyone only when P is a power of two; `rank + 2^j mod P` reaches everyone for any P.
+Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
+collective operations", PPoPP 2020, section 4.1.1 and figure 6.
+
+The rank that opens a round signals the rank 2^j further for every j. A rank that is signalled on edge i signals the
+ranks on the edges above i. This is the union of P binomial trees, one rooted at each rank. Every edge is used at most
+once a round. The paper's partners `rank xor 2^j` reach all ranks only if P is a power of two. `rank + 2^j mod P`
+reaches all ranks for any P.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ REDUCE = Step("reduce")  # this rank gives its contribution and joins the reduct
 
 @lru_cache(maxsize=256)
 def heard(edge: int) -> Step:
+    """The signal of the round has arrived on `edge`."""
     return Step("heard", edge)
 
 
@@ -38,14 +43,17 @@ def edges(size: int) -> range:
 def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
     """The schedule of a round that any of its openers may start; take a `fresh` one for each round.
 
-    With `flood` every rank uses all of its edges. A group may be done with a round before others have heard of it, and
-    its members do not pass on any more what they hear late.
+    With `flood` every rank signals on all of its edges, whichever edge it was signalled on. Rounds in groups need that:
+    a member of a group may end the round before it is signalled on every edge. It drops later signals of that round and
+    does not forward them. Without `flood` a rank was left behind in about one of a hundred random runs.
     """
     schedule: Schedule[Step] = Schedule()
     schedule.add(OPEN)
     for edge in edges(size):
         schedule.add(heard(edge))
     for edge in edges(size):
+        # The edges below j are enough without `flood`: a rank signalled on edge i is the root of a subtree that spans
+        # the edges above i, so the ranks on the lower edges are reached by other ranks.
         heeded = edges(size) if flood else range(edge)
         schedule.add(Step("forward", edge), after_any=[OPEN, *map(heard, heeded)])
     schedule.add(REDUCE, after_any=[OPEN, *(heard(edge) for edge in edges(size))])
@@ -56,9 +64,10 @@ def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
 def synchronous(size: int) -> Schedule[Step]:
     """The schedule of a round that waits for every rank; take a `fresh` one for each round.
 
-    The same edges carry a dissemination barrier: a rank uses edge j once it is open itself and has heard all edges
-    below j. A rank that has heard all of its edges knows that every rank is open. No rank reduces before that, so a
-    late rank finds no reduction under way that uses the memory of a caller.
+    The same edges carry a dissemination barrier. A rank signals on edge j once it is open itself and was signalled on
+    all edges below j. A rank that was signalled on all of its edges knows that every rank is open. No rank reduces
+    before that. Without the barrier a rank would begin the reduction in its caller's memory, and would need that memory
+    until the last rank has come; a cancelled caller would have to wait as long.
     """
     schedule: Schedule[Step] = Schedule()
     schedule.add(OPEN)

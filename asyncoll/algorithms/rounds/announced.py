@@ -1,7 +1,8 @@
 """Operations by message: made at the first call at any rank, and announced to all others along the activation tree.
 
-The announcement leaves on each edge before any signal of the operation does. So a rank whose program has not come to
-its first call yet takes part all the same.
+The announcement leaves on each edge before any signal of the operation does. So a rank whose program has not reached
+its first call of the operation takes part in the rounds nevertheless. A signal of a rank that is no neighbour in the
+tree may arrive before the announcement; the router keeps it until the operation is made.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ class AnnouncedOperations:
 
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
         """Make `operation`, first called by rank `caller` at `site`, and announce it."""
+        # A rank announces every operation that it makes, not only those that its own program calls first. The ranks on
+        # its edges may be announced twice: the second announcement finds the operation known, and changes nothing.
         text = f"{operation} (first called by rank {caller} at {site})"
         group, endpoint = self._member.group, self._member.endpoint
         message = _announcement(group.communicator, operation, site)
         for edge in edges(group.size):
             endpoint.router.tell(group.ranks[(group.rank + (1 << edge)) % group.size], message)
+        # The rounds are made after the announcement: a rank that has left already signals as soon as they exist.
         suits = by_coordinator.suits(operation, group.size)
         form = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
         port = Port(self._member, operation.name, operation.fingerprint())
@@ -44,6 +48,7 @@ class AnnouncedOperations:
         return rounds
 
     def _announced(self, source: int, message: Announce) -> None:
+        """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""
         try:
             operation = _announced_operation(message)
             check_operation(operation, self._member.group.size)
@@ -63,7 +68,7 @@ def _announcement(communicator: int, operation: Operation, site: str) -> Announc
 
 
 def _announced_operation(message: Announce) -> Operation:
-    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError for a message that it cannot make."""
+    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if it describes no operation."""
     values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
     values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
     return Operation(**values)

@@ -1,15 +1,16 @@
-"""BlockTable: pieces of shared memory of one size that ranks hand around instead of copying.
+"""BlockTable: pieces of shared memory of one size that ranks pass to each other instead of copying.
 
-A block is written once, by whoever has just got it, and only read from then on. It is free again when nobody keeps it:
-not as a contribution, nor in a round, nor as a result, nor to read it. It may come from any rank's memory. BlockTable
-count from 1, so that a cell that is 0 means none.
+A rank takes a free block, writes it once, and from then on every rank only reads it. A block has a count of its
+keepers: it may be kept as a contribution, as a source of a running round, as a result, and by a reader. It is free
+again when the count is 0. Its memory may have been allocated by any rank. Blocks are numbered from 1, so a cell that
+is 0 means no block.
 """
 
 from __future__ import annotations
 
 from asyncoll.transport import Arena, ControlBlock
 
-_FREE, _MADE = range(2)  # numbers of blocks
+_FREE, _MADE = range(2)  # cells of the head: the number of free blocks, and of all blocks
 _HEAD = 2
 
 NONE = 0
@@ -18,27 +19,35 @@ NONE = 0
 class BlockTable:
     """The blocks of one control block. All methods but `provide` are called under its lock."""
 
+    # The memory is allocated on demand, because most operations use a few blocks of the many that they may need. Each
+    # of the three tables has `limit` entries, because control blocks have a fixed number of cells.
+
     def __init__(self, arena: Arena, control_block: ControlBlock, first_cell: int, limit: int, nbytes: int) -> None:
         self._arena = arena
         self._control_block = control_block
         self._cells = control_block.cells
         self._head = first_cell
         self._stack = first_cell + _HEAD  # of free blocks
-        self._addresses = self._stack + limit - 1
+        self._addresses = self._stack + limit - 1  # less 1, as blocks count from 1
         self._keepers = self._addresses + limit
         self._limit = limit
         self._nbytes = nbytes
 
     @staticmethod
     def cells(limit: int) -> int:
-        """How many cells of a control block they need."""
+        """How many cells of a control block a table of `limit` blocks needs."""
         return _HEAD + 3 * limit
 
     def free_count(self) -> int:
+        """The number of free blocks."""
         return self._cells[self._head + _FREE]
 
     def provide(self, count: int) -> None:
-        """Make more, until `count` are free, as far as this can be seen without the lock. Not under the lock."""
+        """Allocate blocks until `count` are free. Not under the lock; raises RuntimeError if the table is full.
+
+        Another rank may take the blocks before the caller locks: a caller checks again and repeats.
+        """
+        # Allocates outside the lock: the kernel takes milliseconds to clear the pages of a large block.
         while self.free_count() < count:
             address = self._arena.allocate(self._nbytes)
             cells = self._cells
@@ -51,7 +60,7 @@ class BlockTable:
                 self._push(block)
 
     def take(self) -> int:
-        """A free block, to be kept once; NONE if there is none."""
+        """A free block, with the caller as its one keeper; NONE if no block is free."""
         cells = self._cells
         free = cells[self._head + _FREE]
         if not free:
@@ -62,10 +71,12 @@ class BlockTable:
         return block
 
     def keep(self, block: int) -> None:
+        """Add a keeper. Without effect for NONE."""
         if block != NONE:
             self._cells[self._keepers + block] += 1
 
     def drop(self, block: int) -> None:
+        """Remove a keeper; without the last one the block is free. Without effect for NONE."""
         if block == NONE:
             return
         self._cells[self._keepers + block] -= 1
@@ -79,4 +90,5 @@ class BlockTable:
         cells[self._head + _FREE] = free + 1
 
     def address(self, block: int) -> int:
+        """Where `block` lies in the arena. It never moves."""
         return self._cells[self._addresses + block]

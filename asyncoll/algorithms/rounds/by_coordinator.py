@@ -1,11 +1,12 @@
-"""Rounds at a coordinator: a short contribution travels with the news of its arrival, to a rank drawn for the round.
+"""Rounds at a coordinator: a short contribution travels with the signal of its arrival, to a rank drawn for the round.
 
-The coordinator opens the round by the operation's rule, sums what has come by then and hands out the result. A round
-takes 2(P-1) messages and wakes each of the others once; by activation it takes three times as many, one after another.
-And nobody but the coordinator need run for a round to be over.
+The coordinator opens the round by the operation's rule, sums the contributions that have arrived by then, and sends the
+result to all ranks. A round takes 2(P-1) messages and wakes each of the other ranks once. By activation it takes three
+times as many messages, one after another. Only the coordinator has to run for a round to end.
 
-What a rank has sent and the result does not include came too late: it goes to the next round's coordinator. The result
-says how many of each rank's contributions it includes, and those of one rank arrive in order; so all know which.
+A contribution that arrives after the round has begun is late: its rank sends it again, to the coordinator of the next
+round. The result states how many contributions of each rank it includes. The contributions of one rank arrive in order.
+So each rank knows from this number which of its contributions are in the result.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from asyncoll.transport.wire import Buffer
 # Contributions of all ranks together up to which one rank sums them faster than all do: measured, see BENCHMARKS.md.
 COORDINATED_MAX_BYTES = 1 << 20
 
-# Steps of signals. The first three go to the coordinator, with a contribution or, from a rank that is gone, without.
-ARRIVED = 0  # my caller is here
-LATE = 1  # my caller is not waiting
-GONE = 2  # I make no more calls, so do not wait for me
-RESULT = 3  # the coordinator's, to everybody
+# Steps of signals. The first three go to the coordinator. ARRIVED and LATE carry a contribution, GONE carries nothing.
+ARRIVED = 0  # the sender's caller waits for the round
+LATE = 1  # the sender's caller does not wait
+GONE = 2  # the sender makes no more calls: do not wait for it
+RESULT = 3  # from the coordinator to all ranks, through a tree
 
-RADIX = 32  # of the tree that hands out results: up to so many ranks hear them from the coordinator itself
+RADIX = 32  # of the tree that distributes results: among up to 32 ranks the coordinator sends to every rank itself
 
 
 class _Sent(NamedTuple):
@@ -45,17 +46,21 @@ class _Sent(NamedTuple):
 
 
 def suits(operation: Operation, size: int) -> bool:
-    """Whether rounds of `operation` among `size` ranks are better coordinated by one of them."""
+    """Whether a coordinator is faster for rounds of `operation` among `size` ranks than the activation tree.
+
+    Never for rounds in groups: each group would need a coordinator of its own.
+    """
     return not operation.group_size and size * operation.nbytes <= COORDINATED_MAX_BYTES
 
 
 class CoordinatedRounds(WaitAvoiding):
-    """An operation whose rounds are carried out by one rank for all."""
+    """An operation whose rounds are carried out by one rank for all. On the runtime's loop."""
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._everybody = tuple(range(port.group.size))
         self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
-        self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # (place, step, payload), by round
+        self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # (group rank, step, payload), by round
+        # Last: the constructor arms the first round, and a signal that is here already is handled in it.
         super().__init__(port, operation, describe)
 
     # -- contributing -----------------------------------------------------------------------------
@@ -65,14 +70,17 @@ class CoordinatedRounds(WaitAvoiding):
         self._coordinator = self._gathering.drawn[0]
         # At the coordinator:
         self._begun = False
-        self._given: list[tuple[int, Buffer]] = []
-        for sent in self._sent:  # it came too late for the round before
+        self._given: list[tuple[int, Buffer]] = []  # (group rank, payload) of each contribution
+        # The round before did not include these. They are sent before any later contribution, because a result tells
+        # the number of contributions included, which identifies them only if they arrive in the order of `_sent`.
+        for sent in self._sent:
             self._submit(LATE, sent.payload)
 
     def _has_begun(self) -> bool:
         return self._begun
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
+        # Packed at once, so the caller's memory is free when the call has staged: nothing is lent, whatever `may_lend`.
         ticket = super()._stage(contribution)
         assert self._staged is not None
         participation = self._tally.sign(1, 0, contributes=True, gone=False)
@@ -90,18 +98,26 @@ class CoordinatedRounds(WaitAvoiding):
         self._port.send(self._coordinator, self._number, step, payload)
 
     def _stand_in(self) -> None:
-        """Also the coordinator tells itself by message: what it has submitted before must be heard before that."""
+        """The coordinator sends GONE to itself too, by message, so that it arrives after its earlier contributions.
+
+        Handled at once, it could open the round without them.
+        """
         if self._port.departed:
             self._submit(GONE, b"")
 
     # -- coordinating -----------------------------------------------------------------------------
 
     def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """Rounds end in order: what is said of a later one waits until this rank has come to it."""
+        """A signal of group rank `place`. Rounds end in order: a signal for a later one waits until this rank is there.
+
+        Its payload is untrusted; raises ProtocolError.
+        """
         self._check(number, step, payload)
         if step == RESULT:
+            # At once, even if this rank has not come to the round: the ranks below in the tree may have.
             self._pass_on(number, payload)
         self._early.setdefault(number, []).append((place, step, payload))
+        # `_number` is read anew each time: a result ends the round, and the signals of the next one may be here.
         while waiting := self._early.get(self._number):
             self._heed(*waiting.pop(0))
 
@@ -130,13 +146,13 @@ class CoordinatedRounds(WaitAvoiding):
             self._port.spawn(self._carry_out())
 
     async def _carry_out(self) -> None:
-        """In the loop's next turn, so that what has arrived here together takes part together."""
+        """Sum and distribute. A task of its own, so that messages of the same turn of the loop are included."""
         result = self._sum()
         self._pass_on(self._number, result)
         self._finish(result)
 
     def _sum(self) -> bytes:
-        """What has come, in order of ranks, so that the bits do not depend on who was first."""
+        """The payload of the result. Sums in the order of ranks: the bits must not depend on the order of arrival."""
         participation = np.zeros((4, self._group.size), np.float32)
         total: Parts | None = None
         for place, payload in sorted(self._given, key=lambda given: given[0]):
@@ -152,16 +168,16 @@ class CoordinatedRounds(WaitAvoiding):
     # -- results ----------------------------------------------------------------------------------
 
     def _pass_on(self, number: int, result: Buffer) -> None:
-        """Down a tree that is rooted at the coordinator. It tells those first whose callers wait."""
+        """Send the result on, down a tree that is rooted at the coordinator: first to the ranks whose callers wait."""
         size, root = self._group.size, self._coordinator_of(number)
         told = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
         for place in sorted(told, key=lambda place: not self._gathering.is_waiting(place)):
             self._port.send(place, number, RESULT, result)
 
     def _finish(self, payload: Buffer) -> None:
-        """The round that is armed is over."""
+        """The round that is armed is over, and `payload` is its result."""
         number = self._number
-        self._early.pop(number, None)  # what came too late for it is sent again by those who sent it
+        self._early.pop(number, None)  # late contributions: each is sent again by its rank, to the next coordinator
         participation, *parts = self._unpacked(payload, self._group.size)
         counted = self._count_mine(participation[self._group.rank])
         taken = self._sent[counted - 1].ticket if counted else self._latest.taken
@@ -172,20 +188,25 @@ class CoordinatedRounds(WaitAvoiding):
         self._publish(Result(number, parts, active, self._everybody, taken, synchronous))
 
     def _count_mine(self, counted: float) -> int:
-        """How many of the contributions that this rank has sent are in a result."""
-        if not 0 <= counted <= len(self._sent):  # nor is it NaN
+        """How many of the contributions that this rank has sent are in a result. Raises ProtocolError."""
+        if not 0 <= counted <= len(self._sent):  # also true for NaN
             raise ProtocolError(f"a result of {self.operation} has {counted} of the {len(self._sent)} sent to it")
         return int(counted)
 
     def _coordinator_of(self, number: int) -> int:
         return self._coordinator if number == self._number else self.operation.drawn(number, self._group.size)[0]
 
-    # -- payloads: an participation list, then the parts ---------------------------------------------
+    # -- payloads: a participation list, then the parts -------------------------------------------
 
     def _payload_bytes(self, ranks: int) -> int:
+        """The size of a payload whose participation list has so many ranks: one in contributions, all in results."""
         return PARTICIPATION_BYTES * ranks + self.operation.nbytes
 
     def _unpacked(self, payload: Buffer, ranks: int) -> Parts:
+        """The participation list, and the parts in memory of their own.
+
+        Copies, because a payload is read-only, may be unaligned, and goes on to the next rank.
+        """
         raw = np.frombuffer(payload, np.uint8)
         arrays = [np.empty(4 * ranks, np.float32), *self._memory()]
         start = 0

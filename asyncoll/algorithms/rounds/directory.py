@@ -19,7 +19,7 @@ class Rounds(Protocol):
     def operation(self) -> Operation: ...
 
     def describe(self) -> str:
-        """The operation, and where it was called first."""
+        """The operation and the place of its first call, for error messages."""
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute once the calls before are over, and wait for the round that this call aims at.
@@ -38,7 +38,7 @@ class Rounds(Protocol):
 
 
 class Directory:
-    """Operations by name. What a name stands for is fixed by its first call at any rank."""
+    """Operations by name. The first call with a name, at any rank, fixes the operation of that name."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -50,6 +50,7 @@ class Directory:
         Raises MismatchError, and ends the communicator, if its name stands for another operation.
         """
         known = self.known.get(operation.name)
+        # Identity first: it spares the comparison of all fields in the usual case, that the same call is repeated.
         if known is not None and known.operation is not operation and known.operation != operation:
             text = f"rank {caller} called {operation} at {site}, but it exists as {known.describe()}"
             self._member.mismatch(text)
@@ -57,8 +58,9 @@ class Directory:
         return known
 
     def add(self, rounds: Rounds) -> None:
+        """Make `rounds` known under the name of its operation."""
         self.known[rounds.operation.name] = rounds
 
     def __iter__(self) -> Iterator[Rounds]:
-        """At once: another thread may add one meanwhile."""
+        """Iterate over a copy: another thread may add an operation meanwhile."""
         return iter(list(self.known.values()))

@@ -1,13 +1,18 @@
-"""Which ranks reduce together in a round of the group allreduce (WAGMA-SGD, section 4; algorithm 1, corrected).
+"""The ranks that reduce together in a round of the group allreduce.
 
-The groups of a round partition the ranks, and change from round to round so that what one rank contributes reaches all.
-Write a rank in base S. In round t the paper pairs ranks that differ in log2 S bits, starting at bit t log2 S and going
-round: those bits are turned to the end, and neighbours then form the groups. (Printed, the shift is cumulative, which
-is right for t = 0 alone.) Turning digits of base S is multiplying by S modulo P - 1, and that works whenever S divides
-P; so other sizes are padded to a multiple of S, and the padding left out again.
+Source: Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel
+stochastic optimization with wait-avoiding group averaging", TPDS 2021 (WAGMA-SGD), section III-B, algorithm 1,
+corrected: line 6 as printed shifts a mask that is shifted already. With P = 8, S = 4 and t = 1 both phases then use
+bit 2, and the groups have two ranks instead of the four of the paper's example.
 
-For powers of two an update reaches everyone in exactly ceil(log_S P) rounds, wherever it starts. For other sizes it is
-that or one more with groups of 5 or larger, and up to two more with smaller ones (computed for all P < 70).
+The groups of a round partition the ranks. They change from round to round, so that an update of one rank reaches all
+ranks. In round t the paper joins ranks that differ only in log2 S bits, which begin at bit t log2 S and wrap around. An
+equivalent rule is to rotate these bits to the end of the rank's number; consecutive numbers then form a group. To
+rotate a number of base S by one digit is to multiply it by S modulo P - 1. That works for every S that divides P. Other
+sizes are padded to a multiple of S, and the padding is left out of the groups.
+
+For powers of two an update reaches all ranks in exactly ceil(log_S P) rounds, from any rank. For other sizes it takes
+that number or one more with groups of at least 5, and up to two more with smaller groups (computed for all P < 70).
 """
 
 from __future__ import annotations
@@ -20,9 +25,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=256)
 def partition(size: int, group_size: int, number: int) -> Groups:
-    """The groups of round `number`, counted from 1, among `size` ranks.
+    """The groups of round `number`, counted from 1, among `size` ranks. Each group is in order of ranks.
 
-    There are ceil(size / group_size) of them, of sizes that differ by at most one.
+    There are ceil(size / group_size) groups. Their sizes differ by at most one.
     """
     groups = -(-size // group_size)
     small, larger = divmod(size, groups)
@@ -34,20 +39,21 @@ def partition(size: int, group_size: int, number: int) -> Groups:
 def _order(size: int, group_size: int, turn: int) -> tuple[int, ...]:
     """The ranks in the order in which round `turn`, counted from 0, cuts them into groups."""
     padded = -(-size // group_size) * group_size
-    if padded <= 2:
+    if padded <= 2:  # modulo 1 or 0 nothing is left to rotate
         return tuple(range(size))
+    # The last number stands still: modulo P - 1 it would be the same as 0, although its digits (all S - 1) are not.
     factor = pow(group_size, turn, padded - 1)
     order = (*(place * factor % (padded - 1) for place in range(padded - 1)), padded - 1)
     return tuple(rank for rank in order if rank < size)
 
 
 def propagation(size: int, group_size: int, first: int = 1) -> int:
-    """Rounds, beginning with round `first`, until every rank has something of every other's contribution.
+    """The number of rounds, from round `first` on, until the contribution of each rank has reached all ranks.
 
-    `group_size` must be at least 2 (or `size` 1): otherwise that never happens.
+    `group_size` must be at least 2, unless `size` is 1: with groups of one rank this does not return.
     """
     everybody = (1 << size) - 1
-    reached = [1 << rank for rank in range(size)]
+    reached = [1 << rank for rank in range(size)]  # by rank: a bit for each rank whose contribution has reached it
     rounds = 0
     while any(mask != everybody for mask in reached):
         for group in partition(size, group_size, first + rounds):

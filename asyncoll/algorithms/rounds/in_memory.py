@@ -1,14 +1,15 @@
-"""Wait-avoiding rounds in shared memory: whoever opens a round takes what the others have staged, without asking them.
+"""Wait-avoiding rounds in shared memory: the rank that opens a round takes all staged contributions without asking.
 
-The round is the papers' shared object, literally (seed 000, section 3). A caller stages its contribution: a block that
-it has filled, or its own registered memory. Whoever may open the round takes everything that is staged (that is
-consumption: it can be taken once), those who are there reduce it, chunk by chunk, and the last of them publishes. A
-rank whose caller computes, or whose process is stopped, takes part all the same; when its caller comes, the result is
-there.
+A round is a shared object as in section 5.1.1 of Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced
+training workloads in deep learning with partial collective operations", PPoPP 2020. A caller stages its contribution: a
+block that it has filled, or its own registered memory. A rank that may open the round takes all staged contributions;
+each can be taken once. The ranks whose callers wait reduce them, chunk by chunk. The rank that reduces the last chunk
+publishes the result. A rank whose caller computes, or whose process is stopped, takes part nevertheless. When its
+caller arrives, the result is there.
 
-What is staged never changes: a contribution that is added to an older one is a new block, which replaces the old one
-unless that has been taken meanwhile. Results never overwrite contributions either; a contribution that is alone in its
-round is its result.
+A staged block never changes, because a round may read it at any time without the lock. To add a contribution to a
+staged one, a caller fills a new block, which replaces the old one unless a round has taken that meanwhile. Results do
+not overwrite contributions either. A contribution that is alone in its round is the result itself.
 """
 
 from __future__ import annotations
@@ -33,31 +34,36 @@ from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
 
-LENT_MIN_BYTES = 1 << 16  # a copy of less costs less than finding out whether it is registered
+LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call."""
+    """The state of one call."""
 
     aim: int
-    number: int  # the round that it waits for; 0 if it comes late, and waits for none
+    number: int  # the round that the call waits for; 0 if it is late, and waits for none
     came_ns: int
-    missed: list[Kept]  # kept for it since it came
+    missed: list[Kept]  # results of earlier rounds, kept for this call since its arrival
     ticket: int = 0  # the number of its contribution, once that is staged
-    is_over: bool = False  # the round is, and then this is its result, unless it was over before
-    kept: Kept | None = None
+    is_over: bool = False  # whether round `number` is over
+    kept: Kept | None = None  # the result of that round; None if it was over before the call had arrived
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDelivery(Delivery):
-    """One whose results lie in blocks, which are kept until it is released."""
+    """A delivery whose results lie in blocks, which are kept until it is released."""
 
     kept: tuple[Kept, ...] = ()
 
 
 class OneSidedRounds:
-    """A persistent operation at one rank, in memory."""
+    """A persistent operation at one rank, in memory.
+
+    A call runs in its caller's thread or on the runtime's loop, and may change between them at each await. So two calls
+    of one rank may run in two threads at the same time. Their common state is under the control block's lock, or is
+    ordered as the comments say.
+    """
 
     def __init__(
         self,
@@ -70,7 +76,7 @@ class OneSidedRounds:
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another.
 
-        `has_lost` says whether a rank is lost, who may never finish what it has begun.
+        `has_lost` says whether a rank is lost: that rank may never finish a chunk that it has claimed.
         """
         self.operation = operation
         self.describe = describe
@@ -86,20 +92,21 @@ class OneSidedRounds:
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._views: dict[int, Parts] = {}  # of blocks, by address
         self._tally = Tally(group.size)
-        self._unread: deque[Kept] = deque()  # results that nobody reads any more
+        self._unread: deque[Kept] = deque()  # results that have been read, to be dropped under the next lock
         self._everybody = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation.history)
-        self._calls = 0  # begun
-        self._turn = 0  # over, in order
-        self._over: set[int] = set()  # over before their turn
-        self._turns: dict[int, Turn] = {}  # of the calls that wait for those before them
+        self._calls = 0  # the number of calls begun
+        self._turn = 0  # the number of the call whose turn it is
+        self._over: set[int] = set()  # calls that ended before their turn
+        self._turns: dict[int, Turn] = {}  # by call: those that wait for their turn
 
     # -- a call -----------------------------------------------------------------------------------
 
     async def call(self, contribution: Contribution) -> HeldDelivery:
-        """Contribute when the calls before are done, and wait for the round aimed at.
+        """Contribute when the calls before are over, and wait for the round that this call aims at.
 
-        Cancelling the wait leaves the contribution in. The results stay where they are until `release`.
+        Cancelling the wait leaves the contribution in, and returns when no round uses the caller's memory. The results
+        stay where they are until `release`.
         """
         turn = self._calls
         self._calls += 1
@@ -112,9 +119,12 @@ class OneSidedRounds:
             self._end_turn(turn)
 
     async def _queue(self, turn: int, contribution: Contribution) -> None:
+        """Wait for turn `turn`. If that is cancelled, the contribution is staged without waiting for a round."""
         mine = self._turns[turn] = Turn()
         try:
-            if self._turn != turn:  # looked at after the entry was made: the call before may end in another thread
+            # Compared after the entry is made: the call before may end in another thread. It either finds the entry or
+            # has changed `_turn` before this line.
+            if self._turn != turn:
                 await turn_of(mine)
         except asyncio.CancelledError:
             await self._put(contribution, _Call(0, 0, 0, []))
@@ -123,7 +133,7 @@ class OneSidedRounds:
             self._turns.pop(turn, None)
 
     def _end_turn(self, turn: int) -> None:
-        """Call `turn` is over; if it was its turn, another's comes. Caller and runtime may do this at the same time."""
+        """Call `turn` is over. If it had the turn, the next call gets it. Two threads may do this at the same time."""
         if turn != self._turn:
             return
         following = turn
@@ -131,12 +141,14 @@ class OneSidedRounds:
             self._over.discard(following)
             following += 1
         self._turn = following
-        if following in self._over:  # it ended this moment, and did not find that it was its turn
+        # Again, after `_turn` is set: a call that ended just before did not have the turn, so it has passed nothing on.
+        if following in self._over:
             self._end_turn(following)
         elif (waiting := self._turns.pop(following, None)) is not None:
             waiting.set()
 
     async def _call(self, contribution: Contribution) -> HeldDelivery:
+        """The call, when it has its turn."""
         call = self._begin()
         try:
             if not self._lend(contribution, call):
@@ -149,7 +161,7 @@ class OneSidedRounds:
         return self._deliver(call)
 
     def _begin(self) -> _Call:
-        """Decide whether this call is in time for a round."""
+        """Decide whether this call waits for a round, and keep the results that it has missed."""
         rounds, came_ns = self._rounds, self._now_ns()
         with self._control_block:
             while self._unread:
@@ -158,18 +170,26 @@ class OneSidedRounds:
             aim, number = self._engine.begin(latest, rounds.late_call_opens)
             rounds.count_late(aim, came_ns)
             missed: list[Kept] = []
-            if number > aim:  # it is late, and waits all the same: what it has missed may be gone by then
+            # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
+            if number > aim:
                 missed = rounds.keep(self._engine.first_missed(aim, latest), latest, self._rank)
             return _Call(aim, number, came_ns, missed)
 
     def _arrive(self, call: _Call) -> None:
-        """Under the lock: what is staged is this caller's, who waits from now on."""
+        """Under the lock: the contribution is staged, and its caller waits from now on, if it waits for a round.
+
+        In one critical section with the staging. Otherwise a round could take the contribution and end before this
+        caller is registered for its result.
+        """
         if call.number:
             self._rounds.come(call.number)
             self._open(call)
 
     def _open(self, call: _Call) -> int:
-        """Under the lock: open the round if this rank may; returns how many blocks are missing for it."""
+        """Under the lock: open the round if this rank may, and note in `call` whether it is over.
+
+        Returns how many free blocks the round needs if there are too few, otherwise 0.
+        """
         rounds, missing = self._rounds, 0
         if rounds.latest < call.number and rounds.may_open():
             missing = rounds.open(self._now_ns())
@@ -180,7 +200,7 @@ class OneSidedRounds:
         return missing
 
     async def _take_part(self, call: _Call) -> None:
-        """Wait until the round is over; open it, if this rank may, and help to carry it out."""
+        """Wait until the round is over. Open it if this rank may, and reduce chunks of it."""
         rounds = self._rounds
         try:
             while True:
@@ -190,6 +210,7 @@ class OneSidedRounds:
                     work = rounds.work() if rounds.is_help_wanted() and not call.is_over else []
                 if call.is_over:
                     return
+                # Outside the lock. Another rank may take the new blocks first, or open the round: the loop looks again.
                 rounds.blocks.provide(missing)
                 await self._help(running, work)
                 if not missing:
@@ -202,9 +223,9 @@ class OneSidedRounds:
         return self._rounds.is_help_wanted() or self._rounds.may_open()
 
     async def _help(self, number: int, work: Sequence[Chunk]) -> None:
-        """Reduce chunks of the round that runs, as long as there are any.
+        """Reduce chunks of round `number`, as long as there are any.
 
-        Cancelling it waits for its end: there may be nobody else to carry the round out.
+        A cancellation is raised only at the end, because there may be no other rank that could carry the round out.
         """
         interrupted: BaseException | None = None
         while work:
@@ -213,6 +234,7 @@ class OneSidedRounds:
             if place < 0:
                 break
             interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
+            # Without the lock: the claim gives this rank the chunk's part of the result, and the sources do not change.
             self._reduce(work[place])
             with self._control_block:
                 self._rounds.done()
@@ -220,7 +242,7 @@ class OneSidedRounds:
             raise interrupted
 
     async def _outlast(self, pause: Awaitable[None]) -> BaseException | None:
-        """What came up in a pause, and must wait until the work is done."""
+        """The exception that `pause` has raised, if any: the caller raises it when the work is done."""
         try:
             await pause
         except BaseException as error:
@@ -235,7 +257,10 @@ class OneSidedRounds:
     # -- contributing -----------------------------------------------------------------------------
 
     def _lend(self, contribution: Contribution, call: _Call) -> bool:
-        """Stage the caller's own memory, if that is registered, and the next round, which it waits for, takes it."""
+        """Stage the caller's own memory, if it is registered and the round that the caller waits for will take it.
+
+        Only a caller that waits lends memory: after its call the program may change or free it.
+        """
         if not call.number or self._keeps or self._layout.nbytes < LENT_MIN_BYTES:
             return False
         parts = contribution.lend()
@@ -244,6 +269,8 @@ class OneSidedRounds:
             return False
         rounds = self._rounds
         with self._control_block:
+            # Since `_begin` a round may have begun, which does not take this contribution any more. And older staged
+            # contributions have to be added up, in a block.
             if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
                 return False
             call.ticket = rounds.put(LENT, address)
@@ -251,13 +278,15 @@ class OneSidedRounds:
         return True
 
     async def _put(self, contribution: Contribution, call: _Call) -> None:
-        """Stage a block of its own, together with what is staged; from the start if that is taken meanwhile.
+        """Stage the sum of `contribution` and the staged one, in a new block; in groups, `contribution` alone.
 
-        Cancelling it waits for its end: the contribution stays in.
+        A cancellation is raised only at the end: the contribution stays in.
         """
         rounds = self._rounds
         interrupted: BaseException | None = None
         block, before = self._new_block()
+        # The block is filled without the lock, because a copy is too long to hold it. Meanwhile a round may take the
+        # staged block. Then the sum would contribute it twice, so the block is filled again.
         while not call.ticket:
             self._fill(block, contribution, 0 if self._keeps else before[1])
             interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
@@ -272,6 +301,7 @@ class OneSidedRounds:
             raise interrupted
 
     def _fill(self, block: int, contribution: Contribution, older: int) -> None:
+        """Copy `contribution` into `block`, and add the one at address `older`, unless that is 0."""
         parts = self._parts(self._rounds.blocks.address(block))
         contribution.read(parts)
         if older:
@@ -279,7 +309,7 @@ class OneSidedRounds:
                 combine(part, staged)
 
     def _parts(self, address: int) -> Parts:
-        """The arrays of the block at `address`, for which nothing but this operation uses its memory."""
+        """The arrays of the block at `address`. Made once: blocks belong to this operation and never move."""
         parts = self._views.get(address)
         if parts is None:
             layout, view = self._layout, self._arena.view
@@ -289,7 +319,7 @@ class OneSidedRounds:
         return parts
 
     def _new_block(self) -> tuple[int, tuple[int, int, int]]:
-        """A block to fill, and what is staged now."""
+        """A free block to fill, and the staged contribution as of `RoundRecord.staged`."""
         rounds = self._rounds
         while True:
             with self._control_block:
@@ -306,21 +336,23 @@ class OneSidedRounds:
     # -- giving up --------------------------------------------------------------------------------
 
     async def _give_up(self, call: _Call) -> None:
-        """The caller stops waiting: nobody must use its memory any more."""
+        """The caller stops waiting: return when no round uses its memory any more."""
         rounds = self._rounds
         with self._control_block:
             if not call.is_over:
                 rounds.count_wait(call.number, call.came_ns, self._now_ns())
                 call.kept = rounds.granted(call.number)
         self._drop([call.kept] if call.kept else [])
+        # First replace the lent memory, so that no later round takes it. Then wait for a round that has taken it.
         self._move_in()
+        # A further cancellation does not end the wait, only a lost rank does: the round may never end then.
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await until(self._control_block, lambda: not rounds.is_being_read() or self._has_lost())
                 return
 
     def _move_in(self) -> None:
-        """Hold in a block of our own what the caller has lent, unless a round has taken it."""
+        """Copy a lent contribution into a block, and stage that instead, unless a round has taken it meanwhile."""
         rounds = self._rounds
         block, before = self._new_block()
         staged, address, _ = before
@@ -340,9 +372,10 @@ class OneSidedRounds:
     # -- results ----------------------------------------------------------------------------------
 
     def _deliver(self, call: _Call) -> HeldDelivery:
-        """The round that was waited for, or else the newest."""
+        """The result of the round that the call has waited for, or else the newest."""
         kept, missed = call.kept, call.missed
         if kept is None:
+            # The missed results are looked up again, in one critical section with the newest: they end just before it.
             rounds = self._rounds
             self._drop(missed)
             with self._control_block:
@@ -357,6 +390,7 @@ class OneSidedRounds:
         return HeldDelivery(result, included, told.skipped, older, (kept, *told.missed))
 
     def _result(self, kept: Kept) -> Result:
+        """The result that `kept` records. Its parts are the block itself, not a copy."""
         return Result(
             number=kept.number,
             parts=self._parts(self._rounds.blocks.address(kept.block)) if kept.block else [],
@@ -370,13 +404,14 @@ class OneSidedRounds:
         """The results have been read."""
         assert isinstance(delivery, HeldDelivery)
         if self._layout.nbytes < LENT_MIN_BYTES:
-            self._unread.extend(delivery.kept)  # small enough to wait for the next time that the lock is taken
+            self._unread.extend(delivery.kept)  # small: dropped by the next call, which saves taking the lock now
         else:
             self._drop(delivery.kept)
 
     def take_back(self, delivery: Delivery) -> None:
         """As `WaitAvoiding.take_back`."""
         kept: list[Kept] = []
+        # `release` has dropped the blocks, or will: those that history still has are kept anew, for the next call.
         if self.operation.history:
             numbers = [result.number for result in delivery.results]
             with contextlib.suppress(PeerLostError), self._control_block:

@@ -1,4 +1,4 @@
-"""What the ranks agree on about a persistent operation: who may open its rounds, and what a round does."""
+"""The description of a persistent operation, the same at all ranks: opening, reduction, groups, history."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ Layout = tuple[tuple[str, int], ...]  # (dtype, number of elements) of each arra
 
 
 class Opening(enum.Enum):
-    """Who may open a round."""
+    """The rank that may open a round.
 
-    SOLO = "solo"  # whoever arrives first
-    MAJORITY = "majority"  # any of the ranks that the shared seed draws for it
-    QUORUM = "quorum"  # the Q-th to arrive, as counted by the drawn rank
+    SOLO and MAJORITY are from Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in
+    deep learning with partial collective operations", PPoPP 2020, sections 4.1 and 4.2.
+    """
+
+    SOLO = "solo"  # the first rank that arrives
+    MAJORITY = "majority"  # any of the ranks that the shared seed draws for the round
+    QUORUM = "quorum"  # the Q-th rank that arrives, as counted by the drawn rank
 
 
-@dataclass(frozen=True)  # without slots, for what is computed once
+@dataclass(frozen=True)  # without slots: `cached_property` needs a dictionary
 class Operation:
-    """A persistent operation, the same at every rank."""
+    """A persistent operation. All ranks have an equal value: ranks that differ in a field fail with MismatchError."""
 
     name: str
     layout: Layout
@@ -42,25 +46,28 @@ class Operation:
     seed: int = 0
     sync_every: int = 0  # every so many rounds wait for all ranks; 0: none does
     history: int = 0  # results kept for ranks that are late
-    group_size: int = 0  # reduce in groups, of contributions that replace and stay; 0: over all ranks, and they add up
+    group_size: int = 0  # at most so many ranks reduce together, and a contribution replaces the last; 0: all, they add
     fixed: bool = False  # the same groups in every round
-    buckets: str = ""  # where one tensor ends and the next begins, if a contribution consists of several
+    buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
 
     @cached_property
     def nbytes(self) -> int:
-        """Of a contribution."""
+        """The size of a contribution."""
         return sum(count * storage(dtype).itemsize for dtype, count in self.layout)
 
     def fingerprint(self) -> int:
+        """A hash of all fields, which ranks compare instead of the operation."""
         return digest(str(self))
 
     def is_synchronous(self, number: int) -> bool:
+        """Whether round `number` waits for every rank."""
         return self.sync_every > 0 and number % self.sync_every == 0
 
     def drawn(self, number: int, size: int) -> tuple[int, ...]:
         """The distinct ranks that all ranks draw for round `number` (Floyd's sampling).
 
-        Hashes of (seed, round), so that drawing needs no state and no talking.
+        The draw is a hash of (seed, round), so it needs neither state nor messages. Section 4.2 of the paper draws one
+        rank for each round in the same way.
         """
         chosen: list[int] = []
         for last in range(size - self.candidates, size):
@@ -69,11 +76,11 @@ class Operation:
         return tuple(chosen)
 
     def members(self, number: int, size: int, place: int) -> tuple[int, ...]:
-        """The ranks that `place` reduces with in round `number`."""
+        """The ranks that reduce together with rank `place`, which is one of them, in round `number`."""
         return next(group for group in self.groups(number, size) if place in group)
 
     def groups(self, number: int, size: int) -> Sequence[tuple[int, ...]]:
-        """The groups of round `number`, each in order of ranks: one of all, unless this reduces in groups."""
+        """The groups of round `number`, each in order of ranks: one of all ranks unless the round is in groups."""
         if not self.group_size or self.is_synchronous(number):
             return [tuple(range(size))]
         return partition(size, self.group_size, 1 if self.fixed else number)
@@ -103,6 +110,7 @@ class RoundCall(NamedTuple):
 
     @property
     def key(self) -> str:
+        """The name in quotes, by which the report of an overdue call identifies it."""
         return f"{self.operation.name!r}"
 
     def __str__(self) -> str:

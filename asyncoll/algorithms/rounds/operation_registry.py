@@ -9,22 +9,30 @@ from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import failure
 
 MAX_OPERATIONS = 1024
-_ENTRY = 4  # context, fingerprint, the rank that made it, cells of its control_block
-_HALF = 1 << 63  # what makes a number of 64 bits fit into a cell with a sign
+_ENTRY = 4  # cells of an entry: context, fingerprint, the rank that made it, the number of cells of its control block
+_HALF = 1 << 63  # subtracted from an unsigned number of 64 bits, so that it fits into a cell, which is signed
 
 
 class OperationRegistry:
-    """As one of the ranks sees it. The first cells of each operation's control block say which ranks are gone."""
+    """The registry, as one of the ranks sees it.
+
+    The first cells of the registry's control block, and of each operation's, tell for each rank whether it is gone: it
+    makes no more calls.
+    """
 
     def __init__(self, arena: Arena, size: int, rank: int, communicator: int) -> None:
         self._arena = arena
         self._size = size
         self._rank = rank
-        self._count = size  # the cell that counts the entries; before it, who is gone
+        self._count = size  # the cell that counts the entries; before it, a cell for each rank: 1 if it is gone
         self._control_block = arena.control_block(digest(communicator, "registry"), size + 1 + MAX_OPERATIONS * _ENTRY)
 
     def enter(self, context: int, fingerprint: int, cells: int) -> ControlBlock:
-        """The control block of an operation. Raises DisagreementError if it is known, but as something else."""
+        """The control block of the operation `context`, of so many cells; made here if no rank has made it.
+
+        Raises DisagreementError if the operation is known with another fingerprint, and UsageError if the registry is
+        full.
+        """
         registry = self._control_block.cells
         with self._control_block:
             entry = self._find(context - _HALF)
@@ -36,11 +44,13 @@ class OperationRegistry:
             if registry[self._count] == MAX_OPERATIONS:
                 raise UsageError(f"a communicator has at most {MAX_OPERATIONS} operations: use their names again")
             control_block = self._arena.control_block(context, cells)
+            # Still under the registry's lock. `depart` marks the registry first and then the operations that it finds
+            # there. So a rank that leaves now either is copied here, or finds this entry; none is forgotten.
             with control_block:
                 control_block.cells[: self._size] = registry[: self._size]
             for place, value in enumerate((context - _HALF, fingerprint - _HALF, self._rank, cells)):
                 registry[entry + place] = value
-            registry[self._count] += 1
+            registry[self._count] += 1  # last: the entry is complete
             return control_block
 
     async def failure(self) -> None:
@@ -48,19 +58,21 @@ class OperationRegistry:
         await failure(self._control_block)
 
     def depart(self) -> None:
-        """This rank makes no more calls: whoever waits for it need not."""
+        """This rank makes no more calls: mark it as gone in all operations, and wake the callers that wait for it."""
         registry = self._control_block.cells
         with self._control_block:
             registry[self._rank] = 1
             first = self._count + 1
             entries = [first + number * _ENTRY for number in range(registry[self._count])]
             known = [(registry[entry] + _HALF, registry[entry + 3]) for entry in entries]
+        # After the registry's lock is released: it is not held while this waits for the locks of up to 1024 operations.
         for context, cells in known:
             with self._arena.control_block(context, cells) as control_block:
                 control_block.cells[self._rank] = 1
                 control_block.wake()
 
     def _find(self, context: int) -> int | None:
+        """Under the lock: the first cell of the entry of `context`, or None."""
         first = self._count + 1
         for number in range(self._control_block.cells[self._count]):
             if self._control_block.cells[first + number * _ENTRY] == context:

@@ -1,6 +1,7 @@
 """Calls of wait-avoiding operations: contributions, results, and answers that did not reach their callers.
 
-These calls are not numbered: a rank that is late for one must not hold up the others' next.
+These calls are not numbered like those of dense collectives: a rank that is late for one call must not hold up the next
+call of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncoll.tensors.reductions import ReduceOp
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Which round a call of a wait-avoiding allreduce was given. The result of the round is in the caller's `x`.
+    """The round that a call of a wait-avoiding allreduce was given. The result of the round is in the caller's `x`.
 
     Ranks are those of the communicator. All ranks that are given the same round, and group, have the same bits in `x`.
     """
@@ -40,22 +41,26 @@ class Reduction:
     """Whether the contribution of this call is in the result. Otherwise it is staged for a later round."""
 
     skipped: int
-    """The number of rounds since this rank's last one whose results it will never be given."""
+    """The number of rounds since this rank's last one whose results this rank will never be given."""
 
     synchronous: bool
-    """Whether it is a `sync_every` round, which has waited for every rank."""
+    """Whether the round is a `sync_every` round, which has waited for every rank."""
 
     missed: tuple[Any, ...] = ()
-    """With `history`: the results of rounds since this rank's last one, oldest first, as new tensors like `x`."""
+    """With `history`: the results of rounds since this rank's last one, oldest first.
+
+    Each is a new tensor like `x`, or a list of new tensors if `x` is a list.
+    """
 
     group: tuple[int, ...] = ()
     """The ranks that were reduced over, with or without a contribution: all, or this rank's group in the round."""
 
 
 class Receipt:
-    """What one call was given, in case that it cannot be handed to its caller any more.
+    """Returns the delivery of one call to its operation if the caller is cancelled before it gets the result.
 
-    `sign` and `take_back` may be called in two threads at the same time, and in any order.
+    The next call then reports the rounds of that delivery. `sign` and `take_back` may be called in two threads at the
+    same time, and in any order.
     """
 
     def __init__(self) -> None:
@@ -63,14 +68,17 @@ class Receipt:
         self._is_unwanted = False
 
     def sign(self, operation: Rounds, delivery: Delivery) -> None:
+        """The call was given `delivery`. Takes it back at once if its caller is gone already."""
+        # Each thread writes first and then reads the other thread's variable: `sign` appends and reads the flag,
+        # `take_back` sets the flag and pops. So at least one of them sees both, and `pop` lets only one succeed.
         self._given.append((operation, delivery))
         if self._is_unwanted:
             self.take_back()
 
     def take_back(self) -> None:
-        """Nobody gets what the call was given, or will be."""
+        """No caller gets the delivery of this call, whether it exists yet or not."""
         self._is_unwanted = True
-        with contextlib.suppress(IndexError):  # nothing has been given, or the other thread takes it back
+        with contextlib.suppress(IndexError):  # there is no delivery yet, or the other thread has taken it back
             operation, delivery = self._given.pop()
             operation.take_back(delivery)
 
@@ -84,7 +92,11 @@ class Operations:
         self._pending = pending
 
     def start(self, spec: Operation, bundle: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
-        """Start a call of the operation `spec`: `bundle` is the contribution, and gets the result."""
+        """Start a call of the operation `spec`. Returns a coroutine that waits for the result.
+
+        `bundle` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
+        contribution in, and waits until no round uses the memory of `bundle`.
+        """
         self._member.check_caller()
         call, receipt = RoundCall(spec, site), Receipt()
         pending = self._pending.enter(call)
@@ -98,7 +110,11 @@ class Operations:
     async def contribute(
         self, call: RoundCall, bundle: Bundle | Single, receipt: Receipt, pending: PendingCall
     ) -> Reduction:
-        """The whole call, wherever it is driven. The answer is signed for in `receipt` before it is handed over."""
+        """The whole call, on whichever loop drives it. `receipt` has the delivery before `bundle` is written.
+
+        Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. An
+        exception that the other ranks do not know aborts the communicator.
+        """
         spec = call.operation
         try:
             self._member.check()
@@ -106,6 +122,8 @@ class Operations:
             if rounds is None or rounds.operation is not spec:
                 rounds = await self._find_or_open(spec, str(call.site))
             delivery = await rounds.call(bundle)
+            # Signed here and not at the end: the caller may be cancelled from now on, when the call is over for the
+            # operation and only the caller can lose its rounds.
             receipt.sign(rounds, delivery)
             try:
                 return self._hand_over(spec, delivery, bundle)
@@ -113,7 +131,7 @@ class Operations:
                 rounds.release(delivery)
         except PeerLostError as error:
             raise self._member.noticed(error) from None
-        except UsageError:  # a host without room for this contribution: the other ranks' rounds do not wait for it
+        except UsageError:  # this host has no room for the contribution: the rounds of the other ranks can go on
             raise
         except Exception as error:
             self._member.failed(call, error)
@@ -122,13 +140,14 @@ class Operations:
             self._pending.leave(pending)
 
     async def _find_or_open(self, spec: Operation, site: str) -> Rounds:
-        """Not at once: the name may stand for another operation here, or for none yet."""
+        """The rounds of `spec`, if they are not the known ones of that name. Opens the operation if there are none."""
         rounds = self._backend.operations.find(spec, self._member.group.rank, site)
         return rounds if rounds is not None else await self._backend.open(spec, site)
 
     def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle | Single) -> Reduction:
+        """Write the result into `bundle`, and copy the missed results: `release` ends their memory's use."""
         result = delivery.result
-        if result.active:
+        if result.active:  # a round without contributors has no result, and leaves `bundle` as it is
             bundle.write(result.parts, self._divisor(spec, result))
         missed = (
             [bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed] if delivery.missed else ()
@@ -144,10 +163,15 @@ class Operations:
         )
 
     def statistics(self) -> dict[str, OperationStatistics]:
+        """The totals of each operation that this rank knows, by name."""
         return {rounds.operation.name: rounds.statistics() for rounds in self._backend.operations}
 
     def _divisor(self, spec: Operation, result: Result) -> int:
-        """What AVG divides by: in groups the models that are there, otherwise all ranks, as the paper does."""
+        """The divisor of AVG, and 1 for other reductions.
+
+        In groups it is the number of models in the result. Otherwise it is the number of ranks, contributing or not, as
+        in the algorithm of section 5 of the PPoPP 2020 paper.
+        """
         if spec.op is not ReduceOp.AVG:
             return 1
         return result.active if spec.group_size else self._member.group.size

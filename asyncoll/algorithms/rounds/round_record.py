@@ -1,6 +1,6 @@
-"""The rounds of one operation on a control block: what is staged, the round that runs, and the results that are kept.
+"""The rounds of one operation on a control block: staged contributions, the running round, and the kept results.
 
-Methods are called under the control block's lock, except where they say otherwise.
+Methods are called under the control block's lock, unless their docstrings say otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from asyncoll.arguments import digest
 from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
-CHUNK_BYTES = 1 << 17  # that one rank reduces at a time
-_HELPED = 4  # a round of more chunks wakes those who sleep, to reduce it with them
-_BEGINNINGS = 64  # rounds whose beginning is remembered
-_ALIGNED = 64  # bytes
+CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
+_HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
+_BEGINNINGS = 64  # rounds whose time of beginning is kept
+_ALIGNED = 64  # bytes: a cache line
 
-LENT = -1  # instead of a block: the memory of a caller who waits
+LENT = -1  # instead of a block: the memory of a caller that waits
 
 
 class Head(NamedTuple):
@@ -39,30 +39,37 @@ class Head(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The cells of one rank. Only that rank's process writes the first three and the last two."""
+    """The cells of one rank.
 
-    staged: int  # the block of what its callers have staged; NONE, or LENT
+    Its own process writes `staged`, `staged_at`, `ticket`, `here` and the times, and clears `granted`. The rank that
+    opens or publishes a round writes the others, and clears `staged` when it takes the contribution.
+
+    A result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later
+    rounds are over when it runs.
+    """
+
+    staged: int  # the block of the staged contribution; NONE, or LENT
     staged_at: int  # its address
     ticket: int  # the number of the newest contribution
-    source: int  # as `staged`, of what the running round has taken
+    source: int  # as `staged`: the contribution that the running round has taken
     source_at: int
-    taken: int  # the newest contribution when the round took what was staged
+    taken: int  # the ticket of the newest contribution when the round took the staged one
     dest: int  # the block for the result of the rank's group
     here: int  # the round that its caller waits for; 0: none
-    granted: int  # the round whose result was granted to its caller, and that result:
+    granted: int  # the round whose result was granted to its caller, followed by that result
     granted_block: int
     granted_active: int
     granted_taken: int
-    waited_ns: int  # how long its callers have waited for rounds to begin
-    late_ns: int  # how long after the beginning of rounds they have come
+    waited_ns: int  # the time that its callers have waited for rounds to begin
+    late_ns: int  # the time from the beginning of rounds until its callers arrived
 
 
 class Outcome(NamedTuple):
-    """The cells of a result that is kept, as one rank has it."""
+    """The cells of a kept result, as one rank has it."""
 
-    block: int  # of its group's result
-    active: int  # contributors in it
-    taken: int  # the rank's own newest contribution in it
+    block: int  # the result of the rank's group
+    active: int  # the number of contributors
+    taken: int  # the ticket of the rank's newest contribution when the round began
 
 
 COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
@@ -73,7 +80,7 @@ Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
 
 class Kept(NamedTuple):
-    """A result as one rank has it: its round, and an `Outcome`. Its block is kept until it is dropped."""
+    """A result as one rank has it: the number of its round, and an `Outcome`. Its block is kept until `drop`."""
 
     number: int
     block: int
@@ -82,11 +89,11 @@ class Kept(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a round's work."""
+    """A piece of a round's work: reduce `nbytes` of each source."""
 
-    into: int
-    sources: tuple[int, ...]
-    part: int  # of the layout
+    into: int  # address of the result
+    sources: tuple[int, ...]  # addresses, in order of ranks
+    part: int  # index in the layout
     nbytes: int
 
 
@@ -106,7 +113,7 @@ class Layout:
 
 
 class RoundRecord:
-    """As one of the ranks sees it."""
+    """The rounds of one operation, as one of the ranks sees them."""
 
     def __init__(
         self,
@@ -140,8 +147,8 @@ class RoundRecord:
         self._begun = self._results_at + self._kept_rounds * size * len(OUTCOME)
         self._counts = self._begun + _BEGINNINGS
         blocks = self._counts + size + 1
-        # A rank may fill one, have one staged, one in a round and one granted to it, and read as many as are kept. It
-        # may hold as many again for the call after one that was cancelled.
+        # The blocks of one rank: one that it fills, one staged, one in a round, one granted to it, and as many to read
+        # as results are kept. It may hold as many again for the call after one that was cancelled.
         limit = size * (3 * operation.history + 12) + 16
         context = digest(communicator, "rounds", operation.name)
         self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit))
@@ -168,12 +175,12 @@ class RoundRecord:
     # -- contributions ----------------------------------------------------------------------------
 
     def staged(self) -> tuple[int, int, int]:
-        """The block and the address of what this rank has staged, NONE and 0 if nothing; its newest contribution."""
+        """The block and the address of this rank's staged contribution (NONE and 0 if none), and its newest ticket."""
         cells, mine = self.cells, self._mine
         return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket]
 
     def put(self, block: int, address: int) -> int:
-        """Stage this instead of what is staged; returns the contribution's number."""
+        """Stage this contribution instead of the staged one. Returns its number, the ticket."""
         cells, mine = self.cells, self._mine
         self._drop(cells[mine.staged])
         cells[mine.staged], cells[mine.staged_at] = block, address
@@ -181,11 +188,11 @@ class RoundRecord:
         return cells[mine.ticket]
 
     def replace(self, block: int, address: int) -> None:
-        """The same contribution lies here now."""
+        """The staged contribution, which was lent, lies in `block` now. Its ticket stays."""
         self.cells[self._mine.staged], self.cells[self._mine.staged_at] = block, address
 
     def is_being_read(self) -> bool:
-        """Whether a round that runs reads this rank's caller's own memory."""
+        """Whether the running round reads memory that this rank's caller has lent."""
         return self.running > 0 and self.cells[self._mine.source] == LENT
 
     # -- opening a round --------------------------------------------------------------------------
@@ -202,7 +209,7 @@ class RoundRecord:
         """Whether a late call of this rank opens the next round."""
         return not self.running and rules.late_call_opens(self._operation, self, self._rank)
 
-    # As a `rules.RoundView` of the next round:
+    # As a `rules.RoundView` of the next round. The ranks' rows are read as arrays, without a loop over all ranks:
 
     @property
     def number(self) -> int:
@@ -230,7 +237,10 @@ class RoundRecord:
         return self.cells[self._row[rank].here] == self.latest + 1 or self.cells[rank] > 0
 
     def open(self, now_ns: int) -> int:
-        """Open the next round and take what is staged. Returns how many free blocks it needs, if there are too few."""
+        """Open the next round and take all staged contributions.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         parts = self._parts(number)
@@ -248,10 +258,11 @@ class RoundRecord:
                 self._take(row)
             dest = self._destination(taken)
             table[index, COLUMN.dest] = dest
+            # A contribution that is alone in its group is the result: nothing to reduce.
             if taken and dest != cells[taken[0].source]:
                 chunks += self._chunks_of_block
         cells[head.chunks] = chunks
-        if not chunks:
+        if not chunks:  # there will be no last chunk whose end publishes the round
             self._publish()
         elif chunks > _HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
@@ -264,16 +275,19 @@ class RoundRecord:
         return [(ranks, np.array(ranks)) for ranks in self._operation.groups(number, self.size)]
 
     def _take(self, row: Row) -> None:
-        """What is staged there is a source of the round that runs."""
+        """The contribution staged in `row` is a source of the round that begins."""
         cells = self.cells
         cells[row.taken] = cells[row.ticket]
-        if self._keeps:
+        if self._keeps:  # it stays staged for later rounds too, so the block has another keeper
             self.blocks.keep(cells[row.staged])
-        else:
+        else:  # the round is its keeper now; no other round can take it
             cells[row.staged], cells[row.staged_at] = NONE, 0
 
     def _destination(self, taken: list[Row]) -> int:
-        """The block for the result: that of a contribution which is alone."""
+        """The block for the result: a new one, or that of the contribution if it is alone; NONE without contributions.
+
+        Lent memory is never the result: its caller gets it back when the call ends, and other ranks read the result.
+        """
         if not taken:
             return NONE
         alone = self.cells[taken[0].source]
@@ -285,7 +299,7 @@ class RoundRecord:
     # -- carrying it out --------------------------------------------------------------------------
 
     def work(self) -> list[Chunk]:
-        """What is to be done in the round that runs, the same at all ranks. It stands until that is over."""
+        """The chunks of the running round, in the same order at all ranks. They are valid until the round is over."""
         chunks: list[Chunk] = []
         for ranks, index in self._parts(self.running):
             blocks, addresses = (
@@ -307,12 +321,12 @@ class RoundRecord:
         ]
 
     def is_help_wanted(self) -> bool:
-        """Whether there is something to be claimed."""
+        """Whether the running round has a chunk that no rank has claimed. A hint without the lock."""
         head = self._head
         return self.running > 0 and self.cells[head.claimed] < self.cells[head.chunks]
 
     def claim(self, number: int) -> int:
-        """The place in `work` of a chunk for this rank to reduce; -1 if there is none, or round `number` is over."""
+        """The index in `work` of a chunk for this rank to reduce; -1 if there is none, or round `number` is over."""
         cells, claimed = self.cells, self._head.claimed
         if self.running != number or not self.is_help_wanted():
             return -1
@@ -327,6 +341,7 @@ class RoundRecord:
             self._publish()
 
     def _publish(self) -> None:
+        """The running round is over: keep its result, grant it to the callers that wait, and wake them."""
         cells, table, number = self.cells, self._table, self.running
         sources = table[:, COLUMN.source].tolist()
         for block in sources:
@@ -354,7 +369,11 @@ class RoundRecord:
     # -- results ----------------------------------------------------------------------------------
 
     def granted(self, number: int) -> Kept | None:
-        """What this rank's caller has waited for, and waits for no more; None if round `number` was over before."""
+        """The result that was granted to this rank's caller, which stops waiting.
+
+        None if round `number` is not over, or was over before its caller waited for it. The caller of this method keeps
+        the block until `drop`.
+        """
         cells, mine = self.cells, self._mine
         cells[mine.here] = 0
         grant = cells[mine.granted : mine.granted_taken + 1].tolist()
@@ -362,7 +381,10 @@ class RoundRecord:
         return Kept(*grant) if number and grant[0] == number else None
 
     def keep(self, first: int, last: int, rank: int) -> list[Kept]:
-        """The results of rounds `first` to `last` that are still there, oldest first."""
+        """The results of rounds `first` to `last` that history still has, oldest first, as group rank `rank` has them.
+
+        Their blocks are kept until `drop`.
+        """
         found = []
         for number in range(max(first, self.latest - self._kept_rounds + 1, 1), last + 1):
             kept = Kept(number, *self._outcomes[number % self._kept_rounds, rank].tolist())
@@ -371,25 +393,30 @@ class RoundRecord:
         return found
 
     def drop(self, kept: Kept) -> None:
+        """`kept` is not read any more."""
         self._drop(kept.block)
 
-    # -- who waits for whom -----------------------------------------------------------------------
+    # -- waiting and late ranks -------------------------------------------------------------------
 
     def count_late(self, aim: int, now_ns: int) -> None:
-        """This rank's caller, who aims at round `aim`, comes now."""
+        """This rank's caller, which aims at round `aim`, arrives at `now_ns`. Counts how late that is."""
         newest = max(self.latest, self.running)
         if newest >= aim:
+            # A caller more than 64 rounds late is counted from the oldest beginning that is still kept.
             begun = self.cells[self._begun + max(aim, newest - _BEGINNINGS + 1) % _BEGINNINGS]
             self.cells[self._mine.late_ns] += max(0, now_ns - begun)
 
     def count_wait(self, number: int, since_ns: int, now_ns: int) -> None:
-        """It has waited for the beginning of round `number`, or until now if that has not begun."""
+        """Count that this rank's caller has waited since `since_ns` for the beginning of round `number`.
+
+        A wait for a round that has not begun ends at `now_ns`: the caller gives up.
+        """
         has_begun = max(self.latest, self.running) >= number
         until_ns = self.cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
         self.cells[self._mine.waited_ns] += max(0, until_ns - since_ns)
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
-        """Results by number of contributors; seconds that each rank has waited, and has come late."""
+        """Number of results by number of contributors; seconds that each rank has waited, and has been late."""
         counts = self.cells[self._counts : self._counts + self.size + 1].tolist()
         waited, late = ((self._table[:, which] / 1e9).tolist() for which in (COLUMN.waited_ns, COLUMN.late_ns))
         return {active: count for active, count in enumerate(counts) if count}, waited, late

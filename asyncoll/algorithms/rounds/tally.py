@@ -1,6 +1,6 @@
-"""Who is in a round, how long each waited or how late it came, and the totals of an operation.
+"""Participation in rounds: which ranks contributed, how long each waited or how late it was, and the totals.
 
-Each rank's part of it rides along with the round's reduction, so that every rank knows all of it without asking.
+The participation of each rank travels with the round's reduction, so every rank knows that of all without a message.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from asyncoll.tensors.reductions import Array
 
-_PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of an participation list; times: waited, late
-PARTICIPATION_BYTES = 16  # of each rank in an participation list
+_PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of a participation list; times: waited, late
+PARTICIPATION_BYTES = 16  # of each rank in a participation list: four float32
 
 
 @dataclass(frozen=True, slots=True)
 class OperationStatistics:
     """Totals of one wait-avoiding operation, as one rank knows them.
 
-    Times are in seconds. Each rank measures its own with its own clock and sends them with its contributions. A short
-    contribution is sent before the wait of its caller is over, so it has the times of the waits before.
+    Times are in seconds. Each rank measures its times with its own clock and sends them with its contributions. A short
+    contribution by message is sent before the wait of its caller is over, so it has the times of earlier waits only.
     """
 
     rounds: int
@@ -31,32 +31,32 @@ class OperationStatistics:
     """The number of calls that this rank has made and that have returned."""
 
     active: dict[int, int]
-    """Number of contributors: number of rounds with so many.
+    """By number of contributors: the number of rounds with so many.
 
-    In groups, of the rounds of this rank's own groups; in shared memory, of the rounds of every group.
+    In groups, each group counts as a round: by message only this rank's groups, in shared memory all of them.
     """
 
     lag: dict[int, int]
-    """Number of rounds between the one that a call of this rank aimed at and the one given: number of such calls."""
+    """By number of rounds between the round that a call aimed at and the round that it was given: this rank's calls."""
 
     stale: float
     """The share of this rank's calls whose contribution was not in the round that they were given."""
 
     waits_s: tuple[float, ...]
-    """By rank: how long its callers have waited for rounds to begin. The rank that waits least arrives last."""
+    """By rank: the time that its callers have waited for rounds to begin. The rank that waits least arrives last."""
 
     late_s: tuple[float, ...]
-    """By rank: how long after the beginning of the rounds that they aimed at its callers have arrived."""
+    """By rank: the time from the beginning of the rounds that its callers aimed at until they arrived."""
 
 
 class Tally:
     """The totals of one operation at one rank."""
 
     def __init__(self, size: int) -> None:
-        self._came_s: float | None = None  # when the caller came that waits for the next round to begin
-        self._passed_s: float | None = None  # when the first round began that the caller has not seen
-        self._newest_s = 0.0  # when the newest round began
-        self._own_times_s = [0.0, 0.0]  # waited and late, since this rank last took part
+        self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
+        self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
+        self._newest_s = 0.0  # the beginning of the newest round
+        self._own_times_s = [0.0, 0.0]  # waited and late, since the last `sign`
         self._times_s = np.zeros((2, size))
         self._rounds = 0
         self._active: Counter[int] = Counter()
@@ -64,14 +64,14 @@ class Tally:
         self._stale = 0
 
     def came(self, now_s: float) -> None:
-        """This rank's caller is here."""
-        if self._passed_s is None:
+        """A call of this rank begins."""
+        if self._passed_s is None:  # no round has begun since its last call, so this one is in time
             self._came_s = now_s
         else:
             self._own_times_s[1] += now_s - self._passed_s
 
     def left(self, now_s: float) -> None:
-        """This rank's caller has stopped waiting."""
+        """The call was cancelled while it waited."""
         if self._came_s is not None:
             self._own_times_s[0] += now_s - self._came_s
             self._came_s = None
@@ -86,17 +86,21 @@ class Tally:
             self._passed_s = now_s
 
     def sign(self, members: int, place: int, *, contributes: bool, gone: bool) -> Array:
-        """This rank's participation list of a round among so many members: its own column filled, to be summed."""
+        """This rank's participation list of a round of so many members: only the column at index `place` is filled.
+
+        The lists of all members are summed. The times since the last list go into this one, and start again from 0.
+        """
         participation = np.zeros((4, members), np.float32)
         participation[:, place] = contributes, gone, *self._own_times_s
         self._own_times_s = [0.0, 0.0]
         return participation.reshape(-1)
 
     def count_round(self, members: tuple[int, ...], participation: Array) -> tuple[int, int]:
-        """Take in the list of a finished round; returns how many contributed, and how many make no more calls."""
+        """Add the summed list of a finished round. Returns how many contributed, and how many make no more calls."""
+        # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(4, len(members))
         active, gone = int(np.count_nonzero(rows[_PRESENT])), int(np.count_nonzero(rows[_GONE]))
-        if len(members) == self._times_s.shape[1]:
+        if len(members) == self._times_s.shape[1]:  # all ranks: no index array is made
             self._times_s += rows[_TIMES_S]
         else:
             self._times_s[:, members] += rows[_TIMES_S]
@@ -105,13 +109,14 @@ class Tally:
         return active, gone
 
     def count_call(self, lag: int, *, included: bool, next_has_begun: bool) -> None:
-        """A call returns the newest result."""
+        """A call returns. It was given the round `lag` rounds after the one that it aimed at."""
         self._lag[lag] += 1
         self._stale += not included
         self._came_s = None
         self._passed_s = self._newest_s if next_has_begun else None
 
     def statistics(self) -> OperationStatistics:
+        """The totals so far."""
         calls = self._lag.total()
         return OperationStatistics(
             rounds=self._rounds,

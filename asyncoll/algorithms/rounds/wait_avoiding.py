@@ -1,11 +1,16 @@
-"""Wait-avoiding allreduce: rounds that do not wait for everybody (seed 000, sections 3 and 4; seed 002, section 3).
+"""Wait-avoiding allreduce: rounds that do not wait for all ranks.
 
-A rank stages its contribution and, if it may, opens the round; every rank takes part with whatever it has staged, or
-with nothing, whether or not its caller is there. A contribution that came too late is staged for a later round: none is
-lost or counted twice. Gradients add up until a round takes them; models replace each other and stay.
+Sources: solo and majority from Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in
+deep learning with partial collective operations", PPoPP 2020, sections 4.1 and 4.2, with the semantics of section
+5.1.1; groups from Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in
+parallel stochastic optimization with wait-avoiding group averaging", TPDS 2021, section III.
 
-Here is what all forms of rounds have in common: calls, contributions and results. How a round is opened and carried out
-is the matter of `activated` (by all ranks, at any size) and `coordinated` (by one rank, for short contributions).
+A rank stages its contribution and opens the round if it may. Every rank takes part with its staged contribution, or
+with none, whether or not its caller waits. A late contribution stays staged for a later round: none is lost or counted
+twice. Gradients add up until a round takes them. Models replace each other and stay.
+
+This module has the calls, contributions and results of both carriers by message. `by_tree` (by all ranks, at any size)
+and `by_coordinator` (by one rank, for short contributions) say how a round is opened and carried out.
 """
 
 from __future__ import annotations
@@ -29,51 +34,51 @@ from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array, combiner, storage
 from asyncoll.transport.wire import Buffer
 
-EARLY_MAX = 1 << 16  # rounds that others may be ahead of this rank
+EARLY_MAX = 1 << 16  # rounds that another rank may be ahead of this one; bounds the signals that are kept for later
 
 Parts = list[Array]  # a contribution or a result: one flat array for each entry of the operation's layout
 
 
 class Contribution(Protocol):
-    """What a caller gives."""
+    """The contribution of one call."""
 
     def read(self, into: Parts) -> None:
-        """Copy it into these arrays."""
+        """Copy the contribution into these arrays."""
 
     def lend(self) -> Parts | None:
-        """The caller's own memory, to be reduced in place, if it has the right form."""
+        """The caller's own memory, to be reduced in place; None if it is not flat arrays of the operation's layout."""
 
 
 class Result(NamedTuple):
-    """What a round produced; nobody writes into `parts` any more."""
+    """The result of a round. `parts` do not change any more, until their memory is used again."""
 
     number: int
     parts: Parts
     active: int
-    members: tuple[int, ...]  # places of the ranks that reduced together
-    taken: int  # the newest of this rank's contributions when the round took what was staged
+    members: tuple[int, ...]  # the ranks that reduced together, as ranks of the communicator
+    taken: int  # the ticket of this rank's newest contribution when the round took the staged one
     synchronous: bool
-    deserted: bool = False  # a synchronous one, and no rank makes any more calls
-    lent: bool = False  # `parts` are the memory of the caller who waits for it
+    deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
+    lent: bool = False  # `parts` are the memory of the caller that waits for the round
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one call returns."""
+    """The answer to one call."""
 
     result: Result
-    included: bool
-    skipped: int
-    missed: tuple[Result, ...]  # what `history` has kept of the rounds before `result`, oldest first
+    included: bool  # whether the contribution of the call is in `result`
+    skipped: int  # rounds before `result` that the caller is given no result of
+    missed: tuple[Result, ...]  # results of rounds before `result` that `history` has kept, oldest first
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """All results that it hands out, oldest first."""
+        """All results of this delivery, oldest first."""
         return (*self.missed, self.result)
 
 
 class WaitAvoiding(ABC):
-    """A persistent operation at one rank: its calls, its staged contribution, its results."""
+    """A persistent operation at one rank: its calls, its staged contribution, its results. On the runtime's loop."""
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self.operation = operation
@@ -81,29 +86,31 @@ class WaitAvoiding(ABC):
         self._port = port
         self._group = group = port.group
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # fair: the calls of this rank run one after another, in their order
         self._tally = Tally(group.size)
         self._staged: Parts | None = None
-        self._spare: Parts | None = None  # memory that nobody uses any more
+        self._spare: Parts | None = None  # arrays that are free to be used again
         self._submitted = 0  # contributions staged here so far
         self._engine: Engine[Result] = Engine(operation.history)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
-        self._handed: Result | None = None  # to a caller who may not have read it yet
-        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._handed: Result | None = None  # given to a caller that may not have read it yet
+        self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
+        # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left stands in.
         self._arm()
         port.open(self._heard, self._stand_in)
         self._stand_in()
 
     async def call(self, contribution: Contribution) -> Delivery:
-        """Contribute when the calls before are done, and wait for the round aimed at.
+        """Contribute when the calls before are over, and wait for the round that this call aims at.
 
-        Cancelling the wait leaves the contribution in: the round belongs to the runtime. Use the results at once: their
-        memory serves again when `history` has let go of them.
+        Cancelling the wait leaves the contribution in, because the round belongs to the runtime. Use the results at
+        once: their memory is used again when `history` drops them.
         """
         try:
             await self._turn.acquire()
         except asyncio.CancelledError:
+            # Also a call that is cancelled before its turn contributes: the caller cannot know how far the call came.
             self._stage(contribution)
             self._offer()
             raise
@@ -121,6 +128,8 @@ class WaitAvoiding(ABC):
             ticket = self._stage(contribution, may_lend=True)
             result = await self._take_part(call.number)
         else:
+            # Late. The call opens nothing: its rank would be alone in that round. It lends nothing: memory is lent only
+            # by a caller that waits, because it must not change until a round has taken it.
             ticket = self._stage(contribution)
             self._offer()
             result = self._latest
@@ -131,20 +140,25 @@ class WaitAvoiding(ABC):
         return Delivery(result, included, told.skipped, tuple(told.missed))
 
     def take_back(self, delivery: Delivery) -> None:
-        """The caller was cancelled when its answer was ready, and does not get it: the next call tells of its rounds.
+        """The caller was cancelled when `delivery` was ready, and does not get it: the next call reports its rounds.
 
-        It gives their results as `missed`, where `history` still has them, and otherwise counts them as skipped.
+        That call reports their results as `missed` if `history` still has them. Otherwise it counts them as skipped.
         """
+        # By identity: the parts of a result that history has dropped may be another contribution already.
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
         self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 
-    def release(self, delivery: Delivery) -> None:  # noqa: B027 (they are this rank's own)
-        """The results have been read."""
+    def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
+        """The results of `delivery` have been read."""
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
-        """Add to what is staged; returns the contribution's number. Memory is lent only by a caller who then waits."""
-        del may_lend  # a form of rounds that reduces in place looks at it
+        """Add `contribution` to the staged one, or replace that in groups. Returns its number, the ticket.
+
+        `may_lend`: the caller waits for the next round, so that round may reduce in the caller's memory. A caller that
+        does not wait returns, and its program may change or free the memory before a round takes it.
+        """
+        del may_lend  # for carriers that reduce in place
         fresh = self._memory()
         contribution.read(fresh)
         if self._staged is None:
@@ -162,7 +176,7 @@ class WaitAvoiding(ABC):
             combine(mine, theirs)
 
     def _memory(self) -> Parts:
-        """Arrays for a contribution. Used ones, if there are any: the pages of new ones cost more than what is done."""
+        """Arrays for a contribution, used ones if possible: page faults of new ones cost more than the reduction."""
         spare, self._spare = self._spare, None
         return spare or [np.empty(count, storage(dtype)) for dtype, count in self.operation.layout]
 
@@ -193,7 +207,7 @@ class WaitAvoiding(ABC):
         return rules.late_call_opens(self.operation, self._gathering, self._group.rank)
 
     def _gather(self) -> None:
-        """Nobody has come to round `_number` yet, as far as this rank knows."""
+        """Begin to count the ranks at round `_number`: no rank has arrived yet, as far as this rank knows."""
         number, size = self._number, self._group.size
         self._gathering = Gathering(number, size, self.operation.drawn(number, size))
 
@@ -203,9 +217,10 @@ class WaitAvoiding(ABC):
         return self._latest.number + 1
 
     def _publish(self, result: Result) -> None:
-        """Hand out the result and re-arm."""
+        """The round that was armed is over: give `result` to its caller, and arm the next round."""
         self._retire(self._latest)
         self._latest = result
+        # At once, whether or not a caller waits: this rank takes part in the next round in any case.
         self._arm()
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
@@ -214,9 +229,10 @@ class WaitAvoiding(ABC):
         self._stand_in()
 
     def _retire(self, result: Result) -> None:
-        """A newer result is there; this one goes into history, and what falls out of it is memory to use again.
+        """`result` is the newest no longer: put it into history. The memory of the result that history drops is free.
 
-        Not if its caller has been given it and has not run since: several rounds may end in one turn of the loop.
+        It is not free if a caller has been given that result and has not run since, as several rounds may end in one
+        turn of the loop, or if the result is owed to a later call. A result in a caller's memory is not kept.
         """
         if not result.number or result.lent:
             return
@@ -227,12 +243,13 @@ class WaitAvoiding(ABC):
             self._spare = oldest.parts
 
     def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
+        """A signal of group rank `place`. One for a round that is over has no effect any more, and is dropped."""
         if number > self._number + EARLY_MAX:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         if number >= self._number:
             self._signalled(place, number, step, payload)
 
-    # -- a form of rounds -------------------------------------------------------------------------
+    # -- supplied by a carrier --------------------------------------------------------------------
 
     @abstractmethod
     def _arm(self) -> None:
@@ -242,8 +259,8 @@ class WaitAvoiding(ABC):
     def _arrive(self, number: int) -> None:
         """This rank's caller waits for round `number`, which may run already; its contribution is staged."""
 
-    def _offer(self) -> None:  # noqa: B027 (not every form does something then)
-        """Something is staged, and nobody here waits for a round."""
+    def _offer(self) -> None:  # noqa: B027 (only one of the carriers sends it)
+        """A contribution is staged, and its caller does not wait for a round."""
 
     @abstractmethod
     def _has_begun(self) -> bool:
@@ -251,11 +268,14 @@ class WaitAvoiding(ABC):
 
     @abstractmethod
     def _stand_in(self) -> None:
-        """Once this rank makes no more calls, nobody waits for one: it is always there, with what it has staged."""
+        """If this rank makes no more calls: take its part in the armed round, with the staged contribution.
+
+        Called when the rank makes its last call, and after each round.
+        """
 
     @abstractmethod
     def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """The rank at `place` says something about round `number`, this one or a later one."""
+        """A signal of group rank `place` for round `number`, the armed one or a later one."""
 
-    async def _reclaim(self, number: int) -> None:  # noqa: B027
-        """The caller stops waiting for round `number`: nobody must use its memory any more."""
+    async def _reclaim(self, number: int) -> None:  # noqa: B027 (only one of the carriers borrows memory)
+        """The caller stops waiting for round `number`: return when no round uses its memory any more."""
