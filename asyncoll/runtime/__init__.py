@@ -16,7 +16,7 @@ Calls that go out:
 
 - Messages: every part sends through `Router.send`, which calls `Transport.send`.
 - Results and errors: `Executions` and `Failures` complete the futures that the coroutines of algorithms await.
-- Shared memory: `Arena.alarm` and `Arena.bury` wake the calls that wait there, so that they notice a failure.
+- Shared memory: `Arena.recheck` and `Arena.peer_lost` wake the calls that wait there, so that they notice a failure.
 
 `group.Lane` is the part that an algorithm sees: one execution, with `send`, `recv` and `exchange`. `member.Member` is
 the part that the facade sees. `matching`, `numbering`, `schedule` and `signature` are pure: no loop, no thread, no

@@ -29,9 +29,9 @@ class Endpoint:
 
     In: `received` and `lost`, called by the transport; `noticed`, called by a call in shared memory; `introduce`,
     `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of `executions`,
-    `router`, `failures` and `membership`, and `alarm` and `bury` of the arena.
+    `router`, `failures` and `membership`, and `recheck` and `peer_lost` of the arena.
 
-    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `noticed`, `shared_by`,
+    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `noticed`,
     `check_open`, `check_not_forked`, and reading the attributes.
     """
 
@@ -67,11 +67,6 @@ class Endpoint:
         """Connect to all peers, on the runtime's loop. Raises PeerLostError for a rank that does not come in time."""
         self._loop = asyncio.get_running_loop()
         await self.transport.start(self)
-
-    def shared_by(self, ranks: tuple[int, ...]) -> Arena | None:
-        """The arena if all of `ranks` (of the world) share it and there are at least two of them; None otherwise."""
-        arena = self.arena
-        return arena if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks) else None
 
     def now_s(self) -> float:
         """The time of the runtime's loop in seconds; virtual time in a simulated world."""

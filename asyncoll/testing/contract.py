@@ -364,7 +364,7 @@ async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
 
 
 async def _turns_the_loop(arenas: Sequence[Arena]) -> None:
-    """a wait with `turning=True` yields to the loop in each turn, and ends when its condition holds"""
+    """a wait with `yielding=True` yields to the loop in each turn, and ends when its condition holds"""
     control_blocks = [arena.control_block(1, 1) for arena in arenas]
     wait = Wait(control_blocks[0], lambda: control_blocks[0].cells[0] == 3)
     task = asyncio.create_task(arenas[0].wait(wait, lambda: None, lambda: "", yielding=True))
