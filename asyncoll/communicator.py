@@ -8,13 +8,13 @@ order in which tasks run does not matter. The docstring of each method states it
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
@@ -26,12 +26,11 @@ from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
-from asyncoll.runtime.group import Group, Lane
+from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.bundle import Bundle, Single, bundle
-from asyncoll.tensors.operands import Operand, as_operand, build
+from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
 from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
@@ -764,8 +763,8 @@ class Communicator:
         operand = as_operand(x)
         dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
-        async def body(lane: Lane) -> None:
-            await lane.send(dest, 0, operand.flat)
+        async def body(pair: Collectives) -> None:
+            await pair.pass_on(operand.flat, dest, None, dest)
 
         return self._pairwise(operand, self.rank, dest, tag, body)
 
@@ -815,8 +814,8 @@ class Communicator:
         operand = as_operand(x, writable=True)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
 
-        async def body(lane: Lane) -> T:
-            await lane.recv(source, 0, operand.flat)
+        async def body(pair: Collectives) -> T:
+            await pair.pass_on(None, source, operand.flat, source)
             operand.write_back()
             return x
 
@@ -1416,9 +1415,7 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _pairwise(
-        self, operand: Operand, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
-    ) -> Coroutine[Any, Any, T]:
+    def _pairwise(self, operand: Operand, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         detail = f"from rank {source} to rank {dest}, tag {tag}"
         self._core.member.check_caller()
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from functools import partial
 
 import numpy as np
 import pytest
-from toy_backend import ToyBackend, tables
+from toy_backend import ToyBackend
 
 from asyncoll import AVG, AbortedError
 from asyncoll.algorithms.by_message import MessageBackend
@@ -32,7 +33,7 @@ def run(size, backend, main):
 
     async def world():
         arenas = memory.arenas(size) if backend == "memory" else [None] * size
-        choose = partial(ToyBackend, tables()) if backend == "toy" else choose_backend
+        choose = partial(ToyBackend, defaultdict(dict)) if backend == "toy" else choose_backend
         endpoints = [Endpoint(*both) for both in zip(inproc.world(size), arenas, strict=True)]
         return await asyncio.gather(*(rank(endpoint, choose) for endpoint in endpoints))
 

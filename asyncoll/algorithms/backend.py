@@ -8,6 +8,7 @@ every backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
@@ -23,12 +24,21 @@ T = TypeVar("T")
 
 
 class Collectives(Protocol):
-    """The dense collectives of one call at one rank.
+    """The dense collectives of one call at one rank, and the call as an asynchronous context.
 
     Several may follow each other in one call, in the same order at every rank. Arrays are flat, contiguous and of the
     native byte order. Arrays that results are put into must not overlap others. `dtype` names what the bits mean
     (`tensors.reductions`). Ranks are those of the communicator.
+
+    An exception or a cancellation that leaves the context ends the communicator at all ranks. When the context has
+    ended, the call uses no memory of its caller any more.
     """
+
+    async def __aenter__(self) -> Collectives: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     @property
     def rank(self) -> int: ...
@@ -90,25 +100,17 @@ class Backend(Protocol):
     def memory(self) -> SharedMemory | None:
         """Where registered tensors lie. None: in ordinary memory."""
 
+    def collectives(self, call: Signature) -> Collectives:
+        """The collectives of `call`. Called once for each call, in the order of their numbers."""
+
     def start(
-        self,
-        call: Signature,
-        body: Body[T],
-        nbytes: int,
-        ended: Callable[[Traffic], None],
-        discarded: Callable[[], None],
-    ) -> Coroutine[Any, Any, T]:
-        """Start a collective call: run `body` with the collectives of this call. Returns a coroutine that waits for it.
-
-        `nbytes` is the size of this rank's contribution. `ended` is called at the end of the call, in whichever thread.
-        `discarded` is called, as by `Runner.start`, if no caller gets the result. A call that fails or is cancelled
-        here ends the communicator at all ranks, and uses no memory of its caller any more when it has ended.
-        """
-
-    def start_round(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
-        """Start `work`, which calls rounds of this backend. Otherwise as `start`."""
+        """Start `work`, which uses collectives or rounds of this backend. Returns a coroutine that waits for it.
+
+        `nbytes` is the size of this rank's contribution. `discarded` is called, as by `Runner.start`, if no caller gets
+        the result. `describe` describes the work, for the report of a deadlock.
+        """
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.

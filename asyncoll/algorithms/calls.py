@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Backend, Body
-from asyncoll.algorithms.by_message import start_on_lane
+from asyncoll.algorithms.backend import Backend, Body, Collectives
+from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.arguments import digest
 from asyncoll.errors import describe
-from asyncoll.runtime.group import Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.statistics import Ledger, Traffic
+from asyncoll.statistics import Ledger
 
 T = TypeVar("T")
 
@@ -51,19 +49,22 @@ class Calls:
     def start(
         self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = lambda: None
     ) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks, as `Backend.start` does. An exception here aborts the communicator."""
+        """Start a call of all ranks, which runs `body` with the collectives of this call.
+
+        Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
+        aborts the communicator.
+        """
         pending = self._pending.enter(call, call.number)
         try:
             self._unstarted = None  # inside the try: from here on an interruption is reported below
-            return self._backend.start(call, body, nbytes, partial(self._ended, pending, call.operation), discarded)
+            work = self._carry_out(call, self._backend.collectives(call), body, pending)
+            return self._backend.start(work, call.__str__, nbytes, discarded)
         except BaseException as error:
             self._pending.leave(pending)
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
-    def start_pair(
-        self, call: Signature, source: int, dest: int, tag: int, body: Callable[[Lane], Awaitable[T]]
-    ) -> Coroutine[Any, Any, T]:
+    def start_pair(self, call: Signature, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start a call of the two ranks `source` and `dest`: by message under every backend.
 
         Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of the
@@ -72,7 +73,7 @@ class Calls:
         member = self._member
         pending = self._pending.enter(call, ranks=(member.group.ranks[source], member.group.ranks[dest]))
         context = digest(member.communicator, "pair", source, dest, tag)
-        return start_on_lane(member, call, context, body, partial(self._ended, pending, call.operation))
+        return member.runner.start(self._carry_out(call, MessageCall(member, call, context), body, pending))
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         """The number of the next message from `source` to `dest` with `tag`.
@@ -81,7 +82,12 @@ class Calls:
         """
         return self._pairs[source, dest].next(tag)
 
-    def _ended(self, pending: PendingCall, operation: str, traffic: Traffic) -> None:
-        """A call is over, in whichever thread."""
-        self._pending.leave(pending)
-        self.ledger.enter(operation, traffic)
+    async def _carry_out(self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall) -> T:
+        """The whole call, on whichever loop drives it."""
+        try:
+            async with collectives:
+                self._member.check()
+                return await body(collectives)
+        finally:
+            self._pending.leave(pending)
+            self.ledger.enter(call.operation, collectives.traffic)

@@ -8,9 +8,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Body
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
@@ -25,13 +25,63 @@ from asyncoll.rpc.in_memory import InMemory
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Work
-from asyncoll.statistics import Traffic
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import failure
 from asyncoll.transport.wire import Dispute
 
 T = TypeVar("T")
 _RECENT = 256  # calls whose description is kept, for reports of a mismatch and of a lost rank
+
+
+class MemoryCall(SharedCall):
+    """The `Collectives` of one call in memory, and what a failure of the call does."""
+
+    def __init__(self, member: Member, staging: StagingArea, call: Signature) -> None:
+        super().__init__(staging, call.number, call.fingerprint())
+        self._member = member
+        self._call = call
+        staging.begin(call.number)
+
+    async def __aenter__(self) -> MemoryCall:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, Exception | asyncio.CancelledError):
+                await self._fail(error)
+        finally:
+            self._member.endpoint.in_memory.enter(self._call.operation, self.traffic)
+            self._staging.end(self._call.number)
+
+    async def _fail(self, error: BaseException) -> None:
+        """End the communicator, and return the caller's arrays to it."""
+        member = self._member
+        if isinstance(error, DisagreementError):
+            _dispute(member, member.communicator, self._call.number, str(self._call), error.rank)
+            # The answer of that rank ends the communicator, with an error that names both calls.
+            await failure(self._staging.control_block)
+        elif isinstance(error, PeerLostError):
+            lost = member.noticed(error)
+            await self._withdraw()
+            raise lost from None
+        else:
+            member.failed(self._call, error)
+            await self._withdraw()
+
+    async def _withdraw(self) -> None:
+        """Withdraw the arrays of a failed call, however often the caller is cancelled meanwhile.
+
+        The other ranks read these arrays in place, so the caller must not get them back while a rank reads. Without
+        effect if a rank has died while it held the lock of the control block.
+        """
+        group, lost = self._member.group, self._member.endpoint.membership.lost
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(PeerLostError):
+                    await self.retreat(lambda rank: group.ranks[rank] in lost)
+                return
 
 
 class MemoryBackend:
@@ -51,60 +101,11 @@ class MemoryBackend:
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
 
-    # -- dense collectives ------------------------------------------------------------------------
+    def collectives(self, call: Signature) -> MemoryCall:
+        self._recent.append(call)
+        return MemoryCall(self._member, self._staging, call)
 
     def start(
-        self,
-        call: Signature,
-        body: Body[T],
-        nbytes: int,
-        ended: Callable[[Traffic], None],
-        discarded: Callable[[], None],
-    ) -> Coroutine[Any, Any, T]:
-        self._recent.append(call)
-        self._staging.begin(call.number)
-        return self.start_round(self._carry_out(call, body, ended), call.__str__, nbytes, discarded)
-
-    async def _carry_out(self, call: Signature, body: Body[T], ended: Callable[[Traffic], None]) -> T:
-        """The whole call. A failure or a cancellation ends the communicator, and returns the caller's arrays to it."""
-        member, collectives = self._member, SharedCall(self._staging, call.number, call.fingerprint())
-        try:
-            self._check()
-            return await body(collectives)
-        except DisagreementError as disagreement:
-            self._dispute(member.communicator, call.number, str(call), disagreement.place)
-            # The answer of that rank ends the communicator, with an error that names both calls.
-            await failure(self._staging.control_block)
-            raise
-        except PeerLostError as error:
-            lost = member.noticed(error)
-            await self._retreat(collectives)
-            raise lost from None
-        except (Exception, asyncio.CancelledError) as error:
-            member.failed(call, error)
-            await self._retreat(collectives)
-            raise
-        finally:
-            ended(collectives.traffic)
-            member.endpoint.in_memory.enter(call.operation, collectives.traffic)
-            self._staging.end(call.number)
-
-    async def _retreat(self, collectives: SharedCall) -> None:
-        """Withdraw the arrays of a failed call, however often the caller is cancelled meanwhile.
-
-        The other ranks read these arrays in place, so the caller must not get them back while a rank reads. Without
-        effect if a rank has died while it held the lock of the control block.
-        """
-        group, lost = self._member.group, self._member.endpoint.membership.lost
-        while True:
-            with contextlib.suppress(asyncio.CancelledError):
-                with contextlib.suppress(PeerLostError):
-                    await collectives.retreat(lambda place: group.ranks[place] in lost)
-                return
-
-    # -- wait-avoiding rounds ---------------------------------------------------------------------
-
-    def start_round(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
         """Start `work`, which awaits only conditions of shared memory. The runtime's loop runs all of it if it is long.
@@ -132,7 +133,7 @@ class MemoryBackend:
                 self.memory, self._registry, group, operation, lambda: text, lambda: bool(endpoint.membership.lost)
             )
         except DisagreementError as disagreement:
-            self._dispute(context, 1, text, disagreement.place)
+            _dispute(member, context, 1, text, disagreement.rank)
             await self._registry.failure()
             raise
         self.operations.add(rounds)
@@ -147,13 +148,6 @@ class MemoryBackend:
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 
-    def _dispute(self, context: int, number: int, description: str, place: int) -> None:
-        """Ask group rank `place` which call it has made as number `number` of `context`."""
-        member = self._member
-        # Posted to the runtime's loop: this may run in the caller's thread, which must not use the router.
-        question = Dispute(member.communicator, context, number, description)
-        member.post(lambda: member.endpoint.router.tell(member.group.ranks[place], question))
-
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
         """The members of call `number` and its description; None if it is not among the recent calls."""
         # A copy, because the caller's thread may append meanwhile. So does `_trace`.
@@ -166,3 +160,10 @@ class MemoryBackend:
         number = self._staging.begun(ranks.index(rank)) if rank in ranks else 0
         begun = [call for call in list(self._recent) if call.number <= number]
         return str(begun[-1]) if begun else ""
+
+
+def _dispute(member: Member, context: int, number: int, description: str, rank: int) -> None:
+    """Ask group rank `rank` which call it has made as number `number` of `context`."""
+    # Posted to the runtime's loop: this may run in the caller's thread, which must not use the router.
+    question = Dispute(member.communicator, context, number, description)
+    member.post(lambda: member.endpoint.router.tell(member.group.ranks[rank], question))

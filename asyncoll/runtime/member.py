@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.group import Group
+from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.progress import Runner
+from asyncoll.runtime.signature import Signature
 
 
 class Member:
@@ -54,6 +55,10 @@ class Member:
     def post(self, callback: Callable[[], None]) -> None:
         """Schedule `callback` on the runtime's loop."""
         self.runner.post(callback)
+
+    def lane(self, call: Signature, context: int) -> Lane:
+        """The lane of `call`, which is execution `call.number` of `context`."""
+        return Lane(self.endpoint.executions, self.group, context, call.number, call.fingerprint(), call.__str__)
 
     def abort(self, reason: str) -> None:
         """Fail the communicator at all of its ranks with an AbortedError of this rank."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.runtime.group import Lane
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Signature
 from asyncoll.tensors import reductions
 from asyncoll.tensors.reductions import Array, Combine, ReduceOp
 
@@ -13,18 +16,32 @@ from asyncoll.tensors.reductions import Array, Combine, ReduceOp
 class MessageCall:
     """The `Collectives` of one call at one rank, by message.
 
-    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. `lane` is open for the
-    whole call. If a call has several collectives, each has its own phase of the lane, so that their steps differ.
+    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. Its lane is open for
+    the whole call. If a call has several collectives, each has its own phase of the lane, so that their steps differ.
 
     The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.
-    Cancelling one stops the wait only. The caller must then end the communicator, because peers still expect messages.
+    Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self.rank = lane.rank
-        self.size = lane.size
-        self.traffic = lane.traffic
+    def __init__(self, member: Member, call: Signature, context: int) -> None:
+        """`call` is execution `call.number` of `context`."""
+        self._member = member
+        self._call = call
+        self._lane = member.lane(call, context)
+        self.rank = self._lane.rank
+        self.size = self._lane.size
+        self.traffic = self._lane.traffic
+
+    async def __aenter__(self) -> MessageCall:
+        self._lane.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lane.__exit__(kind, error, trace)
+        if isinstance(error, Exception | asyncio.CancelledError):
+            self._member.failed(self._call, error)
 
     async def barrier(self) -> None:
         await on_lane.barrier(self._lane)
@@ -66,7 +83,7 @@ class MessageCall:
         self._lane.next_phase()
 
     async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
     ) -> None:
         await on_lane.alltoall(self._lane, outgoing, incoming, taken)
         self._lane.next_phase()

@@ -56,7 +56,7 @@ class SharedCall:
         self._fingerprint = fingerprint
         self._count = 0  # the number of rendezvous so far
         # The rendezvous at which other ranks use the caller's memory, with the number of bytes to reduce there. The
-        # last two are enough: a rendezvous begins when all ranks have left the one two before, which has its place.
+        # last two are enough: a rendezvous begins when all ranks have left the one two before, whose record it uses.
         self._lent: deque[tuple[Rendezvous, int]] = deque(maxlen=2)
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
@@ -100,7 +100,7 @@ class SharedCall:
                 self.traffic.sent(total)
             rendezvous.arrive(address or 0, total, direct=address is not None)
             self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
-            await rendezvous.everybody()
+            await rendezvous.all_arrived()
             if not rendezvous.is_direct():
                 self._lent.clear()  # no rank has used the memory that was shown
                 rendezvous.leave()
@@ -128,7 +128,7 @@ class SharedCall:
         staging.short_array(self.rank, rendezvous.turn, x.dtype, x.size)[...] = x
         self.traffic.sent(x.nbytes)
         if rendezvous.arrive_shortly():
-            arrays = [staging.short_array(place, rendezvous.turn, x.dtype, x.size) for place in range(self.size)]
+            arrays = [staging.short_array(rank, rendezvous.turn, x.dtype, x.size) for rank in range(self.size)]
             reducer(op, dtype)(arrays[0], arrays, self.size if op is ReduceOp.AVG else 1)
             x[...] = arrays[0]
             self.traffic.received(x.nbytes * (self.size - 1))
@@ -190,7 +190,7 @@ class SharedCall:
 
         `direct` says that this rank shows the caller's own memory: the rank that reduces a chunk writes it there.
         """
-        await rendezvous.everybody()
+        await rendezvous.all_arrived()
         shown = rendezvous.shown()
         await self._reduce_chunks(rendezvous, what, shown, end - start)
         await rendezvous.reduced(end - start)
@@ -201,14 +201,14 @@ class SharedCall:
                 self.traffic.received(end - start)
         await self._leave(rendezvous)
         if direct and self.rank == 0 and not rendezvous.is_direct():
-            await rendezvous.everybody_left()  # ranks that show a slot copy the result from the caller's memory
+            await rendezvous.all_left()  # ranks that show a slot copy the result from the caller's memory
 
     async def _reduce_chunks(
         self, rendezvous: Rendezvous, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
     ) -> None:
         """Claim and reduce chunks until all are claimed. `shown` is the table of `Rendezvous.shown`."""
         view, chunk = self._staging.arena.view, self._staging.sizes.chunk
-        others = [place for place, (_, _, direct) in enumerate(shown) if direct and place]
+        others = [rank for rank, (_, _, direct) in enumerate(shown) if direct and rank]
         interrupted: BaseException | None = None
         while (first := rendezvous.claim(chunk, total)) is not None:
             length = min(chunk, total - first)
@@ -220,8 +220,8 @@ class SharedCall:
             reduced = 0
             try:
                 what.reduce(arrays[0], arrays, what.divisor)
-                for place in others:
-                    arrays[place][...] = arrays[0]
+                for rank in others:
+                    arrays[rank][...] = arrays[0]
                 reduced = length
                 self.traffic.received(length * (self.size - 1))
             finally:
@@ -279,7 +279,7 @@ class SharedCall:
         await self._show(raws[self.rank], _into(raws), _sizes(raws, but=self.rank))
 
     async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
     ) -> None:
         """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`. Calls `taken` in the order of `on_lane.alltoall`.
 
@@ -318,7 +318,7 @@ class SharedCall:
                 self.traffic.sent(max(0, min(window, shown - start)))
                 rendezvous.arrive(address + start, shown, direct=True)
                 self._lend(rendezvous, address, 0)
-            await rendezvous.everybody()
+            await rendezvous.all_arrived()
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
@@ -350,13 +350,13 @@ class SharedCall:
             rendezvous = await self._next()
             apart = max(0, min(window, shown - start))
             address, slot = self._staging.slot(rendezvous.turn, apart * self.size)
-            for place, block in enumerate(blocks):
+            for rank, block in enumerate(blocks):
                 piece = block[start : start + apart]
-                slot[place * apart : place * apart + piece.size] = piece
-                if place != self.rank:
+                slot[rank * apart : rank * apart + piece.size] = piece
+                if rank != self.rank:
                     self.traffic.sent(piece.size)
             rendezvous.arrive(address, shown)
-            await rendezvous.everybody()
+            await rendezvous.all_arrived()
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
@@ -379,16 +379,16 @@ class SharedCall:
 
         Only the last two matter: a rendezvous begins when all ranks have left the one two before.
         """
-        await last.everybody_left()
+        await last.all_left()
         if self._count > 1:
             before = self._staging.rendezvous(self._number, self._count - 2, self._fingerprint)
-            await before.everybody_left()
+            await before.all_left()
 
     async def _next(self) -> Rendezvous:
-        """The next rendezvous of the call. Waits until its place is free."""
+        """The next rendezvous of the call. Waits until its record is free."""
         staging = self._staging
         if not self._count:
-            await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same places
+            await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same records
         rendezvous = staging.rendezvous(self._number, self._count, self._fingerprint)
         self._count += 1
         await rendezvous.free()
@@ -400,7 +400,7 @@ def _bytes(arrays: Sequence[Array]) -> list[Array]:
 
 
 def _sizes(raws: Sequence[Array], but: int) -> dict[int, int]:
-    return {place: raw.size for place, raw in enumerate(raws) if place != but}
+    return {rank: raw.size for rank, raw in enumerate(raws) if rank != but}
 
 
 def _into(raws: Sequence[Array]) -> Take:

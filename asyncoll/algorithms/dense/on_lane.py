@@ -202,9 +202,9 @@ async def broadcast(lane: Lane, x: Array, root: int) -> None:
         return
     chunks = _chunks(x, lane.size)
     if lane.rank == root:
-        for place in range(lane.size):
-            if place != root:
-                await lane.send(place, 0, chunks[place])
+        for rank in range(lane.size):
+            if rank != root:
+                await lane.send(rank, 0, chunks[rank])
     else:
         await lane.recv(root, 0, chunks[lane.rank])
     lane.next_phase()
@@ -217,42 +217,42 @@ async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> Non
     Ranks are numbered from the root. The parent of a number is that number with its lowest nonzero digit, in base
     `radix`, set to 0.
     """
-    place = (lane.rank - root) % lane.size
-    if place:
-        await lane.recv((root + _parent(place, lane.size, radix)) % lane.size, 0, x)
-    for child in children(place, lane.size, radix):
+    relative = (lane.rank - root) % lane.size
+    if relative:
+        await lane.recv((root + _parent(relative, lane.size, radix)) % lane.size, 0, x)
+    for child in children(relative, lane.size, radix):
         await lane.send((root + child) % lane.size, 0, x)
 
 
 async def tree_reduce(lane: Lane, total: Array, combine: Combine, root: int, radix: int = 2) -> None:
     """Reduce into the root's `total`, up the tree of `tree_broadcast`. Elsewhere `total` gets that of the subtree."""
-    place = (lane.rank - root) % lane.size
+    relative = (lane.rank - root) % lane.size
     # Children are combined in a fixed order, not in that of their arrival, so that the bits do not depend on timing.
-    for child in reversed(children(place, lane.size, radix)):
+    for child in reversed(children(relative, lane.size, radix)):
         await lane.recv((root + child) % lane.size, 0, total, combine)
-    if place:
-        await lane.send((root + _parent(place, lane.size, radix)) % lane.size, 0, total)
+    if relative:
+        await lane.send((root + _parent(relative, lane.size, radix)) % lane.size, 0, total)
 
 
-def _span(place: int, size: int, radix: int) -> int:
-    """The size of the full subtree of `place`: the power of `radix` at the lowest nonzero digit of `place`."""
+def _span(relative: int, size: int, radix: int) -> int:
+    """The size of the full subtree of `relative`: the power of `radix` at the lowest nonzero digit of `relative`."""
     span = 1
-    while span < size and not place // span % radix:
+    while span < size and not relative // span % radix:
         span *= radix
     return span
 
 
-def _parent(place: int, size: int, radix: int) -> int:
-    span = _span(place, size, radix)
-    return place - place // span % radix * span
+def _parent(relative: int, size: int, radix: int) -> int:
+    span = _span(relative, size, radix)
+    return relative - relative // span % radix * span
 
 
-def children(place: int, size: int, radix: int) -> list[int]:
-    """The children of `place` in a k-nomial tree with root 0: the one with the largest subtree first."""
-    span, step = _span(place, size, radix), 1
+def children(relative: int, size: int, radix: int) -> list[int]:
+    """The children of `relative` in a k-nomial tree with root 0: the one with the largest subtree first."""
+    span, step = _span(relative, size, radix), 1
     nearest_first: list[int] = []
     while step < span:
-        nearest_first += [place + digit * step for digit in range(1, radix) if place + digit * step < size]
+        nearest_first += [relative + digit * step for digit in range(1, radix) if relative + digit * step < size]
         step *= radix
     return nearest_first[::-1]
 
@@ -278,7 +278,7 @@ async def gather(lane: Lane, mine: Array, blocks: Sequence[Array], root: int) ->
     if lane.rank != root:
         await lane.send(root, 0, mine)
         return
-    receives = [lane.post(place, 0, blocks[place]) for place in range(lane.size) if place != root]
+    receives = [lane.post(rank, 0, blocks[rank]) for rank in range(lane.size) if rank != root]
     if blocks[root] is not mine:
         blocks[root][...] = mine
     for receive in receives:
@@ -290,9 +290,9 @@ async def scatter(lane: Lane, blocks: Sequence[Array], mine: Array, root: int) -
     if lane.rank != root:
         await lane.recv(root, 0, mine)
         return
-    for place in range(lane.size):
-        if place != root:
-            await lane.send(place, 0, blocks[place])
+    for rank in range(lane.size):
+        if rank != root:
+            await lane.send(rank, 0, blocks[rank])
     mine[...] = blocks[root]
 
 
@@ -319,8 +319,8 @@ async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
         await allgather_ring(lane, blocks)
         return
     size, rank = lane.size, lane.rank
-    places = [(rank + turn) % size for turn in range(size)]
-    ends = [0, *accumulate(blocks[place].size for place in places)]
+    order = [(rank + turn) % size for turn in range(size)]
+    ends = [0, *accumulate(blocks[source].size for source in order)]
     turned = np.empty(ends[-1], blocks[0].dtype)  # block i is that of rank + i, so that each message is contiguous
     turned[: ends[1]] = blocks[rank]
     have = 1
@@ -329,8 +329,8 @@ async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
         dest, source = (rank - have) % size, (rank + have) % size
         await lane.exchange(dest, turned[: ends[more]], source, turned[ends[have] : ends[have + more]], step=have)
         have += more
-    for turn, place in enumerate(places):
-        blocks[place][...] = turned[ends[turn] : ends[turn + 1]]
+    for turn, source in enumerate(order):
+        blocks[source][...] = turned[ends[turn] : ends[turn + 1]]
 
 
 async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
@@ -343,7 +343,7 @@ async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
 
 
 async def alltoall(
-    lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda place: None
+    lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
 ) -> None:
     """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`: pairwise, P-1 messages a rank.
 

@@ -4,12 +4,12 @@ A *rendezvous* is one point of a call at which all ranks show memory, read it an
 and the length of the memory into the control block. "Leave" means: read the memory of the other ranks no longer. A call
 consists of one rendezvous or several, and all ranks take part in each.
 
-Each rendezvous uses one *place*: a fixed range of cells of the control block. A place is free again when all ranks have
-left its rendezvous. The memory that the ranks showed there is then free, too. In the code `turn` is the index of a
-place, and a parameter `place` is a group rank.
+Each rendezvous uses one *record*: a fixed range of cells of the control block. A record is free again when all ranks
+have left its rendezvous. The memory that the ranks showed there is then free, too. In the code `turn` is the index of a
+record, and a parameter `rank` is a group rank.
 
-There are two places for each call that may be under way, and the rendezvous of a call use them in turn. So a rank that
-has left a rendezvous comes to the next one while slow ranks are still at the one before. With one place, every rank
+There are two records for each call that may be under way, and the rendezvous of a call use them in turn. So a rank that
+has left a rendezvous comes to the next one while slow ranks are still at the one before. With one record, every rank
 would have to wait for the slowest rank twice: until it arrives, and until it leaves. Two are enough, because no rank
 leaves a rendezvous before all ranks have arrived at it.
 """
@@ -28,8 +28,8 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 
-# The cells of a place: first those of the rendezvous, then the part of each rank.
-#   TAG          the rendezvous that uses the place; 0 if none has used it yet
+# The cells of a record: first those of the rendezvous, then the part of each rank.
+#   TAG          the rendezvous that uses the record; 0 if none has used it yet
 #   ARRIVED      the number of ranks that have shown their memory
 #   DIRECT       the number of ranks that show their callers' own memory, not a slot
 #   CLAIMED      the bytes that ranks have claimed to reduce
@@ -44,25 +44,25 @@ _PART = 3  # address of the memory that the rank shows, negated if it is the cal
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
-_VIEWS_MAX = 1024  # combinations of place, dtype and length whose views are kept
+_VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
 class DisagreementError(AsyncollError):
-    """Group rank `place` has made another call with the same number."""
+    """Group rank `rank` has made another call with the same number."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__(f"the rank at place {place} has called something else")
-        self.place = place
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"group rank {rank} has called something else")
+        self.rank = rank
 
 
 def _tag(number: int, count: int) -> int:
-    """Identifies a rendezvous among those that use the same place. Never 0. Repeats after 2^30 calls."""
+    """Identifies a rendezvous among those that use the same record. Never 0. Repeats after 2^30 calls."""
     return (number % _NUMBERS + 1) << 32 | count
 
 
 class StagingArea:
-    """The places of one communicator and the memory that is shown there, as seen by one of its ranks.
+    """The records of one communicator and the memory that is shown there, as seen by one of its ranks.
 
     All ranks of the communicator construct it, with equal `size`, `context` and `sizes`. `rank` is the group rank.
     """
@@ -76,11 +76,11 @@ class StagingArea:
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
         self.control_block = arena.control_block(context, self._begun + size)
-        self._slots: dict[int, tuple[int, Array]] = {}  # by place: address and memory
+        self._slots: dict[int, tuple[int, Array]] = {}  # by record: address and memory
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self._turns: dict[int, Turn] = {}  # by the number of the call whose end a later call waits for
-        # The tag of a rendezvous whose place is known to be free. A rank finds it out while it holds the lock to leave
+        # The tag of a rendezvous whose record is known to be free. A rank finds it out while it holds the lock to leave
         # the previous call. This saves each short call one acquisition of the lock, in `Rendezvous.free`.
         self.known_free = 0
 
@@ -89,21 +89,21 @@ class StagingArea:
         self._unfinished.add(number)
         self.control_block.cells[self._begun + self.rank] = number
 
-    def begun(self, place: int) -> int:
-        """The number of the newest call of group rank `place`. Read without the lock: it may be out of date."""
-        return self.control_block.cells[self._begun + place]
+    def begun(self, rank: int) -> int:
+        """The number of the newest call of group rank `rank`. Read without the lock: it may be out of date."""
+        return self.control_block.cells[self._begun + rank]
 
     def end(self, number: int) -> None:
-        """Note that call `number` is over at this rank, and resume a call that waits for its places."""
+        """Note that call `number` is over at this rank, and resume a call that waits for its records."""
         self._unfinished.discard(number)
         turn = self._turns.pop(number, None)
         if turn is not None:
             turn.set()
 
     async def wait_for(self, number: int) -> None:
-        """Wait until call `number` is over at this rank, so that a later call may use its places.
+        """Wait until call `number` is over at this rank, so that a later call may use its records.
 
-        It is not enough that all ranks have left a place: a call that is under way may come back to it.
+        It is not enough that all ranks have left a record: a call that is under way may come back to it.
         """
         if self.is_over(number):
             return
@@ -119,16 +119,16 @@ class StagingArea:
         return Rendezvous(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
 
     def look_ahead(self, number: int) -> None:
-        """Note in `known_free` whether the first place of call `number` is free. The caller holds the lock."""
+        """Note in `known_free` whether the first record of call `number` is free. The caller holds the lock."""
         cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
         is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
-        # Call `number - calls` used the place before, and may come back to it while it is under way. If it is over at
+        # Call `number - calls` used the record before, and may come back to it while it is under way. If it is over at
         # this rank, it has no further rendezvous, because this rank would have to take part.
         if is_left and self.is_over(number - self.sizes.calls):
             self.known_free = tag
 
     def base(self, turn: int) -> int:
-        """The first cell of place `turn`."""
+        """The first cell of record `turn`."""
         return turn * self._stride
 
     def is_over(self, number: int) -> bool:
@@ -136,7 +136,7 @@ class StagingArea:
         return number not in self._unfinished
 
     def slot(self, turn: int, nbytes: int) -> tuple[int, Array]:
-        """The address and the memory, `nbytes` long, of this rank's slot for place `turn`.
+        """The address and the memory, `nbytes` long, of this rank's slot for record `turn`.
 
         Call it only after `Rendezvous.free`: no other rank reads the slot then, and one that is too small is replaced.
         """
@@ -150,8 +150,8 @@ class StagingArea:
             self._slots[turn] = address, slot
         return address, slot[:nbytes]
 
-    def short_array(self, place: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
-        """The memory in which group rank `place` shows a short array at place `turn` of the control block.
+    def short_array(self, rank: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
+        """The memory in which group rank `rank` shows a short array at record `turn` of the control block.
 
         A one-dimensional array of `count` elements. It is always the same memory, so a rendezvous of short arrays needs
         no addresses and lengths in the control block, and the views of it are kept.
@@ -162,22 +162,22 @@ class StagingArea:
             if len(self._short_arrays) == _VIEWS_MAX:
                 self._short_arrays.clear()
             arrays = self._short_arrays[key] = [None] * self.size
-        array = arrays[place]
+        array = arrays[rank]
         if array is None:
-            address = self._short_address(place) + turn * self.sizes.short
-            array = arrays[place] = self.arena.view(address, count * dtype.itemsize).view(dtype)
+            address = self._short_address(rank) + turn * self.sizes.short
+            array = arrays[rank] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
 
-    def _short_address(self, place: int) -> int:
-        """The address of the short arrays of group rank `place`.
+    def _short_address(self, rank: int) -> int:
+        """The address of the short arrays of group rank `rank`.
 
         Each rank allocates its own and writes the address before it first arrives with a short array. So the address is
         there when the last rank to arrive, or a rank that has seen the result, asks for it.
         """
-        cell = self._addresses + place
+        cell = self._addresses + rank
         with self.control_block as control_block:
             if not control_block.cells[cell]:
-                assert place == self.rank
+                assert rank == self.rank
                 control_block.cells[cell] = self.arena.allocate(2 * self.sizes.calls * self.sizes.short)
             return control_block.cells[cell]
 
@@ -185,9 +185,9 @@ class StagingArea:
 class Rendezvous:
     """One rendezvous (see the module), as seen by one rank.
 
-    Each rank awaits `free`, writes the memory that it shows, calls `arrive`, awaits `everybody`, reads, and calls
-    `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced` replaces `everybody`. Between
-    `everybody` and `leave` the ranks may reduce together: each calls `claim` and `done` for one chunk after another.
+    Each rank awaits `free`, writes the memory that it shows, calls `arrive`, awaits `all_arrived`, reads, and calls
+    `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced` replaces `all_arrived`. Between
+    `all_arrived` and `leave` the ranks may reduce together: each calls `claim` and `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
     must then end the communicator, because the other ranks wait for this one, and call `withdraw` if it has shown its
@@ -210,7 +210,7 @@ class Rendezvous:
         return self._staging.control_block
 
     async def free(self) -> None:
-        """Wait until all ranks have left the previous rendezvous in this place. This rank's slot is then free, too."""
+        """Wait until all ranks have left the previous rendezvous of this record. Then the slot of this rank is free."""
         cells, base, tag, size = self._cells, self._base, self.tag, self._staging.size
         if self._staging.known_free != tag:
             await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
@@ -262,7 +262,7 @@ class Rendezvous:
         cells[base + _FINGERPRINT] = self._fingerprint
         cells[base + _FIRST] = self._staging.rank
 
-    async def everybody(self) -> None:
+    async def all_arrived(self) -> None:
         """Wait until all ranks have arrived."""
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         await until(self.control_block, lambda: cells[arrived] == size)
@@ -271,7 +271,7 @@ class Rendezvous:
 
     def shown(self) -> list[tuple[int, int, bool]]:
         """For each rank: the address and the bytes of the memory that it shows, and whether it is its caller's own."""
-        # No lock: `everybody` has acquired it after the last of these cells was written.
+        # No lock: `all_arrived` has acquired it after the last of these cells was written.
         first = self._base + _HEAD
         cells = self._cells[first : first + _PART * self._staging.size].tolist()
         return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
@@ -317,14 +317,14 @@ class Rendezvous:
         """
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
-            if cells[self._base + _TAG] != self.tag:  # all ranks have left, and a later rendezvous uses the place
+            if cells[self._base + _TAG] != self.tag:  # all ranks have left, and a later rendezvous uses the record
                 return
             cells[self._base + _WITHDRAWN] = 1
             cells[self._base + _CLAIMED] = total
             cells[first + _PART * self._staging.rank] = 0
 
-        def is_busy(place: int) -> bool:
-            return cells[self._base + _TAG] == self.tag and cells[first + _PART * place] > 0 and not is_lost(place)
+        def is_busy(rank: int) -> bool:
+            return cells[self._base + _TAG] == self.tag and cells[first + _PART * rank] > 0 and not is_lost(rank)
 
         await until(self.control_block, lambda: not any(map(is_busy, range(self._staging.size))))
 
@@ -348,7 +348,7 @@ class Rendezvous:
             staging.look_ahead(self._number + 1)
             return not cells[self._base + _WITHDRAWN]
 
-    async def everybody_left(self) -> None:
+    async def all_left(self) -> None:
         """Wait until no rank reads the memory that this rank has shown."""
         cells, base = self._cells, self._base
         await until(

@@ -20,7 +20,7 @@ from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
-from asyncoll.tensors.bundle import Bundle, Single
+from asyncoll.tensors.operands import Bundle, Single
 from asyncoll.tensors.reductions import ReduceOp
 
 
@@ -102,7 +102,7 @@ class Operations:
         pending = self._pending.enter(call)
         try:
             work = self.contribute(call, bundle, receipt, pending)
-            return self._backend.start_round(work, call.__str__, spec.nbytes, receipt.take_back)
+            return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
             self._pending.leave(pending)
             raise
