@@ -19,7 +19,7 @@ from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
-from asyncoll.errors import PeerLostError, ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import InMemory
 from asyncoll.runtime.member import Member
@@ -76,10 +76,6 @@ class MemoryBackend:
             # The answer of that rank ends the communicator, with an error that names both calls.
             await failure(self._staging.control_block)
             raise
-        except PeerLostError as error:
-            lost = member.noticed(error)
-            await self._retreat(collectives)
-            raise lost from None
         except (Exception, asyncio.CancelledError) as error:
             member.failed(call, error)
             await self._retreat(collectives)
@@ -98,7 +94,7 @@ class MemoryBackend:
         group, lost = self._member.group, self._member.endpoint.membership.lost
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                with contextlib.suppress(PeerLostError):
+                with contextlib.suppress(AsyncollError):
                     await collectives.retreat(lambda place: group.ranks[place] in lost)
                 return
 
@@ -143,7 +139,7 @@ class MemoryBackend:
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         context = digest(member.communicator, "rpc")
-        return InMemory(self.memory, context, member.group.ranks, self._check, broken, member.noticed)
+        return InMemory(self.memory, context, member.group.ranks, self._check, broken)
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 
