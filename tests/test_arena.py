@@ -32,7 +32,7 @@ from asyncoll.transport.memory import arena as arena_module
 from asyncoll.transport.memory import fd_passing, inproc, pages
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
 from asyncoll.transport.memory.segment import make_segment
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
@@ -139,7 +139,7 @@ def test_the_lock_of_a_dead_owner_always_raises():
 
 HOLD_AND_STOP = """
 import mmap, os, signal, sys
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, Patience, RobustMutex
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, RobustMutex
 memory = mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE)
 RobustMutex(memoryview(memory)[:MUTEX_BYTES], 1, (5, 6)).acquire()
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_waiting_for_a_stopped_owner_raises():
     os.truncate(descriptor, mmap.PAGESIZE)
     view = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE))[:MUTEX_BYTES]
     RobustMutex.initialize(view)
-    lock = RobustMutex(view, 0, (5, 6), Patience(0.1))
+    lock = RobustMutex(view, 0, (5, 6), LockPolicy(0.1))
     with subprocess.Popen([sys.executable, "-c", HOLD_AND_STOP, str(descriptor)], pass_fds=[descriptor]) as owner:
         os.close(descriptor)
         os.waitid(os.P_PID, owner.pid, os.WSTOPPED)

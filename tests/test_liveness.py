@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from conftest import PATIENCE_S, failures
 import asyncoll
 from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
 from asyncoll.testing import Crash, Network, Pause, simulate
+from asyncoll.transport import Loss
 from asyncoll.world.environment import Environment
 
 SIZES = [2, 3, 4, 5, 8, 13]
@@ -35,7 +37,7 @@ def test_a_loss_that_one_rank_notices_reaches_all_ranks(size):
         if comm.rank == size - 1:
             await asyncio.sleep(100)
         if comm.rank == 0:
-            comm._core.member.endpoint.lost(size - 1, "it has no heartbeat", 0.5)
+            comm._core.member.endpoint.lost(Loss(size - 1, "it has no heartbeat", 0.5))
         await comm.barrier()
 
     raised = failures(size, act, simulate)
@@ -54,12 +56,65 @@ def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
 
     async def act(comm: Communicator) -> None:
         endpoint = comm._core.member.endpoint
-        endpoint.lost(1, "it has no heartbeat", 0.5)
+        endpoint.lost(Loss(1, "it has no heartbeat", 0.5))
         monkeypatch.setattr(endpoint.membership, "culprit", None)
-        error = endpoint.noticed(PeerLostError(0, "it died while it was changing shared memory"), lambda what: what())
+        error = endpoint.lost_in_memory(Loss(0, "it died while it was changing shared memory"))
         assert (error.rank, error.cause) == (1, "it has no heartbeat")
 
     failures(1, act, simulate)
+
+
+def in_shared_memory(size, main):
+    return simulate(size, main, shared_memory=True)
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_two_locks_that_meet_different_lost_owners_report_one_cause(by_thread):
+    """The first report counts at once, before the runtime's loop has ended the calls that wait."""
+
+    async def act(comm: Communicator) -> None:
+        endpoint = comm._core.member.endpoint
+        await comm.barrier()
+        if comm.rank == 0:
+            reports: list[BaseException] = []
+
+            def report(rank: int) -> None:
+                reports.append(endpoint.lost_in_memory(Loss(rank, "it died while it was changing shared memory")))
+
+            for rank in (1, 2):
+                if by_thread:
+                    thread = threading.Thread(target=report, args=(rank,))
+                    thread.start()
+                    thread.join()
+                else:
+                    report(rank)
+            assert [error.rank for error in reports] == [1, 1]
+            assert not endpoint.membership.lost, "the rest happens on the loop"
+        if comm.rank != 1:
+            await comm.barrier()
+
+    raised = failures(3, act, in_shared_memory)
+    assert {rank: (type(error), error.rank) for rank, error in raised.items()} == dict.fromkeys(
+        (0, 2), (PeerLostError, 1)
+    )
+
+
+def test_a_rank_that_leaves_at_once_tells_the_loss_that_it_has_noticed():
+    """Otherwise the others would report the rank that leaves."""
+
+    async def act(comm: Communicator) -> None:
+        endpoint = comm._core.member.endpoint
+        await comm.barrier()
+        if comm.rank == 0:
+            waiting = asyncio.ensure_future(comm.recv(np.ones(3), 1))
+            await asyncio.sleep(1)
+            endpoint.lost_in_memory(Loss(1, "it died while it was changing shared memory"))
+            await endpoint.close(flush=True)
+            await waiting
+        await comm.barrier()
+
+    raised = failures(3, act, in_shared_memory)
+    assert [(type(error), error.rank) for error in raised.values()] == [(PeerLostError, 1)] * 3
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -56,8 +56,7 @@ class World:
         self.arenas = arenas
         self.keepers = [Mail() for _ in arenas]
         self.carriers = [
-            InMemory(arena, 7, ranks, check, keeper.hear, lambda error: error)
-            for arena, keeper in zip(arenas, self.keepers, strict=True)
+            InMemory(arena, 7, ranks, check, keeper.hear) for arena, keeper in zip(arenas, self.keepers, strict=True)
         ]
 
     def open(self, *ranks):
@@ -653,9 +652,7 @@ def test_in_a_simulated_world():
         endpoint = comm._core.member.endpoint
         ranks = tuple(range(comm.size))
         keeper = Mail()
-        carrier = InMemory(
-            endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear, lambda error: error
-        )
+        carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear)
         carrier.open(keeper.deliver)
         for dest in ranks:
             await carrier.send(dest, b"hello", [numbers(comm.rank, 50_000)])

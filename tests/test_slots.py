@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S, Keeper
 
-from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import AbortedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing import check_transport, run_ranks
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.memory import arena
@@ -44,8 +44,8 @@ class Frames(Keeper):
     def received(self, source, frames):
         self.keep(self.messages, (source, frames))
 
-    def lost(self, source, cause, last_seen_s=0.0):
-        self.keep(self.losses, (source, cause))
+    def lost(self, loss):
+        self.keep(self.losses, loss)
 
     async def take(self, count=1):
         return [frames for _, frames in await super().take(count)]
@@ -379,9 +379,15 @@ def test_a_bad_marker_ends_the_world_and_names_its_source():
 
 
 def test_a_rank_that_died_with_the_lock_of_a_control_block_is_lost():
-    """Messages that need the lock cannot be read. Other messages still pass, and the loss is reported once."""
+    """The lock reports the loss to the rank that reads a message there. Other messages still pass."""
+    reports = []
+
+    def report(loss):
+        reports.append(loss)
+        return AbortedError(0, "the world has failed before")
 
     async def main(transports, keepers):
+        transports[1]._arena.on_loss(report)
         transports[0].send(1, [b"one", long(1)])
         await keepers[1].take()
         thread = threading.Thread(target=transports[2]._incoming.control_blocks[0].__enter__)
@@ -391,10 +397,9 @@ def test_a_rank_that_died_with_the_lock_of_a_control_block_is_lost():
         (frames,) = await keepers[1].take()
         assert (bytes(frames[1]), in_slot(frames[1])) == (bytes(long(2)), False)
         transports[0]._inner.send(1, [b"three", bytes([0, 2]), b"", b""])
-        await keepers[1].until(lambda: keepers[1].losses)
-        await transports[2].close()
-        await keepers[0].until(lambda: keepers[0].losses)
-        assert [source for source, _ in keepers[1].losses] == [2]
+        transports[0].send(1, [b"four"])
+        assert [[bytes(frame) for frame in frames] for frames in await keepers[1].take()] == [[b"four"]]
+        assert [loss.rank for loss in reports] == [2]
         with pytest.raises(PeerLostError, match="rank 2 is gone"), transports[0]._outgoing._control_block:
             pass
 

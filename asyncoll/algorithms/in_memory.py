@@ -19,7 +19,7 @@ from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
-from asyncoll.errors import PeerLostError, ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import InMemory
 from asyncoll.runtime.member import Member
@@ -62,10 +62,6 @@ class MemoryCall(SharedCall):
             _dispute(member, member.communicator, self._call.number, str(self._call), error.rank)
             # The answer of that rank ends the communicator, with an error that names both calls.
             await failure(self._staging.control_block)
-        elif isinstance(error, PeerLostError):
-            lost = member.noticed(error)
-            await self._withdraw()
-            raise lost from None
         else:
             member.failed(self._call, error)
             await self._withdraw()
@@ -79,7 +75,7 @@ class MemoryCall(SharedCall):
         group, lost = self._member.group, self._member.endpoint.membership.lost
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                with contextlib.suppress(PeerLostError):
+                with contextlib.suppress(AsyncollError):
                     await self.retreat(lambda rank: group.ranks[rank] in lost)
                 return
 
@@ -144,7 +140,7 @@ class MemoryBackend:
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         context = digest(member.communicator, "rpc")
-        return InMemory(self.memory, context, member.group.ranks, self._check, broken, member.noticed)
+        return InMemory(self.memory, context, member.group.ranks, self._check, broken)
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 

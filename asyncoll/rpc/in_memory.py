@@ -25,7 +25,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors.reductions import Array
@@ -53,20 +53,17 @@ class InMemory:
         ranks: tuple[int, ...],
         check: Callable[[], None],
         broken: Callable[[int, ProtocolError], None],
-        lost: Callable[[PeerLostError], AsyncollError],
     ) -> None:
         """`context` names this carrier at all `ranks` (of the world) that take part. A context is used once.
 
         `check` raises if the world has failed. `broken` handles a rank that violates the protocol, -1 if the rank is
-        unknown; nothing is received after that. `lost` handles a rank that died while it had the lock of an inbox, and
-        returns the error to raise.
+        unknown; nothing is received after that.
         """
         self._arena = arena
         self._context = context
         self._ranks = ranks
         self._check_world = check
         self._broken = broken
-        self._lost = lost
         self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
@@ -100,12 +97,8 @@ class InMemory:
             await asyncio.sleep(0)
         self._check_open()
         outbox = self._outboxes.get(dest) or self._open_outbox(dest)
-        try:
+        with contextlib.suppress(InboxClosedError):
             await outbox.send(head, arrays)
-        except InboxClosedError:
-            return
-        except PeerLostError as error:
-            raise self._lost(error) from None
 
     async def close(self) -> None:
         """Stop. Received arrays stay valid as long as the arena exists. Idempotent."""
@@ -160,8 +153,6 @@ class InMemory:
                     await asyncio.sleep(0)  # lets the tasks that the messages have woken run before the next poll
         except ProtocolError as error:
             self._broken(error.source, error)
-        except PeerLostError as error:
-            self._lost(error)
         except AsyncollError:  # the failure of the world, which other parts report
             return
         except Exception as error:  # a bug: without a failure, callers would wait for ever for their answers

@@ -194,7 +194,7 @@ class Rpc:
             raise UsageError(f"rank {group_rank} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[group_rank]
 
-    def _failed(self, failure: Failure) -> None:
+    def _failed(self, failure: Failure, _: int) -> None:
         """The communicator has failed: end all calls. On the runtime's loop, which may be in another thread."""
         make = partial(error_of, failure)
         if asyncio.get_running_loop() is self._loop:

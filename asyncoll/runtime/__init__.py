@@ -8,7 +8,8 @@ Events that come in:
 
 - A message: the transport calls `Endpoint.received`. Segments, grants and credits of a call go to `Executions`, signals
   and announcements to `Router`, failures to `Failures`, introductions to `Membership`.
-- The loss of a peer: the transport calls `Endpoint.lost`, or a call in shared memory calls `Endpoint.noticed`.
+- The loss of a peer: the transport calls `Endpoint.lost`, a lock in shared memory calls `Endpoint.lost_in_memory`, or
+  another rank reports it by a message. All three end in `Endpoint._lost`.
 - A call of the user: `algorithms.calls` registers it in `PendingCalls` and starts it through `progress.Runner`.
 - An expired deadline: the timer of `PendingCalls`.
 

@@ -10,16 +10,17 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from asyncoll import forks
-from asyncoll.errors import AsyncollError, ClosedError, PeerLostError, ProtocolError, describe
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, describe
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.statistics import Ledger, Traffic
-from asyncoll.transport import Arena, Buffer, Transport, wire
+from asyncoll.transport import Arena, Buffer, Loss, Transport, wire
 
 logger = logging.getLogger("asyncoll")
 
@@ -27,11 +28,11 @@ logger = logging.getLogger("asyncoll")
 class Endpoint:
     """The runtime of one rank.
 
-    In: `received` and `lost`, called by the transport; `noticed`, called by a call in shared memory; `introduce`,
-    `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of `executions`,
-    `router`, `failures` and `membership`, and `recheck` and `peer_lost` of the arena.
+    In: `received` and `lost`, called by the transport; `lost_in_memory`, called by a lock in shared memory;
+    `introduce`, `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of
+    `executions`, `router`, `failures` and `membership`, and `recheck` and `peer_lost` of the arena.
 
-    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `noticed`,
+    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `lost_in_memory`,
     `check_open`, `check_not_forked`, and reading the attributes.
     """
 
@@ -60,12 +61,14 @@ class Endpoint:
         self._parent: int | None = None  # in a forked child: the process id of the rank
         self.membership.on_trace(self.executions.trace)
         if arena is not None:
-            self.failures.on_any(lambda *_: arena.recheck())
+            self.failures.on_failure(WORLD, lambda *_: arena.recheck())
         forks.register(self)
 
     async def start(self) -> None:
         """Connect to all peers, on the runtime's loop. Raises PeerLostError for a rank that does not come in time."""
         self._loop = asyncio.get_running_loop()
+        if self.arena is not None:
+            self.arena.on_loss(self.lost_in_memory)
         await self.transport.start(self)
 
     def now_s(self) -> float:
@@ -80,11 +83,16 @@ class Endpoint:
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once: pending waits raise ClosedError, background tasks are cancelled. Idempotent.
 
+        First tells the other ranks all failures that this rank knows, unless every rank has made its last call.
+
         `flush` gives messages that were sent a moment to leave this process.
         """
         if self.closed:
             return
-        self.failures.fail(Closed())
+        if not self._parted:
+            self.failures.pass_on()
+        # A loss that another thread has noticed may be recorded while its waits have not ended yet: this ends them.
+        self.failures.fail(self.failures.record(Closed()))
         self.closed = True
         for service in list(self._services):
             service.cancel()
@@ -187,8 +195,7 @@ class Endpoint:
         elif isinstance(message, wire.Broken):
             self.failures.fail(message)
         elif isinstance(message, wire.Lost):
-            self.failures.fail(message)  # not forwarded: the rank that noticed the loss tells all ranks itself
-            self._mark_lost(message.rank)
+            self._lost(message, tell=False)  # the rank that noticed the loss tells all ranks itself
         elif isinstance(message, wire.Hello):
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
@@ -196,33 +203,38 @@ class Endpoint:
         else:
             self.router.told(source, message)
 
-    # -- lost peers -------------------------------------------------------------------------------
+    # -- lost ranks -------------------------------------------------------------------------------
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        """The world rank `source` is gone. Fails the world here and tells all other ranks, unless all have departed.
+    def lost(self, loss: Loss) -> None:
+        """The transport, or joining, has noticed the loss of a rank."""
+        self._lost(self.membership.news_of(loss))
 
-        Called by the transport, and by `world.join` for a loss that came as an exception. Other ranks may not have
-        noticed the loss; the message makes all survivors raise the same PeerLostError.
+    def lost_in_memory(self, loss: Loss) -> AsyncollError:
+        """A lock in shared memory has met a lost owner. Returns the error that the lock raises. From any thread.
+
+        If the world has failed already, that is the error of the first failure. So one rank does not report two causes.
         """
-        others = () if self._parted else (peer for peer in range(self.size) if peer != source)
-        self.failures.give_up(self.membership.news_of(source, cause, last_seen_s), WORLD, others)
-        self._mark_lost(source)
+        known = self.failures.of(WORLD)
+        if known is None:
+            assert self.arena is not None
+            rank = self.membership.culprit(loss.rank, self.arena.ranks)
+            news = self.membership.news_of(replace(loss, rank=rank))
+            # Posted before it is recorded: a signal handler may raise between the two, and a recorded failure that is
+            # not posted would end no wait. Not called here: this thread may hold other locks, which a send may need.
+            self._loop.call_soon_threadsafe(self._lost, news)
+            known = self.failures.record(news)
+        return error_of(known)
 
-    def noticed(self, error: PeerLostError, post: Callable[[Callable[[], None]], None]) -> AsyncollError:
-        """A call in shared memory has met a dead rank. Returns the error that the call raises. From any thread.
+    def _lost(self, news: wire.Lost, *, tell: bool = True) -> None:
+        """End the world because of a lost rank. Every loss comes here, whether it was noticed here or reported.
 
-        `post` schedules `lost` on the runtime's loop. If the world has failed already, the first failure is returned,
-        so that one rank does not report two causes.
+        With `tell`, all other ranks get the message, unless all have made their last call. They may not have noticed
+        the loss. The message makes all survivors raise the same PeerLostError.
         """
-        if (known := self.failures.of(WORLD)) is not None:
-            return error_of(known)
-        cause, last_seen_s = error.cause, error.last_seen_s
-        rank = self.membership.culprit(error.rank, self.arena.ranks if self.arena is not None else ())
-        post(lambda: self.lost(rank, cause, last_seen_s))
-        return error_of(self.membership.news_of(rank, cause, last_seen_s))
-
-    def _mark_lost(self, rank: int) -> None:
-        """Record the loss, and wake the calls in shared memory that wait for a lock or for memory of `rank`."""
-        self.membership.lost.add(rank)
+        if self.closed:
+            return  # `close` has told the others and ended the waits
+        self.membership.lost.add(news.rank)
+        others = (peer for peer in range(self.size) if peer != news.rank) if tell and not self._parted else ()
+        self.failures.give_up(news, WORLD, others)
         if self.arena is not None:
             self.arena.peer_lost()

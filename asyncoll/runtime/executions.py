@@ -96,7 +96,7 @@ class Executions:
         self._links: defaultdict[int, _Link] = defaultdict(_Link)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
-        failures.on_any(self._break_off)
+        failures.on_failure(WORLD, self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the error of the communicator if it has failed.

@@ -66,10 +66,10 @@ class Failures:
 
     In, failures that this rank notices: `give_up`, `abort`, `mismatch` and `broken`, which also send the failure to the
     members. In, failures that other ranks report: `fail`. Out: control messages through the router; exceptions in the
-    futures of `watch`; calls of the listeners of `on_failure` and `on_any`, in this order.
+    futures of `watch`; calls of the listeners of `on_failure`, in this order.
 
-    All of it runs on the runtime's loop, except `of`, `check` and `has_failed`: calls in shared memory use these in any
-    thread. They only read a dict, to which entries are added and never changed.
+    All of it runs on the runtime's loop, except `record`, `of`, `check` and `has_failed`: calls in shared memory use
+    these in any thread. They need no lock: entries are added to a dict by one atomic step, and never changed.
     """
 
     def __init__(self, router: Router) -> None:
@@ -77,38 +77,42 @@ class Failures:
         self._first: dict[int, Failure] = {}  # by communicator
         self.any = False  # whether anything has failed
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}  # communicator and description of each wait
-        self._listeners: list[tuple[int, Callable[[Failure], None]]] = []
-        self._any_listeners: list[Callable[[Failure, int], None]] = []
+        self._listeners: list[tuple[int, Callable[[Failure, int], None]]] = []
+
+    def record(self, failure: Failure, communicator: int = WORLD) -> Failure:
+        """Keep `failure` if it is the first of `communicator` and of the world. Returns the first. From any thread.
+
+        Every later call raises the error of the first failure. `fail` or `give_up` must follow, with the same object:
+        only they end the waits.
+        """
+        first = self.of(communicator) or self._first.setdefault(communicator, failure)
+        self.any = True
+        return first
 
     def fail(self, failure: Failure, communicator: int = WORLD) -> None:
         """End every wait of `communicator` and every later call on it. Sends nothing.
 
-        Does nothing if the communicator or the world has failed before.
+        Does nothing if the communicator or the world has failed before, of another failure.
         """
-        if self.has_failed(communicator):
+        if self.record(failure, communicator) is not failure:
             return
-        self._first[communicator] = failure
-        self.any = True
         # A future wakes its task in a later turn of the loop. So no context of `watch` ends during this iteration.
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):
                 break_off(future, failure)
         for owner, listener in self._listeners:
-            if communicator in (WORLD, owner):
-                listener(failure)
-        for any_listener in self._any_listeners:
-            any_listener(failure, communicator)
+            if owner in (WORLD, communicator) or communicator == WORLD:
+                listener(failure, communicator)
 
-    def on_failure(self, communicator: int, listener: Callable[[Failure], None]) -> None:
-        """Call `listener` with the failure of `communicator` or of the world; at once if it has failed already."""
+    def on_failure(self, communicator: int, listener: Callable[[Failure, int], None]) -> None:
+        """Call `listener(failure, communicator)` for each failure of `communicator` and of the world.
+
+        WORLD means the failures of all communicators. Calls it at once if `communicator` has failed already.
+        """
         self._listeners.append((communicator, listener))
         failure = self.of(communicator)
         if failure is not None:
-            listener(failure)
-
-    def on_any(self, listener: Callable[[Failure, int], None]) -> None:
-        """Call `listener(failure, communicator)` for every later failure."""
-        self._any_listeners.append(listener)
+            listener(failure, communicator)
 
     def of(self, communicator: int) -> Failure | None:
         """The failure that ended `communicator`, or None. Its own failure precedes that of the world."""
@@ -146,8 +150,8 @@ class Failures:
     # -- reports to other ranks -------------------------------------------------------------------
 
     def give_up(self, failure: Reported, communicator: int, members: Iterable[int]) -> None:
-        """Fail `communicator` here, and send the failure to `members` (world ranks). Never waits. Idempotent."""
-        if not self.has_failed(communicator):
+        """As `fail`; also send the failure to `members` (world ranks). Never waits."""
+        if self.record(failure, communicator) is failure:
             self._report(failure, members)
             self.fail(failure, communicator)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncoll.errors import AsyncollError, PeerLostError, ProtocolError, UsageError, describe
+from asyncoll.errors import AsyncollError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.progress import Runner
@@ -69,10 +69,6 @@ class Member:
         """Fail the communicator at all of its ranks with a MismatchError: the ranks have made different calls."""
         group = self.group
         self.post(lambda: self.endpoint.failures.mismatch(group.communicator, group.ranks, text))
-
-    def noticed(self, error: PeerLostError) -> AsyncollError:
-        """Report a lost rank that a call in shared memory has met. Returns the error that the call must raise."""
-        return self.endpoint.noticed(error, self.post)
 
     def failed(self, call: object, error: BaseException) -> None:
         """Abort the communicator, because `call`, which the other ranks wait for, has ended with `error`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from asyncoll.transport import Loss
 from asyncoll.transport.processes import is_gone, is_stopped
 from asyncoll.transport.wire import Hello, Lost
 
@@ -60,8 +61,8 @@ class Membership:
         """
         self._traces.append(trace)
 
-    def news_of(self, rank: int, cause: str, last_seen_s: float) -> Lost:
-        """The message that reports the lost world rank `rank`, with its process and its last known call."""
-        process = self._processes.get(rank, _UNKNOWN)
-        doing = next((text for trace in reversed(self._traces) if (text := trace(rank))), "")
-        return Lost(rank, cause, process.host, process.pid, round(1000 * last_seen_s), doing)
+    def news_of(self, loss: Loss) -> Lost:
+        """The message that reports `loss`, with the process of the lost rank and its last known call."""
+        process = self._processes.get(loss.rank, _UNKNOWN)
+        doing = next((text for trace in reversed(self._traces) if (text := trace(loss.rank))), "")
+        return Lost(loss.rank, loss.cause, process.host, process.pid, round(1000 * loss.last_seen_s), doing)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from asyncoll.errors import AsyncollError, UsageError
-from asyncoll.transport import MAX_FRAME_BYTES, Arena, Buffer, ControlBlock, Transport, Wait
+from asyncoll.transport import MAX_FRAME_BYTES, Arena, Buffer, ControlBlock, Loss, Transport, Wait
 
 OpenWorld = Callable[[int], AbstractContextManager[Sequence[Transport]]]
 OpenArenas = Callable[[int], AbstractContextManager[Sequence[Arena]]]
@@ -73,10 +73,10 @@ class _Recorder:
         self.messages.append((source, [bytes(frame) for frame in frames]))
         self._changed.set()
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        assert cause, "a loss has a cause"
-        assert last_seen_s >= 0
-        self.losses.append((source, len(self.messages)))
+    def lost(self, loss: Loss) -> None:
+        assert loss.cause, "a loss has a cause"
+        assert loss.last_seen_s >= 0
+        self.losses.append((loss.rank, len(self.messages)))
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import ControlBlock, Turn, Wait
 from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
@@ -22,6 +23,7 @@ __all__ = [
     "Arena",
     "Buffer",
     "ControlBlock",
+    "Loss",
     "Receiver",
     "Transport",
     "Turn",
@@ -30,6 +32,18 @@ __all__ = [
     "peers_view",
 ]
 START_TIMEOUT_S = 300.0  # ranks may import modules and load data for minutes before they join
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a rank, noticed at this rank: by a transport, or by a lock in shared memory whose owner has died.
+
+    A loss that another rank has noticed comes as a message, `wire.Lost`.
+    """
+
+    rank: int  # the lost rank, in the world
+    cause: str  # how the loss was noticed, for the error
+    last_seen_s: float = 0.0  # seconds since its last sign of life
 
 
 class Receiver(Protocol):
@@ -41,10 +55,10 @@ class Receiver(Protocol):
         The frames are read-only. The receiver owns them and may keep them for as long as it likes.
         """
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        """Handle the loss of rank `source`, whose last sign of life came `last_seen_s` seconds ago.
+    def lost(self, loss: Loss) -> None:
+        """Handle the loss of a rank.
 
-        The transport calls this at most once for each source, and delivers no message of that source afterwards.
+        The transport calls this at most once for each rank, and delivers no message of that rank afterwards.
         """
 
 
@@ -175,6 +189,12 @@ class Arena(Protocol):
 
     def recheck(self) -> None:
         """Make every task that waits at this rank call its `check`. May be called in any thread."""
+
+    def on_loss(self, report: Callable[[Loss], AsyncollError]) -> None:
+        """Make every lock that meets a dead or stopped owner call `report`, in any thread, and raise what it returns.
+
+        Before this is called, such a lock raises a PeerLostError.
+        """
 
     def peer_lost(self) -> None:
         """Handle the loss of a rank of this host: stop waiting for locks with a stopped owner, and `recheck`.

@@ -26,15 +26,15 @@ class Mutex(Protocol):
     def acquire(self) -> None:
         """Acquire the lock. Blocks the thread.
 
-        Raises PeerLostError, at this and every later call, once an owner has died or an exception has interrupted it:
-        the data under the lock may be half changed.
+        Reports a loss and raises the error of `Arena.on_loss`, at this and every later call, once an owner has died or
+        an exception has interrupted it: the data under the lock may be half changed.
         """
 
     def release(self) -> None:
         """Release the lock, which this thread holds."""
 
     def abandon(self) -> None:
-        """Release the lock if this thread holds it, and make every later `acquire` raise PeerLostError.
+        """Release the lock if this thread holds it, and make every later `acquire` report a loss.
 
         For an exception inside a critical section.
         """

@@ -29,7 +29,7 @@ from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
 from asyncoll.runtime.signature import Site
-from asyncoll.transport import START_TIMEOUT_S, Transport
+from asyncoll.transport import START_TIMEOUT_S, Loss, Transport
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
@@ -338,16 +338,14 @@ class World:
     def _tell_of(self, error: BaseException) -> None:
         """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
         if isinstance(error, PeerLostError):
-            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
+            self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
         elif isinstance(error, DeadlineError):
             lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
             self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
-            if self._failed():
-                self._endpoint.failures.pass_on()
-            else:
+            if not self._failed():
                 await self._part(error)
         finally:
             await self._endpoint.close(flush=self._failed())
@@ -368,9 +366,6 @@ class World:
         others leave gets a MismatchError. After the second no message that matters is under way, so sockets may close
         at once; a rank that ends during the second is not lost, only faster.
         """
-        if isinstance(error, PeerLostError):  # the others may not have noticed: they must not report this rank instead
-            self._endpoint.lost(error.rank, error.cause, error.last_seen_s)
-            return
         if error is not None:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return

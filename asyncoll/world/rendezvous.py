@@ -113,7 +113,7 @@ def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...]
         if environment.rank == ranks[0]:
             logger.warning("the ranks of this host share no memory and go on by messages: %s", error)
         return None
-    arena.patience.seconds = environment.freeze_s or math.inf
+    arena.locks.patience_s = environment.freeze_s or math.inf
     return arena
 
 

@@ -41,7 +41,7 @@ async def main(comm: asyncoll.Communicator) -> None:
             arrays = [numbered(comm.rank + number, nbytes) for nbytes in LENGTHS[number % len(LENGTHS)]]
             await carrier.send(dest, bytes([task]) + number.to_bytes(4, "big"), arrays)
 
-    carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), print, lambda error: error)
+    carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), print)
     carrier.open(deliver)
     await asyncio.gather(*[send(dest, task) for dest in ranks for task in range(TASKS)])
     await done.wait()

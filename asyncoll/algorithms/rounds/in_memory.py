@@ -28,7 +28,7 @@ from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import LENT, Chunk, Kept, Layout, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
-from asyncoll.errors import PeerLostError
+from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
@@ -414,7 +414,7 @@ class OneSidedRounds:
         # `release` has dropped the blocks, or will: those that history still has are kept anew, for the next call.
         if self.operation.history:
             numbers = [result.number for result in delivery.results]
-            with contextlib.suppress(PeerLostError), self._control_block:
+            with contextlib.suppress(AsyncollError), self._control_block:
                 kept = [record for number in numbers for record in self._rounds.keep(number, number, self._rank)]
         self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
 

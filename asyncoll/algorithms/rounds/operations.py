@@ -16,7 +16,7 @@ from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
-from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.errors import UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
@@ -129,8 +129,6 @@ class Operations:
                 return self._hand_over(spec, delivery, bundle)
             finally:
                 rounds.release(delivery)
-        except PeerLostError as error:
-            raise self._member.noticed(error) from None
         except UsageError:  # this host has no room for the contribution: the rounds of the other ranks can go on
             raise
         except Exception as error:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from asyncoll import forks
-from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport import Loss
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, Patience, RobustMutex
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
@@ -69,7 +70,7 @@ class HostArena:
     """An `Arena` between processes.
 
     Set `runtime_loop` if the runtime has a loop of its own: it listens to another doorbell than the loops of callers.
-    `patience.seconds` is how long a waiter tolerates a stopped owner of a lock; initially infinite.
+    `locks.patience_s` is how long a waiter tolerates a stopped owner of a lock; initially infinite.
     """
 
     def __init__(self, local_rank: int, ranks: tuple[int, ...], segments: Sequence[Segment]) -> None:
@@ -79,7 +80,7 @@ class HostArena:
         """
         self.local_rank = local_rank
         self.ranks = ranks
-        self.patience = Patience()
+        self.locks = LockPolicy()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
         self._polls = _POLLS if self.cores == len(ranks) else _POLLS_OVERSUBSCRIBED
@@ -163,7 +164,7 @@ class HostArena:
 
         Unused entries are zero.
         """
-        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.patience)
+        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.locks)
         with mutex:
             yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
 
@@ -182,7 +183,7 @@ class HostArena:
         if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
-        mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.patience)
+        mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.locks)
         return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _add_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
@@ -274,8 +275,11 @@ class HostArena:
         self.ring(doorbell.number for doorbell in self._doorbells)
         self._turns.recheck()
 
+    def on_loss(self, report: Callable[[Loss], AsyncollError]) -> None:
+        self.locks.report = report
+
     def peer_lost(self) -> None:
-        self.patience.seconds = 0.0
+        self.locks.patience_s = 0.0
         self.recheck()
 
     def waiting(self) -> list[str]:

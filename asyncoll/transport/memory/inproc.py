@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport import Loss
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
 from asyncoll.transport.memory.doorbell import TurnQueue
 
@@ -134,6 +135,9 @@ class InprocArena:
     def recheck(self) -> None:
         self._memory.ring([self.local_rank * DOORBELLS])
         self._turns.recheck()
+
+    def on_loss(self, report: Callable[[Loss], AsyncollError]) -> None:
+        """No lock has an owner that can die."""
 
     def peer_lost(self) -> None:
         self.recheck()

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from asyncoll import forks
-from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, ControlBlock, peers_view
 
@@ -159,7 +159,7 @@ class Borrower:
         """Return the blocks whose arrays no longer exist. A lender that is lost gets nothing."""
         while self._dropped:
             control_block, cell, address = self._dropped.popleft()
-            with contextlib.suppress(PeerLostError), control_block:
+            with contextlib.suppress(AsyncollError), control_block:  # the lock has reported the loss
                 _link(self._arena.view(address, _LINK))[0] = control_block.cells[cell]
                 control_block.cells[cell] = address
 

@@ -10,11 +10,12 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from asyncoll.errors import AsyncollError, PeerLostError
 from asyncoll.forks import refusal
+from asyncoll.transport import Loss
 from asyncoll.transport.processes import is_gone, is_stopped
 
 MUTEX_BYTES = 64
@@ -45,11 +46,16 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Patience:
-    """The seconds that a rank waits for a lock whose owner is stopped. All locks of an arena share one object."""
+def _peer_lost(loss: Loss) -> AsyncollError:
+    return PeerLostError(loss.rank, loss.cause, last_seen_s=loss.last_seen_s)
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.seconds = seconds
+
+class LockPolicy:
+    """How the locks of an arena treat a lost owner. All locks of an arena share one object."""
+
+    def __init__(self, patience_s: float = math.inf) -> None:
+        self.patience_s = patience_s  # how long `acquire` waits for a lock whose owner is stopped
+        self.report: Callable[[Loss], AsyncollError] = _peer_lost  # reports a loss, and returns the error to raise
 
 
 class RobustMutex:
@@ -63,23 +69,23 @@ class RobustMutex:
     previous owner: `Membership.culprit` corrects that.
     """
 
-    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_patience", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_policy", "_ranks", "release")
 
     def __init__(
-        self, memory: memoryview, local_rank: int, ranks: Sequence[int], patience: Patience | None = None
+        self, memory: memoryview, local_rank: int, ranks: Sequence[int], policy: LockPolicy | None = None
     ) -> None:
         """`memory` has MUTEX_BYTES bytes; `local_rank` is this rank; `ranks` are the world ranks by local rank.
 
-        If the owner is stopped and has not released the lock within `patience`, `acquire` raises PeerLostError. Time
-        alone is no reason for that. Critical sections take microseconds, but their thread may wait much longer for a
-        core or for its GIL.
+        If the owner is stopped and has not released the lock within the patience of `policy`, `acquire` reports its
+        loss. Time alone is no reason for that. Critical sections take microseconds, but their thread may wait much
+        longer for a core or for its GIL.
         """
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
         self._futex = memory[:4].cast("I")
         self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
         self._local_rank = local_rank
         self._ranks = ranks
-        self._patience = patience or Patience()
+        self._policy = policy or LockPolicy()
         self.release = partial(_unlock, self._mutex)  # a method would cost another Python frame for each release
 
     @staticmethod
@@ -139,18 +145,18 @@ class RobustMutex:
     def _wait(self) -> int:
         """Wait until the lock is acquired or its owner has died; returns 0 or an error number.
 
-        Raises PeerLostError if the owner is stopped for longer than the patience.
+        Reports an owner that is stopped for longer than the patience, and raises the error of the report.
         """
         waited_since_s = _now()
         while (failure := self._wait_one_slice()) == errno.ETIMEDOUT:
             waited_s, holder = _now() - waited_since_s, self._holder[0]
             if (
-                waited_s >= self._patience.seconds
+                waited_s >= self._policy.patience_s
                 and 0 <= holder < len(self._ranks)
                 and (cause := self._why_never_released())
             ):
-                self._patience.seconds = 0.0  # one loss ends the world: do not wait for the next stopped owner
-                raise PeerLostError(self._ranks[holder], cause, last_seen_s=waited_s)
+                self._policy.patience_s = 0.0  # one loss ends the world: do not wait for the next stopped owner
+                raise self._policy.report(Loss(self._ranks[holder], cause, waited_s))
         return failure
 
     def _why_never_released(self) -> str:
@@ -162,7 +168,7 @@ class RobustMutex:
         owner = self._futex[0] & _OWNER_BITS
         if is_stopped(owner):
             return "its process was stopped while it was changing shared memory"
-        if owner and self._patience.seconds == 0.0 and is_gone(owner):
+        if owner and self._policy.patience_s == 0.0 and is_gone(owner):
             return "it ended while it was changing shared memory"
         return ""
 
@@ -174,10 +180,10 @@ class RobustMutex:
     def _raise_lost(self) -> None:
         holder = self._holder[0]
         self.release()
+        rank, event = ~holder, "it died"
         if holder <= _INTERRUPTED:
-            cause = "an exception interrupted it while it was changing shared memory"
-            raise PeerLostError(self._ranks[_INTERRUPTED - holder], cause)
-        raise PeerLostError(self._ranks[~holder], "it died while it was changing shared memory")
+            rank, event = _INTERRUPTED - holder, "an exception interrupted it"
+        raise self._policy.report(Loss(self._ranks[rank], f"{event} while it was changing shared memory"))
 
 
 class AbandonedMutex:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from asyncoll.transport import Buffer, Receiver, check_frames
+from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 
 _HIGH_WATER_MARK = 64  # messages in the inbox of a rank above which `drain` makes their senders wait
 
@@ -78,7 +78,7 @@ class InprocTransport:
                 return
             source, frames = self._inbox.popleft()
             if frames is None:
-                self._receiver.lost(source, "it closed its transport")
+                self._receiver.lost(Loss(source, "it closed its transport"))
             else:
                 self._receiver.received(source, list(frames))
         self._schedule()

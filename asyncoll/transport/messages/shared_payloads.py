@@ -20,12 +20,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncoll.arguments import digest
-from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.transport import (
     MAX_FRAME_BYTES,
     Arena,
     Buffer,
     ControlBlock,
+    Loss,
     Receiver,
     Transport,
     check_frames,
@@ -119,7 +120,7 @@ class _Outgoing:
             slot = self._claim()
             if slot is not None:
                 self._fill(slot, dest, payload)
-        except PeerLostError:  # a receiver has died with the lock; `inner` will report its loss
+        except AsyncollError:  # a receiver has died with the lock, which has reported the loss
             return None
         return slot
 
@@ -168,7 +169,6 @@ class _Incoming:
             int, ControlBlock
         ] = {}  # of the other ranks of this host, by rank, once they are open
         self._receiver = receiver
-        self._lost: set[int] = set()
         # (source, slot) of payloads that have been dropped. The last reference may be dropped in any thread and at any
         # moment, even while this thread holds that lock. So the finalizer only appends to this deque, and `give_back`
         # does the rest.
@@ -180,22 +180,19 @@ class _Incoming:
             return
         try:
             whole = [self._resolved(source, frames)]
-        except PeerLostError as error:  # a rank has died with the lock: the message cannot be read
-            self.lost(error.rank, error.cause, error.last_seen_s)
+        except AsyncollError:  # a rank has died with the lock, which has reported the loss: the message is unreadable
             return
         self._receiver.received(source, whole.pop())  # `whole` must not keep the payload alive
         self.give_back()
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        if source not in self._lost:
-            self._lost.add(source)
-            self._receiver.lost(source, cause, last_seen_s)
+    def lost(self, loss: Loss) -> None:
+        self._receiver.lost(loss)
 
     def give_back(self) -> None:
         """Return the slots of dropped payloads to their senders."""
         while self._dropped:
             source, slot = self._dropped.popleft()
-            with contextlib.suppress(PeerLostError), self.control_blocks[source] as control_block:
+            with contextlib.suppress(AsyncollError), self.control_blocks[source] as control_block:
                 control_block.cells[slot] = _FREE
 
     def _resolved(self, source: int, frames: list[Buffer]) -> list[Buffer]:

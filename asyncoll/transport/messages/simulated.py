@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.statistics import WORD_BYTES
-from asyncoll.transport import Buffer, Receiver, check_frames
+from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 
@@ -206,9 +206,9 @@ class SimulatedTransport:
         if self._closed:
             return
         if self._receiver is not None:
-            self._receiver.lost(source, cause)
+            self._receiver.lost(Loss(source, cause))
         else:
-            self._early.append(lambda receiver: receiver.lost(source, cause))
+            self._early.append(lambda receiver: receiver.lost(Loss(source, cause)))
 
     def _arrive(self, when: float, source: int, frames: list[bytes], payload: int) -> None:
         if self._closed:

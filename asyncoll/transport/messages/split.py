@@ -11,8 +11,9 @@ import asyncio
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from asyncoll.transport import Buffer, Receiver, check_frames
+from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
 
 THRESHOLD_BYTES = 1 << 16  # a payload of at least this size uses the second stream
@@ -98,13 +99,13 @@ class _Reassembly:
             self._payloads[source].append(payload)
             self._join(source)
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        if source in self._lost:
+    def lost(self, loss: Loss) -> None:
+        if loss.rank in self._lost:
             return
-        if source in self._remote:
+        if loss.rank in self._remote:
             self._collect()  # the other stream may still hold payloads of complete messages
-        self._lost.add(source)
-        self.receiver.lost(source, cause, last_seen_s)
+        self._lost.add(loss.rank)
+        self.receiver.lost(loss)
 
     def close(self) -> None:
         """Deliver nothing more."""
@@ -129,9 +130,9 @@ class _Payloads:
     def received(self, source: int, frames: list[Buffer]) -> None:
         self._reassembly.received_payload(source, frames[-1])
 
-    def lost(self, source: int, cause: str, last_seen_s: float = 0.0) -> None:
-        cause = f"{cause} (the connection for payloads)"
-        asyncio.get_running_loop().call_later(_LEAVING_S, self._reassembly.lost, source, cause, last_seen_s)
+    def lost(self, loss: Loss) -> None:
+        loss = replace(loss, cause=f"{loss.cause} (the connection for payloads)")
+        asyncio.get_running_loop().call_later(_LEAVING_S, self._reassembly.lost, loss)
 
 
 def _whole(frames: list[Buffer], payloads: deque[Buffer]) -> list[Buffer] | None:

@@ -31,7 +31,7 @@ import zmq
 
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
-from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Receiver, check_frames
+from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames
 from asyncoll.transport.addresses import check_path, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
@@ -358,7 +358,7 @@ class ZeroMQTransport:
         self.collect()  # a lost peer's messages come before its loss
         self._drop(peer, linger_ms=0)
         assert self._receiver is not None
-        self._receiver.lost(peer.rank, cause, last_seen_s)
+        self._receiver.lost(Loss(peer.rank, cause, last_seen_s))
 
     def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
         if peer.is_dropped:
