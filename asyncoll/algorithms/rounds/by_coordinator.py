@@ -144,7 +144,8 @@ class CoordinatedRounds(WaitAvoiding):
             raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
         taken = self._sent[int(included) - 1].ticket if included >= 1 else self._latest.taken
         del self._sent[: int(included)]
-        self._tally.began(self._port.now_s())
+        if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
+            self._tally.began(self._port.now_s())
         active, _ = self._tally.count_round(self._all_ranks, participation)
         synchronous = self.operation.is_synchronous(self._number)
         self._publish(Result(self._number, parts, active, self._all_ranks, taken, synchronous))

@@ -71,10 +71,7 @@ class ActivatedRounds(WaitAvoiding):
     def _keep_staged(self) -> None:
         """Copy a lent contribution into memory of this operation."""
         if self._lent and self._staged is not None:
-            mine = self._memory()
-            for own, staged in zip(mine, self._staged, strict=True):
-                np.copyto(own, staged)
-            self._staged = mine
+            self._staged = self._copy(self._staged)
         self._lent = False
 
     async def _reclaim(self, number: int) -> None:
@@ -86,7 +83,7 @@ class ActivatedRounds(WaitAvoiding):
         # A cancelled caller may be cancelled again, and may leave only when the round has ended: each cancellation is
         # swallowed here, and the caller of this method raises the first one.
         while self._lent_to == self._number and not self._port.has_failed:
-            with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
+            with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._result_of(number) as done:
                 await done
         # The result of that round lies in the caller's memory too, and a later call may be given it.
         if self._latest.lent:
@@ -143,7 +140,6 @@ class ActivatedRounds(WaitAvoiding):
     async def _carry_out(self) -> None:
         # No await up to the reduction: the contribution, its number and its participation are of one moment.
         number, port = self._number, self._port
-        self._tally.began(port.now_s())
         contributes, taken = self._staged is not None, self._submitted
         parts, lent = self._take()
         if lent:
@@ -170,13 +166,18 @@ class ActivatedRounds(WaitAvoiding):
         if staged is not None and not operation.group_size:
             self._staged, self._lent = None, False
             return staged, lent
+        if staged is not None:
+            return self._copy(staged), False
         parts = self._memory()
-        for index, (part, (dtype, _)) in enumerate(zip(parts, operation.layout, strict=True)):
-            if staged is None:
-                fill_neutral(part, operation.op, dtype)
-            else:
-                np.copyto(part, staged[index])
+        for part, (dtype, _) in zip(parts, operation.layout, strict=True):
+            fill_neutral(part, operation.op, dtype)
         return parts, False
+
+    def _copy(self, parts: Parts) -> Parts:
+        mine = self._memory()
+        for own, part in zip(mine, parts, strict=True):
+            np.copyto(own, part)
+        return mine
 
 
 def _neighbours(group: Group, direction: int) -> list[int]:

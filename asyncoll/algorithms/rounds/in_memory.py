@@ -24,7 +24,7 @@ from asyncoll.algorithms.rounds.block_table import LENT, NONE
 from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import Chunk, Kept, Layout, RoundRecord
+from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
 from asyncoll.errors import PeerLostError
@@ -75,9 +75,9 @@ class OneSidedRounds:
         self._has_lost = has_lost
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
-        self._layout = Layout.of(operation)
+        self._layout = BlockLayout.of(operation)
         self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
-        self._rounds = RoundRecord(arena, registry, operation, group.communicator, group.size, group.rank, self._layout)
+        self._rounds = RoundRecord(arena, registry, group, operation, self._layout)
         self._control_block = self._rounds.control_block
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
@@ -285,8 +285,8 @@ class OneSidedRounds:
         parts = self._views.get(address)
         if parts is None:
             layout, view = self._layout, self._arena.view
-            places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
-            parts = [view(address + offset, length).view(dtype) for offset, length, dtype in places]
+            pieces = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
+            parts = [view(address + offset, length).view(dtype) for offset, length, dtype in pieces]
             self._views[address] = parts
         return parts
 
@@ -356,15 +356,10 @@ class OneSidedRounds:
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
-        return Result(
-            number=kept.number,
-            parts=self._parts(self._rounds.blocks.address(kept.block)) if kept.block else [],
-            active=kept.active,
-            members=self.operation.members(kept.number, self._size, self._rank) if self._keeps else self._all_ranks,
-            taken=kept.taken,
-            synchronous=self.operation.is_synchronous(kept.number),
-            block=kept.block,
-        )
+        number, block, active, taken = kept
+        parts = self._parts(self._rounds.blocks.address(block)) if block else []
+        members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        return Result(number, parts, active, members, taken, self.operation.is_synchronous(number), block=block)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""

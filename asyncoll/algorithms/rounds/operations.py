@@ -119,6 +119,7 @@ class Operations:
         try:
             self._member.check()
             rounds = self._backend.operations.known.get(spec.name)
+            # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
             if rounds is None or rounds.operation is not spec:
                 site = str(call.site)
                 known = self._backend.operations.find(spec, self._member.group.rank, site)

@@ -17,6 +17,7 @@ from asyncoll.algorithms.rounds.block_table import LENT, NONE, BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
+from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
@@ -51,8 +52,10 @@ class Row(NamedTuple):
     ticket: int  # the number of the newest contribution
     source: int  # as `staged`: the contribution that the running round has taken
     source_at: int
-    taken: int  # the ticket of the newest contribution when the round took the staged one
-    dest: int  # the block for the result of the rank's group
+    round: int  # the `Kept` that the running round is to have
+    block: int
+    active: int
+    taken: int
     here: int  # the round that its caller waits for; 0: none
     granted: int  # the `Kept` that was granted to its caller; 0: none
     granted_block: int
@@ -88,7 +91,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """How a contribution lies in a block."""
 
     offsets: tuple[int, ...]  # of its parts
@@ -96,7 +99,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, operation: Operation) -> Layout:
+    def of(cls, operation: Operation) -> BlockLayout:
         lengths = tuple(count * storage(dtype).itemsize for dtype, count in operation.layout)
         ends = tuple(accumulate((-(-length // _ALIGNED) * _ALIGNED for length in lengths), initial=0))
         return cls(ends[:-1], lengths, max(ends[-1], _ALIGNED))
@@ -106,22 +109,15 @@ class RoundRecord:
     """The rounds of one operation, as one of the ranks sees them."""
 
     def __init__(
-        self,
-        arena: Arena,
-        registry: OperationRegistry,
-        operation: Operation,
-        communicator: int,
-        size: int,
-        rank: int,
-        layout: Layout,
+        self, arena: Arena, registry: OperationRegistry, group: Group, operation: Operation, layout: BlockLayout
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
         self._operation = operation
-        self._rank = rank
+        self._rank = group.rank
+        self.size = size = group.size
         self._drawn: tuple[int, Sequence[int]] = (0, ())  # for the round of that number
         self._first_caller_opens = rules.first_caller_opens(operation)
         self._layout = layout
-        self.size = size
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         # In order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each rank, the
@@ -131,7 +127,7 @@ class RoundRecord:
         self._rows = size + len(Head._fields)
         ends = range(self._rows, self._rows + len(COLUMN) * (size + 1), len(COLUMN))
         self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
-        self._mine = self._row[rank]
+        self._mine = self._row[group.rank]
         self._results_at = ends[-1]
         self._kept_rounds = operation.history + 1
         self._begun = self._results_at + self._kept_rounds * size * len(KEPT)
@@ -140,7 +136,7 @@ class RoundRecord:
         # The blocks of one rank: one that it fills, one staged, one in a round, one granted to it, and as many to read
         # as results are kept. It may hold as many again for the call after one that was cancelled.
         limit = size * (3 * operation.history + 12) + 16
-        context = digest(communicator, "rounds", operation.name)
+        context = digest(group.communicator, "rounds", operation.name)
         self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit))
         self.cells = self.control_block.cells
         self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes)
@@ -260,7 +256,7 @@ class RoundRecord:
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
                 chunks += self._chunks_of_block
-            table[index, COLUMN.dest] = dest
+            table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken)
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round
             self._publish()
@@ -280,12 +276,9 @@ class RoundRecord:
         """The chunks of the running round, in the same order at all ranks. They are valid until the round is over."""
         chunks: list[Chunk] = []
         for ranks, index in self._parts(self.running):
-            blocks, addresses = (
-                self._table[index, COLUMN.source].tolist(),
-                self._table[index, COLUMN.source_at].tolist(),
-            )
+            blocks, addresses = self._table[index, COLUMN.source : COLUMN.source_at + 1].T.tolist()
             sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
-            dest = self.cells[self._row[ranks[0]].dest]
+            dest = self.cells[self._row[ranks[0]].block]
             if sources and dest not in blocks:
                 chunks += self._chunks(self.blocks.address(dest), sources)
         return chunks
@@ -326,16 +319,13 @@ class RoundRecord:
         results = self._results[number % self._kept_rounds]
         for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
             blocks.drop(block)
-        results[:, KEPT.number] = number
-        results[:, KEPT.block], results[:, KEPT.taken] = table[:, COLUMN.dest], table[:, COLUMN.taken]
-        for _, index in self._parts(number):
-            active = int(np.count_nonzero(table[index, COLUMN.source]))
-            results[index, KEPT.active] = active
-            cells[self._counts + active] += 1
+        results[:] = table[:, COLUMN.round : COLUMN.taken + 1]
+        for ranks, _ in self._parts(number):
+            cells[self._counts + cells[self._row[ranks[0]].active]] += 1
         for rank, waits_for in enumerate(table[:, COLUMN.here].tolist()):
             if waits_for == number:
                 table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
-                blocks.keep(cells[self._row[rank].dest])
+                blocks.keep(cells[self._row[rank].block])
         cells[self._head.latest], cells[self._head.running] = number, 0
         self.control_block.wake()
 

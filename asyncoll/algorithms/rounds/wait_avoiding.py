@@ -131,7 +131,7 @@ class WaitAvoiding(ABC):
     async def _wait(self, number: int) -> Result:
         """The caller waits for round `number`; its contribution is staged."""
         try:
-            with self._wait_for(number) as future:
+            with self._result_of(number) as future:
                 self._follow(self._round.here(ARRIVED))
                 return await future
         except asyncio.CancelledError:
@@ -140,7 +140,7 @@ class WaitAvoiding(ABC):
             raise
 
     @contextlib.contextmanager
-    def _wait_for(self, number: int) -> Iterator[asyncio.Future[Result]]:
+    def _result_of(self, number: int) -> Iterator[asyncio.Future[Result]]:
         """A future that gets the result of round `number`."""
         with self._port.watch(f"{self.describe()}: round {number}") as future:
             self._waiting[number] = future
@@ -244,6 +244,7 @@ class WaitAvoiding(ABC):
             if isinstance(instruction, Tell):
                 self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))
             else:
+                self._tally.began(self._port.now_s())
                 self._port.spawn(self._carry_out())
 
     def _received(self, rank: int, number: int, step: int, payload: Buffer) -> None:
