@@ -54,8 +54,8 @@ def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
     for edge in edges(size):
         # The edges below j are enough without `flood`: a rank signalled on edge i is the root of a subtree that spans
         # the edges above i, so the ranks on the lower edges are reached by other ranks.
-        heeded = edges(size) if flood else range(edge)
-        schedule.add(Step("forward", edge), after_any=[OPEN, *map(heard, heeded)])
+        earlier = edges(size) if flood else range(edge)
+        schedule.add(Step("forward", edge), after_any=[OPEN, *map(heard, earlier)])
     schedule.add(REDUCE, after_any=[OPEN, *(heard(edge) for edge in edges(size))])
     return schedule
 

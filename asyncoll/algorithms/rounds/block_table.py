@@ -2,8 +2,7 @@
 
 A rank takes a free block, writes it once, and from then on every rank only reads it. A block has a count of its
 keepers: it may be kept as a contribution, as a source of a running round, as a result, and by a reader. It is free
-again when the count is 0. Its memory may have been allocated by any rank. Blocks are numbered from 1, so a cell that
-is 0 means no block.
+again when the count is 0. Its memory may have been allocated by any rank. Blocks are numbered from 1.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from asyncoll.transport import Arena, ControlBlock
 _FREE, _MADE = range(2)  # cells of the head: the number of free blocks, and of all blocks
 _HEAD = 2
 
-NONE = 0
+NONE = 0  # instead of a block: no memory
+LENT = -1  # instead of a block: the memory of a caller that waits
 
 
 class BlockTable:
@@ -54,7 +54,7 @@ class BlockTable:
             with self._control_block:
                 block = cells[self._head + _MADE] + 1
                 if block > self._limit:
-                    raise RuntimeError("somebody keeps blocks and never drops them")
+                    raise RuntimeError(f"all {self._limit} blocks of an operation are in use")
                 cells[self._head + _MADE] = block
                 cells[self._addresses + block] = address
                 self._push(block)
@@ -71,17 +71,16 @@ class BlockTable:
         return block
 
     def keep(self, block: int) -> None:
-        """Add a keeper. Without effect for NONE."""
-        if block != NONE:
+        """Add a keeper. Without effect for NONE and LENT."""
+        if block > NONE:
             self._cells[self._keepers + block] += 1
 
     def drop(self, block: int) -> None:
-        """Remove a keeper; without the last one the block is free. Without effect for NONE."""
-        if block == NONE:
-            return
-        self._cells[self._keepers + block] -= 1
-        if not self._cells[self._keepers + block]:
-            self._push(block)
+        """Remove a keeper; without the last one the block is free. Without effect for NONE and LENT."""
+        if block > NONE:
+            self._cells[self._keepers + block] -= 1
+            if not self._cells[self._keepers + block]:
+                self._push(block)
 
     def _push(self, block: int) -> None:
         cells = self._cells

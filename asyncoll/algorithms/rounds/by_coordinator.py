@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import children
-from asyncoll.algorithms.rounds import rules
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
@@ -29,11 +29,9 @@ from asyncoll.transport.wire import Buffer
 # Contributions of all ranks together up to which one rank sums them faster than all do: measured, see BENCHMARKS.md.
 COORDINATED_MAX_BYTES = 1 << 20
 
-# Steps of signals. The first three go to the coordinator. ARRIVED and LATE carry a contribution, GONE carries nothing.
-ARRIVED = 0  # the sender's caller waits for the round
-LATE = 1  # the sender's caller does not wait
-GONE = 2  # the sender makes no more calls: do not wait for it
-RESULT = 3  # from the coordinator to all ranks, through a tree
+# A step of signals beside the events of `engine`, from the coordinator to all ranks, through a tree. ARRIVED and LATE
+# carry a contribution, GONE carries nothing.
+RESULT = 252
 
 RADIX = 32  # of the tree that distributes results: among up to 32 ranks the coordinator sends to every rank itself
 
@@ -57,27 +55,22 @@ class CoordinatedRounds(WaitAvoiding):
     """An operation whose rounds are carried out by one rank for all. On the runtime's loop."""
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
-        self._everybody = tuple(range(port.group.size))
+        self._all_ranks = tuple(range(port.group.size))
         self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
-        self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # (group rank, step, payload), by round
         # Last: the constructor arms the first round, and a signal that is here already is handled in it.
         super().__init__(port, operation, describe)
 
     # -- contributing -----------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        self._gather()
-        self._coordinator = self._gathering.drawn[0]
-        # At the coordinator:
-        self._begun = False
-        self._given: list[tuple[int, Buffer]] = []  # (group rank, payload) of each contribution
+    def _arm(self) -> NextRound:
+        number = self._number
+        armed = CoordinatedRound(self.operation, number, self._group.size, self._group.rank)
+        self._given: list[tuple[int, Buffer]] = []  # at the coordinator: (group rank, payload) of each contribution
         # The round before did not include these. They are sent before any later contribution, because a result tells
         # the number of contributions included, which identifies them only if they arrive in the order of `_sent`.
         for sent in self._sent:
-            self._submit(LATE, sent.payload)
-
-    def _has_begun(self) -> bool:
-        return self._begun
+            self._port.send(armed.coordinator, number, LATE, sent.payload)
+        return armed
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         # Packed at once, so the caller's memory is free when the call has staged: nothing is lent, whatever `may_lend`.
@@ -88,119 +81,79 @@ class CoordinatedRounds(WaitAvoiding):
         self._spare, self._staged = self._staged, None
         return ticket
 
-    def _arrive(self, number: int) -> None:
-        self._submit(ARRIVED, self._sent[-1].payload)
-
-    def _offer(self) -> None:
-        self._submit(LATE, self._sent[-1].payload)
-
-    def _submit(self, step: int, payload: bytes) -> None:
-        self._port.send(self._coordinator, self._number, step, payload)
-
-    def _stand_in(self) -> None:
-        """The coordinator sends GONE to itself too, by message, so that it arrives after its earlier contributions.
-
-        Handled at once, it could open the round without them.
-        """
-        if self._port.departed:
-            self._submit(GONE, b"")
+    def _payload(self, step: int) -> bytes:
+        return b"" if step == GONE else self._sent[-1].payload
 
     # -- coordinating -----------------------------------------------------------------------------
 
-    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """A signal of group rank `place`. Rounds end in order: a signal for a later one waits until this rank is there.
-
-        Its payload is untrusted; raises ProtocolError.
-        """
-        self._check(number, step, payload)
+    def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
+        if step not in (ARRIVED, LATE, GONE, RESULT):
+            raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
+        coordinates = self._group.rank == self._coordinator_of(number)
+        if coordinates == (step == RESULT):
+            raise ProtocolError(f"signal {step} for round {number} of {self.operation}, which another rank coordinates")
+        ranks = self._group.size if step == RESULT else 1  # in the participation list
+        expected = 0 if step == GONE else PARTICIPATION_BYTES * ranks + self.operation.nbytes
+        if len(payload) != expected:
+            raise ProtocolError(f"{len(payload)} bytes for round {number} of {self.operation}, expected {expected}")
         if step == RESULT:
             # At once, even if this rank has not come to the round: the ranks below in the tree may have.
             self._pass_on(number, payload)
-        self._early.setdefault(number, []).append((place, step, payload))
-        # `_number` is read anew each time: a result ends the round, and the signals of the next one may be here.
-        while waiting := self._early.get(self._number):
-            self._heed(*waiting.pop(0))
 
-    def _check(self, number: int, step: int, payload: Buffer) -> None:
-        if step not in (ARRIVED, LATE, GONE, RESULT):
-            raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
-        mine = self._group.rank == self._coordinator_of(number)
-        if mine == (step == RESULT):
-            raise ProtocolError(f"signal {step} for round {number} of {self.operation}, which another rank coordinates")
-        expected = 0 if step == GONE else self._payload_bytes(self._group.size if step == RESULT else 1)
-        if len(payload) != expected:
-            raise ProtocolError(f"{len(payload)} bytes for round {number} of {self.operation}, expected {expected}")
-
-    def _heed(self, place: int, step: int, payload: Buffer) -> None:
+    def _handle(self, rank: int, step: int, payload: Buffer) -> None:
         if step == RESULT:
             self._finish(payload)
             return
-        if step == GONE:
-            self._gathering.gone(place)
-        else:
-            self._given.append((place, payload))
-            if step == ARRIVED or rules.late_call_opens(self.operation, self._gathering, place):
-                self._gathering.arrived(place)
-        if not self._begun and rules.may_open(self.operation, self._gathering):
-            self._begun = True
-            self._port.spawn(self._carry_out())
+        if step != GONE:
+            self._given.append((rank, payload))
+        super()._handle(rank, step, payload)
 
     async def _carry_out(self) -> None:
-        """Sum and distribute. A task of its own, so that messages of the same turn of the loop are included."""
-        result = self._sum()
-        self._pass_on(self._number, result)
-        self._finish(result)
+        """Sum and distribute. A task of its own, so that messages of the same turn of the loop are included.
 
-    def _sum(self) -> bytes:
-        """The payload of the result. Sums in the order of ranks: the bits must not depend on the order of arrival."""
+        Sums in the order of ranks: the bits must not depend on the order of arrival.
+        """
         participation = np.zeros((4, self._group.size), np.float32)
         total: Parts | None = None
-        for place, payload in sorted(self._given, key=lambda given: given[0]):
+        for rank, payload in sorted(self._given, key=lambda given: given[0]):
             column, *parts = self._unpacked(payload, 1)
-            participation[:, place] += column
+            participation[:, rank] += column
             if total is None:
                 total = parts
             else:
                 self._combine(total, parts)
         assert total is not None
-        return _packed([participation.reshape(-1), *total])
+        result = _packed([participation.reshape(-1), *total])
+        self._pass_on(self._number, result)
+        self._finish(result)
 
     # -- results ----------------------------------------------------------------------------------
 
     def _pass_on(self, number: int, result: Buffer) -> None:
         """Send the result on, down a tree that is rooted at the coordinator: first to the ranks whose callers wait."""
         size, root = self._group.size, self._coordinator_of(number)
-        told = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
-        for place in sorted(told, key=lambda place: not self._gathering.is_waiting(place)):
-            self._port.send(place, number, RESULT, result)
+        below = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
+        for rank in sorted(below, key=lambda rank: rank not in self._round.waiting_ranks):
+            self._port.send(rank, number, RESULT, result)
 
     def _finish(self, payload: Buffer) -> None:
-        """The round that is armed is over, and `payload` is its result."""
-        number = self._number
-        self._early.pop(number, None)  # late contributions: each is sent again by its rank, to the next coordinator
+        """The round that is armed is over, and `payload` is its result. Raises ProtocolError."""
         participation, *parts = self._unpacked(payload, self._group.size)
-        counted = self._count_mine(participation[self._group.rank])
-        taken = self._sent[counted - 1].ticket if counted else self._latest.taken
-        del self._sent[:counted]
-        self._tally.began(self._port.now_s())
-        active, _ = self._tally.count_round(self._everybody, participation)
-        synchronous = self.operation.is_synchronous(number)
-        self._publish(Result(number, parts, active, self._everybody, taken, synchronous))
-
-    def _count_mine(self, counted: float) -> int:
-        """How many of the contributions that this rank has sent are in a result. Raises ProtocolError."""
-        if not 0 <= counted <= len(self._sent):  # also true for NaN
-            raise ProtocolError(f"a result of {self.operation} has {counted} of the {len(self._sent)} sent to it")
-        return int(counted)
+        included = participation[self._group.rank]  # so many of the contributions that this rank has sent
+        if not 0 <= included <= len(self._sent):  # also true for NaN
+            raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
+        taken = self._sent[int(included) - 1].ticket if included >= 1 else self._latest.taken
+        del self._sent[: int(included)]
+        if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
+            self._tally.began(self._port.now_s())
+        active, _ = self._tally.count_round(self._all_ranks, participation)
+        synchronous = self.operation.is_synchronous(self._number)
+        self._publish(Result(self._number, parts, active, self._all_ranks, taken, synchronous))
 
     def _coordinator_of(self, number: int) -> int:
-        return self._coordinator if number == self._number else self.operation.drawn(number, self._group.size)[0]
+        return (self._round.drawn if number == self._number else self.operation.drawn(number, self._group.size))[0]
 
     # -- payloads: a participation list, then the parts -------------------------------------------
-
-    def _payload_bytes(self, ranks: int) -> int:
-        """The size of a payload whose participation list has so many ranks: one in contributions, all in results."""
-        return PARTICIPATION_BYTES * ranks + self.operation.nbytes
 
     def _unpacked(self, payload: Buffer, ranks: int) -> Parts:
         """The participation list, and the parts in memory of their own.

@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.algorithms.rounds import rules, wait_avoiding
-from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds import wait_avoiding
+from asyncoll.algorithms.rounds.activation import edges
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, ActivatedRound, Instruction, NextRound
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.port import Port
-from asyncoll.runtime.schedule import Schedule
-from asyncoll.tensors.reductions import Array, fill_neutral
+from asyncoll.tensors.reductions import fill_neutral
 from asyncoll.transport.wire import Buffer
 
-# Steps of signals that are not edges of the tree. The first two go to the drawn ranks of a round.
-ARRIVED = 255  # the sender's caller waits for the round
-GONE = 254  # the sender makes no more calls: do not wait for it
-REACHED = 253  # to the ranks that signal the sender on an edge: the sender has reached the round with that number
+# A step of signals beside the edges of the tree and the events of `engine`, to the ranks that signal the sender on an
+# edge: the sender has reached the round with that number.
+REACHED = 252
 
 
 class ActivatedRounds(WaitAvoiding):
@@ -46,13 +45,11 @@ class ActivatedRounds(WaitAvoiding):
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._lent = False  # whether the staged arrays are the memory of the caller that waits
         self._lent_to = 0  # the newest round that has reduced in the memory of its caller
-        self._early: dict[int, list[tuple[int, int]]] = {}  # signals for later rounds, by round: (group rank, step)
-        self._announced = 0  # the newest round whose drawn ranks have been told that this rank is here, or gone
         # By group rank, of the ranks that this one signals: the newest round that they are known to have reached.
         # Groups that share no rank do not wait for each other, so one could run ahead of another without end, and the
         # ranks of the slower group would have to keep all signals of the faster one.
         self._reached = dict.fromkeys(_neighbours(port.group, 1), 0) if operation.group_size else {}
-        self._held: dict[Step, None] = {}  # steps of the armed round, which is too far ahead to take part in
+        self._held: list[Instruction] = []  # of the armed round, which is too far ahead to take part in
         super().__init__(port, operation, describe)
 
     # -- contributions ----------------------------------------------------------------------------
@@ -61,7 +58,7 @@ class ActivatedRounds(WaitAvoiding):
         # Memory is lent only if the very next round takes it and then the call ends. Older staged arrays have to be
         # added to it first, and a round that runs here already has taken its contribution.
         outlives = self.operation.group_size or self.operation.history
-        next_takes_it = self._staged is None and not self._has_begun()
+        next_takes_it = self._staged is None and not self._round.has_begun
         lent = contribution.lend() if may_lend and next_takes_it and not outlives else None
         if lent is None:
             # Staging adds to the staged arrays. If they are lent, their caller waits and must not see them change.
@@ -74,10 +71,7 @@ class ActivatedRounds(WaitAvoiding):
     def _keep_staged(self) -> None:
         """Copy a lent contribution into memory of this operation."""
         if self._lent and self._staged is not None:
-            mine = self._memory()
-            for own, staged in zip(mine, self._staged, strict=True):
-                np.copyto(own, staged)
-            self._staged = mine
+            self._staged = self._copy(self._staged)
         self._lent = False
 
     async def _reclaim(self, number: int) -> None:
@@ -89,109 +83,26 @@ class ActivatedRounds(WaitAvoiding):
         # A cancelled caller may be cancelled again, and may leave only when the round has ended: each cancellation is
         # swallowed here, and the caller of this method raises the first one.
         while self._lent_to == self._number and not self._port.has_failed:
-            with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._wait_for(number) as done:
+            with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._result_of(number) as done:
                 await done
         # The result of that round lies in the caller's memory too, and a later call may be given it.
         if self._latest.lent:
             own = [part.copy() for part in self._latest.parts]
             self._latest = self._latest._replace(parts=own, lent=False)
 
-    # -- opening a round --------------------------------------------------------------------------
+    # -- signals ----------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        """Make a new schedule, as the operation is persistent (section 4.1.1 of the PPoPP 2020 paper)."""
-        number, size = self._number, self._group.size
-        self._gather()
-        if self.operation.is_synchronous(number):
-            plan = synchronous(size)
-        else:
-            plan = activation(size, flood=self.operation.group_size > 0)
-        self._schedule: Schedule[Step] = plan.fresh()
+    def _arm(self) -> NextRound:
+        return ActivatedRound(self.operation, self._number, self._group.size, self._group.rank)
 
-    def _has_begun(self) -> bool:
-        return REDUCE in self._schedule.fired
-
-    def _arrive(self, number: int) -> None:
-        if self._has_begun():  # here it reduces already, without this contribution or with it; the caller only waits
-            return
-        self._gathering.arrived(self._group.rank)
-        if not self._open():
-            self._tell_drawn(number, ARRIVED)
-
-    def _tell_drawn(self, number: int, step: int) -> None:
-        """Send `step` to the drawn ranks of round `number`: once, as a rank may arrive and then leave."""
-        if self._announced < number:
-            self._announced = number
-            for place in self._gathering.drawn:
-                if place != self._group.rank:
-                    self._port.send(place, number, step)
-
-    def _open(self) -> bool:
-        """Open the round if this rank may. Returns whether it is open, as far as this rank knows."""
-        if self._has_begun():
-            return True
-        if not self._may_open():
-            return False
-        self._fire(OPEN)
-        return True
-
-    def _may_open(self) -> bool:
-        """Whether this rank may open the round. In a synchronous round: whether its caller is there, or it is gone.
-
-        Each rank opens a synchronous round for itself, and the schedule waits for the others. A rank that is gone opens
-        none after a synchronous round in which all ranks were gone. Otherwise the gone ranks would carry out one
-        synchronous round after another, without any caller, as long as the world exists.
-        """
-        if not self.operation.is_synchronous(self._number):
-            return rules.may_open(self.operation, self._gathering)
-        is_waiting = self._gathering.is_waiting(self._group.rank)
-        return is_waiting or (self._port.departed and not self._latest.deserted)
-
-    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
+    def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
             raise ProtocolError(f"signal {step} of {self.operation} has nothing to carry")
-        if number == self._number:
-            self._heed(place, step)
-            return
+        if step not in edges(self._group.size) and step not in (ARRIVED, GONE):
+            raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
         # A round of all ranks ends nowhere before this rank takes part in it. A round of another group may.
         if number > self._number + 1 and not self.operation.group_size:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
-        self._early.setdefault(number, []).append((place, step))
-
-    def _heed(self, place: int, step: int) -> None:
-        """Handle a signal of group rank `place` for the armed round. Raises ProtocolError for an unknown step."""
-        if (edge := heard(step)) in self._schedule:
-            self._fire(edge)
-        elif step == ARRIVED:
-            self._gathering.arrived(place)
-            self._open()
-        elif step == GONE:
-            self._gathering.gone(place)
-            self._open()
-        else:
-            raise ProtocolError(f"signal {step} has no meaning in round {self._number} of {self.operation}")
-
-    def _stand_in(self) -> None:
-        if not self._port.departed:
-            return
-        self._gathering.gone(self._group.rank)
-        # Only a quorum counts the ranks that are gone. A solo needs none of them. A majority needs one drawn rank; if
-        # that is gone itself, it opens the round when the first caller tells it that it has arrived.
-        counted = self.operation.opening is Opening.QUORUM and not self.operation.is_synchronous(self._number)
-        if not self._open() and counted:
-            self._tell_drawn(self._number, GONE)
-
-    def _fire(self, step: Step) -> None:
-        """`step` has happened in the armed round: forward signals and reduce as the schedule says."""
-        if self._is_far_ahead():
-            self._held[step] = None
-            return
-        for fired in self._schedule.fire(step):
-            if fired.kind == "forward":
-                self._port.send((self._group.rank + (1 << fired.edge)) % self._group.size, self._number, fired.edge)
-            elif fired == REDUCE:
-                self._tally.began(self._port.now_s())
-                self._port.spawn(self._reduce(self._number))
 
     # -- staying in reach -------------------------------------------------------------------------
 
@@ -202,37 +113,45 @@ class ActivatedRounds(WaitAvoiding):
         """
         return self._number > min(self._reached.values(), default=self._number) + wait_avoiding.EARLY_MAX
 
-    def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        if step != REACHED or place not in self._reached:
-            super()._heard(place, number, step, payload)
-            return
-        self._reached[place] = max(self._reached[place], number)
+    def _follow(self, instructions: Sequence[Instruction]) -> None:
+        self._held += instructions
         if not self._is_far_ahead():
-            held, self._held = self._held, {}
-            for kept in held:
-                self._fire(kept)
+            held, self._held = self._held, []
+            super()._follow(held)
 
-    def _report(self) -> None:
-        """Tell the ranks that signal this one how far it has come.
+    def _received(self, rank: int, number: int, step: int, payload: Buffer) -> None:
+        if step == REACHED and rank in self._reached:
+            self._reached[rank] = max(self._reached[rank], number)
+            self._follow(())  # those that were held
+        else:
+            super()._received(rank, number, step, payload)
 
-        Four times in EARLY_MAX rounds, so that ranks which keep pace never wait for a report.
-        """
+    def _publish(self, result: Result) -> None:
+        super()._publish(result)
+        # Tell the ranks that signal this one how far it has come: four times in EARLY_MAX rounds, so that ranks which
+        # keep pace never wait for it.
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
-            for place in _neighbours(self._group, -1):
-                self._port.send(place, self._number, REACHED)
+            for rank in _neighbours(self._group, -1):
+                self._port.send(rank, self._number, REACHED)
+        self._handle_signals()  # those for the next round, which arrived while this one was running
 
     # -- executing it -----------------------------------------------------------------------------
 
-    async def _reduce(self, number: int) -> None:
-        # No await up to `_allreduce`: the contribution, its number and its participation are of one moment.
+    async def _carry_out(self) -> None:
+        # No await up to the reduction: the contribution, its number and its participation are of one moment.
+        number, port = self._number, self._port
         contributes, taken = self._staged is not None, self._submitted
         parts, lent = self._take()
         if lent:
             self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
-        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=self._port.departed)
-        await self._allreduce(group, number, parts, participation)
+        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=port.departed)
+        # The participation lists, of which each rank has filled in its own column, are summed on the way.
+        with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
+            for part, combine in zip(parts, self._combines, strict=True):
+                await on_lane.allreduce(lane, part, combine)
+                lane.next_phase()
         active, gone = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and gone == group.size
@@ -247,31 +166,18 @@ class ActivatedRounds(WaitAvoiding):
         if staged is not None and not operation.group_size:
             self._staged, self._lent = None, False
             return staged, lent
+        if staged is not None:
+            return self._copy(staged), False
         parts = self._memory()
-        for place, (part, (dtype, _)) in enumerate(zip(parts, operation.layout, strict=True)):
-            if staged is None:
-                fill_neutral(part, operation.op, dtype)
-            else:
-                np.copyto(part, staged[place])
+        for part, (dtype, _) in zip(parts, operation.layout, strict=True):
+            fill_neutral(part, operation.op, dtype)
         return parts, False
 
-    async def _allreduce(self, group: Group, number: int, parts: Parts, participation: Array) -> None:
-        """Reduce `parts` in place, and sum the `participation` lists, which travel with the messages of the reduction.
-
-        Each rank has filled in its own column of the list.
-        """
-        describe = lambda: f"round {number} of {self.describe()}"  # noqa: E731
-        with self._port.lane(group, number, describe, participation) as lane:
-            for part, combine in zip(parts, self._combines, strict=True):
-                await on_lane.allreduce(lane, part, combine)
-                lane.next_phase()
-
-    def _publish(self, result: Result) -> None:
-        super()._publish(result)
-        self._report()
-        # The next round is armed now. Signals for it were kept, because they arrived while this one was running.
-        for place, step in self._early.pop(self._number, []):
-            self._heed(place, step)
+    def _copy(self, parts: Parts) -> Parts:
+        mine = self._memory()
+        for own, part in zip(mine, parts, strict=True):
+            np.copyto(own, part)
+        return mine
 
 
 def _neighbours(group: Group, direction: int) -> list[int]:

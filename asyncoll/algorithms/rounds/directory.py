@@ -50,8 +50,7 @@ class Directory:
         Raises MismatchError, and ends the communicator, if its name stands for another operation.
         """
         known = self.known.get(operation.name)
-        # Identity first: it spares the comparison of all fields in the usual case, that the same call is repeated.
-        if known is not None and known.operation is not operation and known.operation != operation:
+        if known is not None and known.operation != operation:
             text = f"rank {caller} called {operation} at {site}, but it exists as {known.describe()}"
             self._member.mismatch(text)
             raise MismatchError(text)

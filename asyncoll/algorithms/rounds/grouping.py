@@ -43,7 +43,7 @@ def _order(size: int, group_size: int, turn: int) -> tuple[int, ...]:
         return tuple(range(size))
     # The last number stands still: modulo P - 1 it would be the same as 0, although its digits (all S - 1) are not.
     factor = pow(group_size, turn, padded - 1)
-    order = (*(place * factor % (padded - 1) for place in range(padded - 1)), padded - 1)
+    order = (*(position * factor % (padded - 1) for position in range(padded - 1)), padded - 1)
     return tuple(rank for rank in order if rank < size)
 
 
@@ -52,10 +52,10 @@ def propagation(size: int, group_size: int, first: int = 1) -> int:
 
     `group_size` must be at least 2, unless `size` is 1: with groups of one rank this does not return.
     """
-    everybody = (1 << size) - 1
+    all_ranks = (1 << size) - 1
     reached = [1 << rank for rank in range(size)]  # by rank: a bit for each rank whose contribution has reached it
     rounds = 0
-    while any(mask != everybody for mask in reached):
+    while any(mask != all_ranks for mask in reached):
         for group in partition(size, group_size, first + rounds):
             union = 0
             for rank in group:

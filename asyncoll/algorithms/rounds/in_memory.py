@@ -17,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_table import LENT, NONE
 from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import LENT, Chunk, Kept, Layout, RoundRecord
-from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
+from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord
+from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
@@ -41,20 +40,12 @@ LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the m
 class _Call:
     """The state of one call."""
 
-    aim: int
     number: int  # the round that the call waits for; 0 if it is late, and waits for none
     came_ns: int
     missed: list[Kept]  # results of earlier rounds, kept for this call since its arrival
     ticket: int = 0  # the number of its contribution, once that is staged
     is_over: bool = False  # whether round `number` is over
     kept: Kept | None = None  # the result of that round; None if it was over before the call had arrived
-
-
-@dataclass(frozen=True, slots=True)
-class HeldDelivery(Delivery):
-    """A delivery whose results lie in blocks, which are kept until it is released."""
-
-    kept: tuple[Kept, ...] = ()
 
 
 class OneSidedRounds:
@@ -84,17 +75,17 @@ class OneSidedRounds:
         self._has_lost = has_lost
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
-        self._layout = Layout.of(operation)
-        self._rounds = RoundRecord(arena, registry, operation, group.communicator, group.size, group.rank, self._layout)
+        self._layout = BlockLayout.of(operation)
+        self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
+        self._rounds = RoundRecord(arena, registry, group, operation, self._layout)
         self._control_block = self._rounds.control_block
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._views: dict[int, Parts] = {}  # of blocks, by address
-        self._tally = Tally(group.size)
-        self._unread: deque[Kept] = deque()  # results that have been read, to be dropped under the next lock
-        self._everybody = tuple(range(group.size))
-        self._engine: Engine[Kept] = Engine(operation.history)
+        self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
+        self._all_ranks = tuple(range(group.size))
+        self._engine: Engine[Kept] = Engine(operation)
         self._calls = 0  # the number of calls begun
         self._turn = 0  # the number of the call whose turn it is
         self._over: set[int] = set()  # calls that ended before their turn
@@ -102,7 +93,7 @@ class OneSidedRounds:
 
     # -- a call -----------------------------------------------------------------------------------
 
-    async def call(self, contribution: Contribution) -> HeldDelivery:
+    async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
 
         Cancelling the wait leaves the contribution in, and returns when no round uses the caller's memory. The results
@@ -113,7 +104,16 @@ class OneSidedRounds:
         try:
             if turn != self._turn:
                 await self._queue(turn, contribution)
-            return await self._call(contribution)
+            call = self._begin()
+            try:
+                if not (self._may_lend and call.number and self._lend(contribution, call)):
+                    await self._put(contribution, call)
+                if call.number and not call.is_over:
+                    await self._take_part(call)
+            except BaseException:
+                self._drop([kept.block for kept in call.missed])
+                raise
+            return self._deliver(call)
         finally:
             self._over.add(turn)
             self._end_turn(turn)
@@ -127,7 +127,7 @@ class OneSidedRounds:
             if self._turn != turn:
                 await turn_of(mine)
         except asyncio.CancelledError:
-            await self._put(contribution, _Call(0, 0, 0, []))
+            await self._put(contribution, _Call(0, 0, []))
             raise
         finally:
             self._turns.pop(turn, None)
@@ -147,55 +147,29 @@ class OneSidedRounds:
         elif (waiting := self._turns.pop(following, None)) is not None:
             waiting.set()
 
-    async def _call(self, contribution: Contribution) -> HeldDelivery:
-        """The call, when it has its turn."""
-        call = self._begin()
-        try:
-            if not self._lend(contribution, call):
-                await self._put(contribution, call)
-            if call.number and not call.is_over:
-                await self._take_part(call)
-        except BaseException:
-            self._drop(call.missed)
-            raise
-        return self._deliver(call)
-
     def _begin(self) -> _Call:
         """Decide whether this call waits for a round, and keep the results that it has missed."""
-        rounds, came_ns = self._rounds, self._now_ns()
+        rounds, engine, came_ns = self._rounds, self._engine, self._now_ns()
         with self._control_block:
-            while self._unread:
-                rounds.drop(self._unread.popleft())
+            while self._unused:
+                rounds.blocks.drop(self._unused.popleft())
             latest = rounds.latest
-            aim, number = self._engine.begin(latest, rounds.late_call_opens)
-            rounds.count_late(aim, came_ns)
-            missed: list[Kept] = []
+            number = engine.begin(latest, rounds.late_call_opens)
+            rounds.count_late(engine.aim, came_ns)
             # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
-            if number > aim:
-                missed = rounds.keep(self._engine.first_missed(aim, latest), latest, self._rank)
-            return _Call(aim, number, came_ns, missed)
+            missed = rounds.keep(engine.first_missed(latest), latest) if number > engine.aim else []
+            return _Call(number, came_ns, missed)
 
-    def _arrive(self, call: _Call) -> None:
-        """Under the lock: the contribution is staged, and its caller waits from now on, if it waits for a round.
+    def _come(self, call: _Call) -> int:
+        """Under the lock: the caller waits for its round, which is opened if it may. Notes in `call` if it is over.
 
         In one critical section with the staging. Otherwise a round could take the contribution and end before this
-        caller is registered for its result.
+        caller is registered for its result. Returns how many blocks have to be provided until the round can be opened.
         """
-        if call.number:
-            self._rounds.come(call.number)
-            self._open(call)
-
-    def _open(self, call: _Call) -> int:
-        """Under the lock: open the round if this rank may, and note in `call` whether it is over.
-
-        Returns how many free blocks the round needs if there are too few, otherwise 0.
-        """
-        rounds, missing = self._rounds, 0
-        if rounds.latest < call.number and rounds.may_open():
-            missing = rounds.open(self._now_ns())
-        if rounds.latest >= call.number:
-            rounds.count_wait(call.number, call.came_ns, self._now_ns())
-            call.kept = rounds.granted(call.number)
+        now_ns = self._now_ns()
+        missing = self._rounds.come(call.number, now_ns)
+        if self._rounds.latest >= call.number:
+            call.kept = self._rounds.leave(call.number, call.came_ns, now_ns)
             call.is_over = True
         return missing
 
@@ -205,7 +179,7 @@ class OneSidedRounds:
         try:
             while True:
                 with self._control_block:
-                    missing = self._open(call)
+                    missing = self._come(call)
                     running = rounds.running
                     work = rounds.work() if rounds.is_help_wanted() and not call.is_over else []
                 if call.is_over:
@@ -227,24 +201,25 @@ class OneSidedRounds:
 
         A cancellation is raised only at the end, because there may be no other rank that could carry the round out.
         """
+        if not work:
+            return
         interrupted: BaseException | None = None
-        while work:
-            with self._control_block:
-                place = self._rounds.claim(number)
-            if place < 0:
-                break
-            interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
+        with self._control_block:
+            index = self._rounds.claim(number)
+        while index >= 0:
+            interrupted = await self._pause() or interrupted
             # Without the lock: the claim gives this rank the chunk's part of the result, and the sources do not change.
-            self._reduce(work[place])
+            self._reduce(work[index])
             with self._control_block:
                 self._rounds.done()
+                index = self._rounds.claim(number)
         if interrupted is not None:
             raise interrupted
 
-    async def _outlast(self, pause: Awaitable[None]) -> BaseException | None:
-        """The exception that `pause` has raised, if any: the caller raises it when the work is done."""
+    async def _pause(self) -> BaseException | None:
+        """Let other ranks run (`checkpoint`). Returns an exception, which the caller raises when its work is done."""
         try:
-            await pause
+            await checkpoint(self._control_block)
         except BaseException as error:
             return error
         return None
@@ -259,10 +234,8 @@ class OneSidedRounds:
     def _lend(self, contribution: Contribution, call: _Call) -> bool:
         """Stage the caller's own memory, if it is registered and the round that the caller waits for will take it.
 
-        Only a caller that waits lends memory: after its call the program may change or free it.
+        Only for a caller that waits: after its call the program may change or free the memory.
         """
-        if not call.number or self._keeps or self._layout.nbytes < LENT_MIN_BYTES:
-            return False
         parts = contribution.lend()
         address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
@@ -274,7 +247,7 @@ class OneSidedRounds:
             if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
                 return False
             call.ticket = rounds.put(LENT, address)
-            self._arrive(call)
+            self._come(call)
         return True
 
     async def _put(self, contribution: Contribution, call: _Call) -> None:
@@ -285,36 +258,35 @@ class OneSidedRounds:
         rounds = self._rounds
         interrupted: BaseException | None = None
         block, before = self._new_block()
+        address = rounds.blocks.address(block)
+        parts = self._parts(address)
         # The block is filled without the lock, because a copy is too long to hold it. Meanwhile a round may take the
         # staged block. Then the sum would contribute it twice, so the block is filled again.
         while not call.ticket:
-            self._fill(block, contribution, 0 if self._keeps else before[1])
-            interrupted = await self._outlast(checkpoint(self._control_block)) or interrupted
+            contribution.read(parts)
+            if before[0] != NONE and not self._keeps:
+                for combine, part, staged in zip(self._combines, parts, self._parts(before[1]), strict=True):
+                    combine(part, staged)
+            interrupted = await self._pause() or interrupted
             with self._control_block:
-                if self._keeps or rounds.staged() == before:
-                    call.ticket = rounds.put(block, rounds.blocks.address(block))
-                    self._arrive(call)
-                before = rounds.staged()
+                now = rounds.staged()
+                if self._keeps or now == before:
+                    call.ticket = rounds.put(block, address)
+                    if call.number:
+                        self._come(call)
+                before = now
         if interrupted is not None:
             if call.number:
                 await self._give_up(call)
             raise interrupted
-
-    def _fill(self, block: int, contribution: Contribution, older: int) -> None:
-        """Copy `contribution` into `block`, and add the one at address `older`, unless that is 0."""
-        parts = self._parts(self._rounds.blocks.address(block))
-        contribution.read(parts)
-        if older:
-            for combine, part, staged in zip(self._combines, parts, self._parts(older), strict=True):
-                combine(part, staged)
 
     def _parts(self, address: int) -> Parts:
         """The arrays of the block at `address`. Made once: blocks belong to this operation and never move."""
         parts = self._views.get(address)
         if parts is None:
             layout, view = self._layout, self._arena.view
-            places = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
-            parts = [view(address + offset, length).view(dtype) for offset, length, dtype in places]
+            pieces = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
+            parts = [view(address + offset, length).view(dtype) for offset, length, dtype in pieces]
             self._views[address] = parts
         return parts
 
@@ -328,10 +300,12 @@ class OneSidedRounds:
                 return block, staged
             rounds.blocks.provide(1)
 
-    def _drop_block(self, block: int) -> None:
-        if block != NONE:
+    def _drop(self, blocks: Sequence[int]) -> None:
+        """This rank does not use these blocks any more."""
+        if blocks:
             with self._control_block:
-                self._rounds.blocks.drop(block)
+                for block in blocks:
+                    self._rounds.blocks.drop(block)
 
     # -- giving up --------------------------------------------------------------------------------
 
@@ -340,9 +314,8 @@ class OneSidedRounds:
         rounds = self._rounds
         with self._control_block:
             if not call.is_over:
-                rounds.count_wait(call.number, call.came_ns, self._now_ns())
-                call.kept = rounds.granted(call.number)
-        self._drop([call.kept] if call.kept else [])
+                call.kept = rounds.leave(call.number, call.came_ns, self._now_ns())
+        self._drop([call.kept.block] if call.kept else [])
         # First replace the lent memory, so that no later round takes it. Then wait for a round that has taken it.
         self._move_in()
         # A further cancellation does not end the wait, only a lost rank does: the round may never end then.
@@ -355,58 +328,46 @@ class OneSidedRounds:
         """Copy a lent contribution into a block, and stage that instead, unless a round has taken it meanwhile."""
         rounds = self._rounds
         block, before = self._new_block()
-        staged, address, _ = before
-        if staged != LENT:
-            self._drop_block(block)
-            return
-        own = rounds.blocks.address(block)
-        self._arena.view(own, self._layout.nbytes)[: self._layout.lengths[0]] = self._arena.view(
-            address, self._layout.lengths[0]
-        )
-        with self._control_block:
-            if rounds.staged() == before:
-                rounds.replace(block, own)
-                block = NONE
-        self._drop_block(block)
+        if before[0] == LENT:
+            own, length, view = rounds.blocks.address(block), self._layout.lengths[0], self._arena.view
+            view(own, length)[:] = view(before[1], length)
+            with self._control_block:
+                if rounds.staged() == before:
+                    rounds.replace(block, own)
+                    return
+        self._drop([block])
 
     # -- results ----------------------------------------------------------------------------------
 
-    def _deliver(self, call: _Call) -> HeldDelivery:
+    def _deliver(self, call: _Call) -> Delivery:
         """The result of the round that the call has waited for, or else the newest."""
         kept, missed = call.kept, call.missed
         if kept is None:
             # The missed results are looked up again, in one critical section with the newest: they end just before it.
             rounds = self._rounds
-            self._drop(missed)
+            self._drop([old.block for old in missed])
             with self._control_block:
                 newest = rounds.latest
-                *missed, kept = rounds.keep(self._engine.first_missed(call.aim, newest - 1), newest, self._rank)
-        result = self._result(kept)
-        included = rules.is_included(self.operation, call.ticket, result.taken)
-        self._tally.count_call(result.number - call.aim, included=included, next_has_begun=False)
-        told = self._engine.deliver(kept.number, missed)
-        self._drop(told.dropped)
-        older = tuple([self._result(record) for record in told.missed])
-        return HeldDelivery(result, included, told.skipped, older, (kept, *told.missed))
+                *missed, kept = rounds.keep(self._engine.first_missed(newest - 1), newest)
+        told = self._engine.deliver(call.ticket, kept, missed)
+        if told.dropped:
+            self._drop([old.block for old in told.dropped])
+        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped)
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
-        return Result(
-            number=kept.number,
-            parts=self._parts(self._rounds.blocks.address(kept.block)) if kept.block else [],
-            active=kept.active,
-            members=self.operation.members(kept.number, self._size, self._rank) if self._keeps else self._everybody,
-            taken=kept.taken,
-            synchronous=self.operation.is_synchronous(kept.number),
-        )
+        number, block, active, taken = kept
+        parts = self._parts(self._rounds.blocks.address(block)) if block else []
+        members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        return Result(number, parts, active, members, taken, self.operation.is_synchronous(number), block=block)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
-        assert isinstance(delivery, HeldDelivery)
+        blocks = [result.block for result in delivery.results]
         if self._layout.nbytes < LENT_MIN_BYTES:
-            self._unread.extend(delivery.kept)  # small: dropped by the next call, which saves taking the lock now
+            self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now
         else:
-            self._drop(delivery.kept)
+            self._drop(blocks)
 
     def take_back(self, delivery: Delivery) -> None:
         """As `WaitAvoiding.take_back`."""
@@ -415,21 +376,12 @@ class OneSidedRounds:
         if self.operation.history:
             numbers = [result.number for result in delivery.results]
             with contextlib.suppress(AsyncollError), self._control_block:
-                kept = [record for number in numbers for record in self._rounds.keep(number, number, self._rank)]
-        self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
-
-    def _drop(self, kept: Sequence[Kept]) -> None:
-        if kept:
-            with self._control_block:
-                for record in kept:
-                    self._rounds.drop(record)
+                kept = [record for number in numbers for record in self._rounds.keep(number, number)]
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
 
     def statistics(self) -> OperationStatistics:
         with self._control_block:
-            active, waits_s, late_s = self._rounds.totals()
-            rounds = self._rounds.latest
-        calls = self._tally.statistics()
-        return replace(calls, rounds=rounds, active=active, waits_s=tuple(waits_s), late_s=tuple(late_s))
+            return self._engine.statistics(self._rounds.latest, *self._rounds.totals())
 
     def _now_ns(self) -> int:
         return int(self._arena.now_s() * 1e9)

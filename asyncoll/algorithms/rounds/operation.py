@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -75,9 +75,9 @@ class Operation:
             chosen.append(last if rank in chosen else rank)
         return tuple(chosen)
 
-    def members(self, number: int, size: int, place: int) -> tuple[int, ...]:
-        """The ranks that reduce together with rank `place`, which is one of them, in round `number`."""
-        return next(group for group in self.groups(number, size) if place in group)
+    def members(self, number: int, size: int, rank: int) -> tuple[int, ...]:
+        """The ranks that reduce together with `rank`, which is one of them, in round `number`."""
+        return next(group for group in self.groups(number, size) if rank in group)
 
     def groups(self, number: int, size: int) -> Sequence[tuple[int, ...]]:
         """The groups of round `number`, each in order of ranks: one of all ranks unless the round is in groups."""
@@ -87,19 +87,10 @@ class Operation:
 
     def __str__(self) -> str:
         kind = "group" if self.group_size else self.opening.value
-        what = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
-        rules = {
-            "quorum": self.quorum if self.opening is Opening.QUORUM else 0,
-            "candidates": self.candidates if self.candidates > 1 else 0,
-            "group_size": self.group_size,
-            "fixed": self.fixed,
-            "seed": self.seed,
-            "sync_every": self.sync_every,
-            "history": self.history,
-            "buckets": self.buckets,
-        }
-        more = "".join(f", {rule}={value}" for rule, value in rules.items() if value)
-        return f"{kind} allreduce {self.name!r} of {what}, {self.op.name}{more}"
+        arrays = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
+        values = ((rule.name, getattr(self, rule.name), rule.default) for rule in fields(self))
+        more = "".join(f", {name}={value}" for name, value, default in values if default not in (MISSING, value))
+        return f"{kind} allreduce {self.name!r} of {arrays}, {self.op.name}{more}"
 
 
 class RoundCall(NamedTuple):
@@ -137,6 +128,6 @@ def check_operation(spec: Operation, size: int) -> None:
         _check_ranks("group_size", spec.group_size, size)
 
 
-def _check_ranks(what: str, number: int, size: int) -> None:
+def _check_ranks(option: str, number: int, size: int) -> None:
     if not 1 <= number <= size:
-        raise UsageError(f"{what} {number} is not between 1 and the number of ranks, {size}")
+        raise UsageError(f"{option} {number} is not between 1 and the number of ranks, {size}")

@@ -35,12 +35,11 @@ class OperationRegistry:
         """
         registry = self._control_block.cells
         with self._control_block:
-            entry = self._find(context - _HALF)
-            if entry is not None:
-                if registry[entry + 1] != fingerprint - _HALF:
-                    raise DisagreementError(registry[entry + 2])
-                return self._arena.control_block(context, cells)
-            entry = self._count + 1 + registry[self._count] * _ENTRY
+            for entry in self._entries():
+                if registry[entry] == context - _HALF:
+                    if registry[entry + 1] != fingerprint - _HALF:
+                        raise DisagreementError(registry[entry + 2])
+                    return self._arena.control_block(context, cells)
             if registry[self._count] == MAX_OPERATIONS:
                 raise UsageError(f"a communicator has at most {MAX_OPERATIONS} operations: use their names again")
             control_block = self._arena.control_block(context, cells)
@@ -48,8 +47,9 @@ class OperationRegistry:
             # there. So a rank that leaves now either is copied here, or finds this entry; none is forgotten.
             with control_block:
                 control_block.cells[: self._size] = registry[: self._size]
-            for place, value in enumerate((context - _HALF, fingerprint - _HALF, self._rank, cells)):
-                registry[entry + place] = value
+            entry = self._entries().stop
+            for cell, value in enumerate((context - _HALF, fingerprint - _HALF, self._rank, cells), entry):
+                registry[cell] = value
             registry[self._count] += 1  # last: the entry is complete
             return control_block
 
@@ -62,19 +62,14 @@ class OperationRegistry:
         registry = self._control_block.cells
         with self._control_block:
             registry[self._rank] = 1
-            first = self._count + 1
-            entries = [first + number * _ENTRY for number in range(registry[self._count])]
-            known = [(registry[entry] + _HALF, registry[entry + 3]) for entry in entries]
+            known = [(registry[entry] + _HALF, registry[entry + 3]) for entry in self._entries()]
         # After the registry's lock is released: it is not held while this waits for the locks of up to 1024 operations.
         for context, cells in known:
             with self._arena.control_block(context, cells) as control_block:
                 control_block.cells[self._rank] = 1
                 control_block.wake()
 
-    def _find(self, context: int) -> int | None:
-        """Under the lock: the first cell of the entry of `context`, or None."""
+    def _entries(self) -> range:
+        """Under the lock: the first cell of each entry."""
         first = self._count + 1
-        for number in range(self._control_block.cells[self._count]):
-            if self._control_block.cells[first + number * _ENTRY] == context:
-                return first + number * _ENTRY
-        return None
+        return range(first, first + self._control_block.cells[self._count] * _ENTRY, _ENTRY)

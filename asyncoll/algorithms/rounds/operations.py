@@ -119,8 +119,11 @@ class Operations:
         try:
             self._member.check()
             rounds = self._backend.operations.known.get(spec.name)
+            # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
             if rounds is None or rounds.operation is not spec:
-                rounds = await self._find_or_open(spec, str(call.site))
+                site = str(call.site)
+                known = self._backend.operations.find(spec, self._member.group.rank, site)
+                rounds = known if known is not None else await self._backend.open(spec, site)
             delivery = await rounds.call(bundle)
             # Signed here and not at the end: the caller may be cancelled from now on, when the call is over for the
             # operation and only the caller can lose its rounds.
@@ -137,26 +140,18 @@ class Operations:
         finally:
             self._pending.leave(pending)
 
-    async def _find_or_open(self, spec: Operation, site: str) -> Rounds:
-        """The rounds of `spec`, if they are not the known ones of that name. Opens the operation if there are none."""
-        rounds = self._backend.operations.find(spec, self._member.group.rank, site)
-        return rounds if rounds is not None else await self._backend.open(spec, site)
-
     def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle | Single) -> Reduction:
         """Write the result into `bundle`, and copy the missed results: `release` ends their memory's use."""
-        result = delivery.result
+        *missed, result = delivery.results
         if result.active:  # a round without contributors has no result, and leaves `bundle` as it is
             bundle.write(result.parts, self._divisor(spec, result))
-        missed = (
-            [bundle.like(old.parts, self._divisor(spec, old)) for old in delivery.missed] if delivery.missed else ()
-        )
         return Reduction(
             round=result.number,
             active=result.active,
             included=delivery.included,
             skipped=delivery.skipped,
             synchronous=result.synchronous,
-            missed=tuple(missed),
+            missed=tuple([bundle.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
             group=result.members,
         )
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.block_table import NONE, BlockTable
+from asyncoll.algorithms.rounds.block_table import LENT, NONE, BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
+from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
@@ -24,8 +25,6 @@ CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
 _HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
 _BEGINNINGS = 64  # rounds whose time of beginning is kept
 _ALIGNED = 64  # bytes: a cache line
-
-LENT = -1  # instead of a block: the memory of a caller that waits
 
 
 class Head(NamedTuple):
@@ -53,10 +52,12 @@ class Row(NamedTuple):
     ticket: int  # the number of the newest contribution
     source: int  # as `staged`: the contribution that the running round has taken
     source_at: int
-    taken: int  # the ticket of the newest contribution when the round took the staged one
-    dest: int  # the block for the result of the rank's group
+    round: int  # the `Kept` that the running round is to have
+    block: int
+    active: int
+    taken: int
     here: int  # the round that its caller waits for; 0: none
-    granted: int  # the round whose result was granted to its caller, followed by that result
+    granted: int  # the `Kept` that was granted to its caller; 0: none
     granted_block: int
     granted_active: int
     granted_taken: int
@@ -64,28 +65,20 @@ class Row(NamedTuple):
     late_ns: int  # the time from the beginning of rounds until its callers arrived
 
 
-class Outcome(NamedTuple):
+class Kept(NamedTuple):
     """The cells of a kept result, as one rank has it."""
 
+    number: int  # of its round
     block: int  # the result of the rank's group
     active: int  # the number of contributors
-    taken: int  # the ticket of the rank's newest contribution when the round began
+    taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
 COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
-OUTCOME = Outcome(*range(len(Outcome._fields)))
+KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
 
 
 Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
-
-
-class Kept(NamedTuple):
-    """A result as one rank has it: the number of its round, and an `Outcome`. Its block is kept until `drop`."""
-
-    number: int
-    block: int
-    active: int
-    taken: int
 
 
 class Chunk(NamedTuple):
@@ -98,7 +91,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """How a contribution lies in a block."""
 
     offsets: tuple[int, ...]  # of its parts
@@ -106,7 +99,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, operation: Operation) -> Layout:
+    def of(cls, operation: Operation) -> BlockLayout:
         lengths = tuple(count * storage(dtype).itemsize for dtype, count in operation.layout)
         ends = tuple(accumulate((-(-length // _ALIGNED) * _ALIGNED for length in lengths), initial=0))
         return cls(ends[:-1], lengths, max(ends[-1], _ALIGNED))
@@ -116,41 +109,34 @@ class RoundRecord:
     """The rounds of one operation, as one of the ranks sees them."""
 
     def __init__(
-        self,
-        arena: Arena,
-        registry: OperationRegistry,
-        operation: Operation,
-        communicator: int,
-        size: int,
-        rank: int,
-        layout: Layout,
+        self, arena: Arena, registry: OperationRegistry, group: Group, operation: Operation, layout: BlockLayout
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
         self._operation = operation
-        self._rank = rank
+        self._rank = group.rank
+        self.size = size = group.size
         self._drawn: tuple[int, Sequence[int]] = (0, ())  # for the round of that number
+        self._first_caller_opens = rules.first_caller_opens(operation)
         self._layout = layout
-        self.size = size
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
-        self._everybody = tuple(range(size))
         # In order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each rank, the
-        # outcomes of the rounds that are kept, when the last rounds have begun, how many rounds had how many
+        # results of the rounds that are kept, when the last rounds have begun, how many rounds had how many
         # contributors, and the table of blocks.
         self._head = Head(*range(size, size + len(Head._fields)))
         self._rows = size + len(Head._fields)
         ends = range(self._rows, self._rows + len(COLUMN) * (size + 1), len(COLUMN))
         self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
-        self._mine = self._row[rank]
+        self._mine = self._row[group.rank]
         self._results_at = ends[-1]
         self._kept_rounds = operation.history + 1
-        self._begun = self._results_at + self._kept_rounds * size * len(OUTCOME)
+        self._begun = self._results_at + self._kept_rounds * size * len(KEPT)
         self._counts = self._begun + _BEGINNINGS
         blocks = self._counts + size + 1
         # The blocks of one rank: one that it fills, one staged, one in a round, one granted to it, and as many to read
         # as results are kept. It may hold as many again for the call after one that was cancelled.
         limit = size * (3 * operation.history + 12) + 16
-        context = digest(communicator, "rounds", operation.name)
+        context = digest(group.communicator, "rounds", operation.name)
         self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit))
         self.cells = self.control_block.cells
         self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes)
@@ -158,8 +144,8 @@ class RoundRecord:
         self._gone = np.frombuffer(self.cells[:size], np.int64)
         self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, len(COLUMN))
         kept = np.frombuffer(self.cells[self._results_at : self._begun], np.int64)
-        self._outcomes = kept.reshape(self._kept_rounds, size, len(OUTCOME))  # of round n, at n modulo their number
-        self._all = [(self._everybody, slice(None))]
+        self._results = kept.reshape(self._kept_rounds, size, len(KEPT))  # of round n, at n modulo their number
+        self._all = [(tuple(range(size)), slice(None))]
         self._chunks_of_block = len(self._chunks(0, ()))
 
     @property
@@ -182,7 +168,7 @@ class RoundRecord:
     def put(self, block: int, address: int) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
         cells, mine = self.cells, self._mine
-        self._drop(cells[mine.staged])
+        self.blocks.drop(cells[mine.staged])
         cells[mine.staged], cells[mine.staged_at] = block, address
         cells[mine.ticket] += 1
         return cells[mine.ticket]
@@ -197,13 +183,17 @@ class RoundRecord:
 
     # -- opening a round --------------------------------------------------------------------------
 
-    def come(self, number: int) -> None:
-        """This rank's caller waits for round `number`; 0: for none."""
+    def come(self, number: int, now_ns: int) -> int:
+        """This rank's caller waits for round `number`. Opens the round if it may be opened.
+
+        Returns how many free blocks the round needs if there are too few, otherwise 0.
+        """
         self.cells[self._mine.here] = number
+        return self._open(now_ns) if self.latest < number and self.may_open() else 0
 
     def may_open(self) -> bool:
-        """Whether the next round may be opened."""
-        return not self.running and rules.may_open(self._operation, self)
+        """Whether the next round, for which this rank's caller waits, may be opened."""
+        return not self.running and (self._first_caller_opens or rules.may_open(self._operation, self))
 
     def late_call_opens(self) -> bool:
         """Whether a late call of this rank opens the next round."""
@@ -223,10 +213,6 @@ class RoundRecord:
         return self._drawn[1]
 
     @property
-    def has_caller(self) -> bool:
-        return True  # only a caller that waits for the round asks whether it may open it
-
-    @property
     def waiting(self) -> int:
         return int(np.count_nonzero(self._table[:, COLUMN.here] == self.latest + 1))
 
@@ -236,7 +222,7 @@ class RoundRecord:
     def has(self, rank: int) -> bool:
         return self.cells[self._row[rank].here] == self.latest + 1 or self.cells[rank] > 0
 
-    def open(self, now_ns: int) -> int:
+    def _open(self, now_ns: int) -> int:
         """Open the next round and take all staged contributions.
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
@@ -252,15 +238,25 @@ class RoundRecord:
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks = 0
         for ranks, index in parts:
-            staged = table[index, COLUMN.source].tolist()
-            taken = [self._row[rank] for rank, block in zip(ranks, staged, strict=True) if block != NONE]
-            for row in taken:
-                self._take(row)
-            dest = self._destination(taken)
-            table[index, COLUMN.dest] = dest
-            # A contribution that is alone in its group is the result: nothing to reduce.
-            if taken and dest != cells[taken[0].source]:
+            taken = []
+            for rank, block in zip(ranks, table[index, COLUMN.source].tolist(), strict=True):
+                if block == NONE:
+                    continue
+                taken.append(block)
+                row = self._row[rank]
+                cells[row.taken] = cells[row.ticket]
+                if self._keeps:  # it stays staged for later rounds too, so the block has another keeper
+                    self.blocks.keep(block)
+                else:  # the round is its keeper now; no other round can take it
+                    cells[row.staged], cells[row.staged_at] = NONE, 0
+            dest = NONE
+            if len(taken) == 1 and taken[0] != LENT:  # it is the result: nothing to reduce
+                dest = taken[0]
+                self.blocks.keep(dest)
+            elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
+                dest = self.blocks.take()
                 chunks += self._chunks_of_block
+            table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken)
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round
             self._publish()
@@ -270,31 +266,9 @@ class RoundRecord:
 
     def _parts(self, number: int) -> Parts:
         """The groups of a round, each with the index of its rows."""
-        if not self._keeps or self._operation.is_synchronous(number):
+        if not self._keeps:
             return self._all
         return [(ranks, np.array(ranks)) for ranks in self._operation.groups(number, self.size)]
-
-    def _take(self, row: Row) -> None:
-        """The contribution staged in `row` is a source of the round that begins."""
-        cells = self.cells
-        cells[row.taken] = cells[row.ticket]
-        if self._keeps:  # it stays staged for later rounds too, so the block has another keeper
-            self.blocks.keep(cells[row.staged])
-        else:  # the round is its keeper now; no other round can take it
-            cells[row.staged], cells[row.staged_at] = NONE, 0
-
-    def _destination(self, taken: list[Row]) -> int:
-        """The block for the result: a new one, or that of the contribution if it is alone; NONE without contributions.
-
-        Lent memory is never the result: its caller gets it back when the call ends, and other ranks read the result.
-        """
-        if not taken:
-            return NONE
-        alone = self.cells[taken[0].source]
-        if len(taken) > 1 or alone == LENT:
-            return self.blocks.take()
-        self.blocks.keep(alone)
-        return alone
 
     # -- carrying it out --------------------------------------------------------------------------
 
@@ -302,12 +276,9 @@ class RoundRecord:
         """The chunks of the running round, in the same order at all ranks. They are valid until the round is over."""
         chunks: list[Chunk] = []
         for ranks, index in self._parts(self.running):
-            blocks, addresses = (
-                self._table[index, COLUMN.source].tolist(),
-                self._table[index, COLUMN.source_at].tolist(),
-            )
+            blocks, addresses = self._table[index, COLUMN.source : COLUMN.source_at + 1].T.tolist()
             sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
-            dest = self.cells[self._row[ranks[0]].dest]
+            dest = self.cells[self._row[ranks[0]].block]
             if sources and dest not in blocks:
                 chunks += self._chunks(self.blocks.address(dest), sources)
         return chunks
@@ -342,61 +313,52 @@ class RoundRecord:
 
     def _publish(self) -> None:
         """The running round is over: keep its result, grant it to the callers that wait, and wake them."""
-        cells, table, number = self.cells, self._table, self.running
-        sources = table[:, COLUMN.source].tolist()
-        for block in sources:
-            self._drop(block)
-        outcomes = self._outcomes[number % self._kept_rounds]
-        for block in set(outcomes[:, OUTCOME.block].tolist()):  # the results of an older round are kept no longer
-            self._drop(block)
-        outcomes[:, OUTCOME.block], outcomes[:, OUTCOME.taken] = table[:, COLUMN.dest], table[:, COLUMN.taken]
-        for ranks, index in self._parts(number):
-            active = sum([sources[rank] != NONE for rank in ranks])
-            outcomes[index, OUTCOME.active] = active
-            cells[self._counts + active] += 1
+        cells, table, blocks, number = self.cells, self._table, self.blocks, self.running
+        for block in table[:, COLUMN.source].tolist():
+            blocks.drop(block)
+        results = self._results[number % self._kept_rounds]
+        for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
+            blocks.drop(block)
+        results[:] = table[:, COLUMN.round : COLUMN.taken + 1]
+        for ranks, _ in self._parts(number):
+            cells[self._counts + cells[self._row[ranks[0]].active]] += 1
         for rank, waits_for in enumerate(table[:, COLUMN.here].tolist()):
             if waits_for == number:
-                table[rank, COLUMN.granted] = number
-                table[rank, COLUMN.granted_block : COLUMN.granted_taken + 1] = outcomes[rank]
-                self.blocks.keep(cells[self._row[rank].dest])
+                table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
+                blocks.keep(cells[self._row[rank].block])
         cells[self._head.latest], cells[self._head.running] = number, 0
         self.control_block.wake()
 
-    def _drop(self, block: int) -> None:
-        if block > NONE:
-            self.blocks.drop(block)
-
     # -- results ----------------------------------------------------------------------------------
 
-    def granted(self, number: int) -> Kept | None:
-        """The result that was granted to this rank's caller, which stops waiting.
+    def leave(self, number: int, came_ns: int, now_ns: int) -> Kept | None:
+        """This rank's caller, which has waited for round `number` since `came_ns`, waits no longer.
 
-        None if round `number` is not over, or was over before its caller waited for it. The caller of this method keeps
-        the block until `drop`.
+        Returns the result that was granted to it, whose block is kept until the caller of this method drops it; None if
+        the round is not over, or was over before its caller waited for it. Counts the time until the round has begun,
+        or until `now_ns` if it has not.
         """
         cells, mine = self.cells, self._mine
-        cells[mine.here] = 0
-        grant = cells[mine.granted : mine.granted_taken + 1].tolist()
-        cells[mine.granted] = 0
-        return Kept(*grant) if number and grant[0] == number else None
+        has_begun = max(self.latest, self.running) >= number
+        until_ns = cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
+        cells[mine.waited_ns] += max(0, until_ns - came_ns)
+        granted = Kept(*cells[mine.granted : mine.granted_taken + 1].tolist())
+        cells[mine.here] = cells[mine.granted] = 0
+        return granted if granted.number == number else None
 
-    def keep(self, first: int, last: int, rank: int) -> list[Kept]:
-        """The results of rounds `first` to `last` that history still has, oldest first, as group rank `rank` has them.
+    def keep(self, first: int, last: int) -> list[Kept]:
+        """The results of rounds `first` to `last` that history still has, oldest first, as this rank has them.
 
-        Their blocks are kept until `drop`.
+        Their blocks are kept until the caller of this method drops them.
         """
         found = []
         for number in range(max(first, self.latest - self._kept_rounds + 1, 1), last + 1):
-            kept = Kept(number, *self._outcomes[number % self._kept_rounds, rank].tolist())
+            kept = Kept(*self._results[number % self._kept_rounds, self._rank].tolist())
             self.blocks.keep(kept.block)
             found.append(kept)
         return found
 
-    def drop(self, kept: Kept) -> None:
-        """`kept` is not read any more."""
-        self._drop(kept.block)
-
-    # -- waiting and late ranks -------------------------------------------------------------------
+    # -- times ------------------------------------------------------------------------------------
 
     def count_late(self, aim: int, now_ns: int) -> None:
         """This rank's caller, which aims at round `aim`, arrives at `now_ns`. Counts how late that is."""
@@ -405,15 +367,6 @@ class RoundRecord:
             # A caller more than 64 rounds late is counted from the oldest beginning that is still kept.
             begun = self.cells[self._begun + max(aim, newest - _BEGINNINGS + 1) % _BEGINNINGS]
             self.cells[self._mine.late_ns] += max(0, now_ns - begun)
-
-    def count_wait(self, number: int, since_ns: int, now_ns: int) -> None:
-        """Count that this rank's caller has waited since `since_ns` for the beginning of round `number`.
-
-        A wait for a round that has not begun ends at `now_ns`: the caller gives up.
-        """
-        has_begun = max(self.latest, self.running) >= number
-        until_ns = self.cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
-        self.cells[self._mine.waited_ns] += max(0, until_ns - since_ns)
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         """Number of results by number of contributors; seconds that each rank has waited, and has been late."""

@@ -1,4 +1,4 @@
-"""Who may open a round, and whose contribution is in its result: pure functions, the same for every carrier of rounds.
+"""The rank that may open a round: pure functions, the same for every carrier of rounds.
 
 Rounds of solo, majority and quorum allreduces: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training
 workloads in deep learning with partial collective operations", PPoPP 2020, section 4.
@@ -27,10 +27,6 @@ class RoundView(Protocol):
         """The ranks that are drawn for this round."""
 
     @property
-    def has_caller(self) -> bool:
-        """Whether any rank has a caller that waits for this round."""
-
-    @property
     def waiting(self) -> int:
         """How many ranks have a caller that waits for this round."""
 
@@ -42,14 +38,17 @@ class RoundView(Protocol):
 
 
 def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the papers' word)
-    """Whether the round may begin. At least one caller must wait for it: where all ranks are gone, nothing happens."""
-    if not round.has_caller:
-        return False
+    """Whether the round, for which at least one caller waits, may begin."""
     if operation.is_synchronous(round.number):
         return round.count() == round.size
     if operation.opening is Opening.MAJORITY:
         return any(round.has(rank) for rank in round.drawn)
     return operation.quorum == 1 or round.count() >= operation.quorum
+
+
+def first_caller_opens(operation: Operation) -> bool:
+    """Whether `may_open` is true of every round for which a caller waits."""
+    return operation.opening is not Opening.MAJORITY and operation.quorum == 1 and not operation.sync_every
 
 
 def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool:  # noqa: A002
@@ -64,11 +63,3 @@ def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool: 
         and 2 * round.waiting >= round.size
         and rank in round.drawn
     )
-
-
-def is_included(operation: Operation, ticket: int, taken: int) -> bool:
-    """Whether contribution `ticket` of a rank is in a result that has taken those up to `taken`.
-
-    Gradients add up until a round takes them. In groups a model replaces the one before, which is then in no round.
-    """
-    return ticket == taken if operation.group_size else ticket <= taken

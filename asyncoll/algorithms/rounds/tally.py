@@ -1,6 +1,7 @@
 """Participation in rounds: which ranks contributed, how long each waited or how late it was, and the totals.
 
-The participation of each rank travels with the round's reduction, so every rank knows that of all without a message.
+By message the participation of each rank travels with the round's reduction, so every rank knows that of all. In memory
+the ranks count in the cells of the operation's control block (`round_record`).
 """
 
 from __future__ import annotations
@@ -50,18 +51,16 @@ class OperationStatistics:
 
 
 class Tally:
-    """The totals of one operation at one rank."""
+    """The totals of the rounds of one operation by message, at one rank."""
 
     def __init__(self, size: int) -> None:
         self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
         self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
         self._newest_s = 0.0  # the beginning of the newest round
         self._own_times_s = [0.0, 0.0]  # waited and late, since the last `sign`
-        self._times_s = np.zeros((2, size))
-        self._rounds = 0
-        self._active: Counter[int] = Counter()
-        self._lag: Counter[int] = Counter()
-        self._stale = 0
+        self.times_s = np.zeros((2, size))  # waited and late, by rank
+        self.rounds = 0
+        self.active: Counter[int] = Counter()  # rounds, by the number of contributors
 
     def came(self, now_s: float) -> None:
         """A call of this rank begins."""
@@ -71,27 +70,25 @@ class Tally:
             self._own_times_s[1] += now_s - self._passed_s
 
     def left(self, now_s: float) -> None:
-        """The call was cancelled while it waited."""
+        """The call waits no longer: the round begins, or the caller was cancelled."""
         if self._came_s is not None:
             self._own_times_s[0] += now_s - self._came_s
             self._came_s = None
 
     def began(self, now_s: float) -> None:
         """A round begins."""
-        if self._came_s is not None:
-            self._own_times_s[0] += now_s - self._came_s
-            self._came_s = None
+        self.left(now_s)
         self._newest_s = now_s
         if self._passed_s is None:
             self._passed_s = now_s
 
-    def sign(self, members: int, place: int, *, contributes: bool, gone: bool) -> Array:
-        """This rank's participation list of a round of so many members: only the column at index `place` is filled.
+    def sign(self, members: int, index: int, *, contributes: bool, gone: bool) -> Array:
+        """This rank's participation list of a round of so many members: only the column at `index` is filled.
 
         The lists of all members are summed. The times since the last list go into this one, and start again from 0.
         """
         participation = np.zeros((4, members), np.float32)
-        participation[:, place] = contributes, gone, *self._own_times_s
+        participation[:, index] = contributes, gone, *self._own_times_s
         self._own_times_s = [0.0, 0.0]
         return participation.reshape(-1)
 
@@ -100,30 +97,15 @@ class Tally:
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(4, len(members))
         active, gone = int(np.count_nonzero(rows[_PRESENT])), int(np.count_nonzero(rows[_GONE]))
-        if len(members) == self._times_s.shape[1]:  # all ranks: no index array is made
-            self._times_s += rows[_TIMES_S]
+        if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
+            self.times_s += rows[_TIMES_S]
         else:
-            self._times_s[:, members] += rows[_TIMES_S]
-        self._rounds += 1
-        self._active[active] += 1
+            self.times_s[:, members] += rows[_TIMES_S]
+        self.rounds += 1
+        self.active[active] += 1
         return active, gone
 
-    def count_call(self, lag: int, *, included: bool, next_has_begun: bool) -> None:
-        """A call returns. It was given the round `lag` rounds after the one that it aimed at."""
-        self._lag[lag] += 1
-        self._stale += not included
+    def returned(self, *, next_has_begun: bool) -> None:
+        """The call of this rank returns."""
         self._came_s = None
         self._passed_s = self._newest_s if next_has_begun else None
-
-    def statistics(self) -> OperationStatistics:
-        """The totals so far."""
-        calls = self._lag.total()
-        return OperationStatistics(
-            rounds=self._rounds,
-            calls=calls,
-            active=dict(sorted(self._active.items())),
-            lag=dict(sorted(self._lag.items())),
-            stale=self._stale / calls if calls else 0.0,
-            waits_s=tuple(self._times_s[0].tolist()),
-            late_s=tuple(self._times_s[1].tolist()),
-        )

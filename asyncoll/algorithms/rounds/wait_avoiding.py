@@ -9,8 +9,9 @@ A rank stages its contribution and opens the round if it may. Every rank takes p
 with none, whether or not its caller waits. A late contribution stays staged for a later round: none is lost or counted
 twice. Gradients add up until a round takes them. Models replace each other and stay.
 
-This module has the calls, contributions and results of both carriers by message. `by_tree` (by all ranks, at any size)
-and `by_coordinator` (by one rank, for short contributions) say how a round is opened and carried out.
+This module has the calls, contributions and results of both carriers by message, and carries out the instructions of
+`engine`. `by_tree` (by all ranks, at any size) and `by_coordinator` (by one rank, for short contributions) say how a
+round is carried out.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.engine import Engine, Gathering
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, Engine, Instruction, NextRound, Tell
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
@@ -60,21 +59,15 @@ class Result(NamedTuple):
     synchronous: bool
     deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
     lent: bool = False  # `parts` are the memory of the caller that waits for the round
+    block: int = 0  # in memory: the block that has `parts`; 0: none
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """The answer to one call."""
 
-    result: Result
-    included: bool  # whether the contribution of the call is in `result`
-    skipped: int  # rounds before `result` that the caller is given no result of
-    missed: tuple[Result, ...]  # results of rounds before `result` that `history` has kept, oldest first
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """All results of this delivery, oldest first."""
-        return (*self.missed, self.result)
+    results: tuple[Result, ...]  # that of the call comes last, after those that it has missed, oldest first
+    included: bool  # whether the contribution of the call is in the result of the call
+    skipped: int  # rounds before that one that the caller is given no result of
 
 
 class WaitAvoiding(ABC):
@@ -91,15 +84,16 @@ class WaitAvoiding(ABC):
         self._staged: Parts | None = None
         self._spare: Parts | None = None  # arrays that are free to be used again
         self._submitted = 0  # contributions staged here so far
-        self._engine: Engine[Result] = Engine(operation.history)
+        self._engine: Engine[Result] = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], 0, (), 0, synchronous=False)
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
-        # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left stands in.
-        self._arm()
-        port.open(self._heard, self._stand_in)
-        self._stand_in()
+        self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
+        # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left takes part.
+        self._round = self._arm()
+        port.open(self._received, self._take_part_if_gone)
+        self._take_part_if_gone()
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
@@ -112,32 +106,48 @@ class WaitAvoiding(ABC):
         except asyncio.CancelledError:
             # Also a call that is cancelled before its turn contributes: the caller cannot know how far the call came.
             self._stage(contribution)
-            self._offer()
+            self._follow(self._round.here(LATE))
             raise
         try:
-            return await self._call(contribution)
+            self._port.check()
+            self._handed = None
+            self._tally.came(self._port.now_s())
+            number = self._engine.begin(self._latest.number, self._round.late_call_opens)
+            # A late call lends nothing: memory is lent only by a caller that waits, because it must not change until a
+            # round has taken it.
+            ticket = self._stage(contribution, may_lend=number > 0)
+            if number:
+                result = await self._wait(number)
+            else:
+                self._follow(self._round.here(LATE))
+                result = self._latest
+            self._tally.returned(next_has_begun=self._round.has_begun)
+            kept = [old for old in self._history if self._engine.aim <= old.number < result.number]
+            told = self._engine.deliver(ticket, result, kept)
+            return Delivery((*told.missed, result), told.included, told.skipped)
         finally:
             self._turn.release()
 
-    async def _call(self, contribution: Contribution) -> Delivery:
-        self._port.check()
-        self._handed = None
-        self._tally.came(self._port.now_s())
-        call = self._engine.begin(self._latest.number, self._late_call_opens)
-        if call.number:
-            ticket = self._stage(contribution, may_lend=True)
-            result = await self._take_part(call.number)
-        else:
-            # Late. The call opens nothing: its rank would be alone in that round. It lends nothing: memory is lent only
-            # by a caller that waits, because it must not change until a round has taken it.
-            ticket = self._stage(contribution)
-            self._offer()
-            result = self._latest
-        included = rules.is_included(self.operation, ticket, result.taken)
-        self._tally.count_call(result.number - call.aim, included=included, next_has_begun=self._has_begun())
-        kept = [old for old in self._history if call.aim <= old.number < result.number]
-        told = self._engine.deliver(result.number, kept)
-        return Delivery(result, included, told.skipped, tuple(told.missed))
+    async def _wait(self, number: int) -> Result:
+        """The caller waits for round `number`; its contribution is staged."""
+        try:
+            with self._result_of(number) as future:
+                self._follow(self._round.here(ARRIVED))
+                return await future
+        except asyncio.CancelledError:
+            self._tally.left(self._port.now_s())
+            await self._reclaim(number)
+            raise
+
+    @contextlib.contextmanager
+    def _result_of(self, number: int) -> Iterator[asyncio.Future[Result]]:
+        """A future that gets the result of round `number`."""
+        with self._port.watch(f"{self.describe()}: round {number}") as future:
+            self._waiting[number] = future
+            try:
+                yield future
+            finally:
+                del self._waiting[number]
 
     def take_back(self, delivery: Delivery) -> None:
         """The caller was cancelled when `delivery` was ready, and does not get it: the next call reports its rounds.
@@ -147,10 +157,14 @@ class WaitAvoiding(ABC):
         # By identity: the parts of a result that history has dropped may be another contribution already.
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
-        self._engine.take_back(kept, len(delivery.results) - len(kept) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
         """The results of `delivery` have been read."""
+
+    def statistics(self) -> OperationStatistics:
+        tally = self._tally
+        return self._engine.statistics(tally.rounds, tally.active, *tally.times_s.tolist())
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         """Add `contribution` to the staged one, or replace that in groups. Returns its number, the ticket.
@@ -180,36 +194,7 @@ class WaitAvoiding(ABC):
         spare, self._spare = self._spare, None
         return spare or [np.empty(count, storage(dtype)) for dtype, count in self.operation.layout]
 
-    async def _take_part(self, number: int) -> Result:
-        try:
-            with self._wait_for(number) as future:
-                self._arrive(number)
-                return await future
-        except asyncio.CancelledError:
-            self._tally.left(self._port.now_s())
-            await self._reclaim(number)
-            raise
-
-    @contextlib.contextmanager
-    def _wait_for(self, number: int) -> Iterator[asyncio.Future[Result]]:
-        """A future that gets the result of round `number`."""
-        with self._port.watch(f"{self.describe()}: round {number}") as future:
-            self._waiting[number] = future
-            try:
-                yield future
-            finally:
-                del self._waiting[number]
-
-    def statistics(self) -> OperationStatistics:
-        return self._tally.statistics()
-
-    def _late_call_opens(self) -> bool:
-        return rules.late_call_opens(self.operation, self._gathering, self._group.rank)
-
-    def _gather(self) -> None:
-        """Begin to count the ranks at round `_number`: no rank has arrived yet, as far as this rank knows."""
-        number, size = self._number, self._group.size
-        self._gathering = Gathering(number, size, self.operation.drawn(number, size))
+    # -- a round ----------------------------------------------------------------------------------
 
     @property
     def _number(self) -> int:
@@ -221,12 +206,13 @@ class WaitAvoiding(ABC):
         self._retire(self._latest)
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
-        self._arm()
+        self._round = self._arm()
+        self._early.pop(result.number, None)  # these signals came too late, and have no effect any more
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
             self._handed = result
             waiter.set_result(result)
-        self._stand_in()
+        self._take_part_if_gone()
 
     def _retire(self, result: Result) -> None:
         """`result` is the newest no longer: put it into history. The memory of the result that history drops is free.
@@ -242,40 +228,64 @@ class WaitAvoiding(ABC):
         if oldest is not None and oldest is not self._handed and not self._engine.owes(oldest):
             self._spare = oldest.parts
 
-    def _heard(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """A signal of group rank `place`. One for a round that is over has no effect any more, and is dropped."""
+    def _take_part_if_gone(self) -> None:
+        """If this rank makes no more calls: take its part in the armed round, with the staged contribution.
+
+        Called when the rank makes its last call, and after each round. After a synchronous round in which all ranks
+        were gone it does nothing. Otherwise the gone ranks would carry out one synchronous round after another, without
+        any caller, as long as the world exists.
+        """
+        if self._port.departed and not self._latest.deserted:
+            self._follow(self._round.here(GONE))
+
+    def _follow(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out the instructions of the armed round."""
+        for instruction in instructions:
+            if isinstance(instruction, Tell):
+                self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))
+            else:
+                self._tally.began(self._port.now_s())
+                self._port.spawn(self._carry_out())
+
+    def _received(self, rank: int, number: int, step: int, payload: Buffer) -> None:
+        """A signal of group rank `rank`. One for a round that is over has no effect any more, and is dropped.
+
+        Its fields are untrusted; raises ProtocolError.
+        """
         if number > self._number + EARLY_MAX:
             raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
         if number >= self._number:
-            self._signalled(place, number, step, payload)
+            self._accept(rank, number, step, payload)
+            self._early.setdefault(number, []).append((rank, step, payload))
+            self._handle_signals()
+
+    def _handle_signals(self) -> None:
+        """Handle the signals for the armed round that have arrived."""
+        # `_number` is read anew each time: a signal may end the round, and the signals of the next one may be here.
+        while signals := self._early.get(self._number):
+            self._handle(*signals.pop(0))
+
+    def _handle(self, rank: int, step: int, payload: Buffer) -> None:
+        """A signal of group rank `rank` for the armed round."""
+        self._follow(self._round.signalled(rank, step))
 
     # -- supplied by a carrier --------------------------------------------------------------------
 
     @abstractmethod
-    def _arm(self) -> None:
+    def _arm(self) -> NextRound:
         """Prepare round `_number`."""
 
     @abstractmethod
-    def _arrive(self, number: int) -> None:
-        """This rank's caller waits for round `number`, which may run already; its contribution is staged."""
+    def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
+        """A signal has arrived, for the armed round or a later one. Raises ProtocolError if no such signal exists."""
 
-    def _offer(self) -> None:  # noqa: B027 (only one of the carriers sends it)
-        """A contribution is staged, and its caller does not wait for a round."""
-
-    @abstractmethod
-    def _has_begun(self) -> bool:
-        """Whether round `_number` runs, as far as this rank knows."""
+    def _payload(self, step: int) -> bytes:
+        """The payload of the signal `step` of this rank."""
+        return b""
 
     @abstractmethod
-    def _stand_in(self) -> None:
-        """If this rank makes no more calls: take its part in the armed round, with the staged contribution.
-
-        Called when the rank makes its last call, and after each round.
-        """
-
-    @abstractmethod
-    def _signalled(self, place: int, number: int, step: int, payload: Buffer) -> None:
-        """A signal of group rank `place` for round `number`, the armed one or a later one."""
+    async def _carry_out(self) -> None:
+        """The armed round is open: take this rank's part in it. It is a task of its own."""
 
     async def _reclaim(self, number: int) -> None:  # noqa: B027 (only one of the carriers borrows memory)
         """The caller stops waiting for round `number`: return when no round uses its memory any more."""
