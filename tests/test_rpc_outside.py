@@ -39,7 +39,7 @@ from asyncoll.rpc import connect, outside, protocol, segments, serve
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.transport import addresses
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import curve, service_sockets
+from asyncoll.transport.messages import service_sockets
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 pytestmark = pytest.mark.slow
@@ -556,7 +556,7 @@ def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch)
 def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
     """Without a heartbeat, a service that freezes right after its answer would never be missed."""
     monkeypatch.setattr(outside, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(service_sockets.Heartbeat, "_begin", lambda heartbeat: None)
+    monkeypatch.setattr(service_sockets.Heartbeat, "_handle_event", lambda *_: None)
 
     async def main():
         async with serve(Service(), ipc):
@@ -658,7 +658,7 @@ def test_a_client_with_the_servers_public_key_only_is_refused(tmp_path, caplog):
         async with both("tcp://127.0.0.1:0", key_file=key) as (_, client, url):
             with zmq.Context() as context, a_socket(context) as hostile:
                 hostile.curve_publickey, hostile.curve_secretkey = zmq.curve_keypair()
-                hostile.curve_serverkey = curve._pair(Key(key.read_bytes()), "server")[0]
+                hostile.curve_serverkey = service_sockets._pair(Key(key.read_bytes()), "server")[0]
                 hostile.connect(url)
                 while "refused a client" not in caplog.text:
                     await asyncio.sleep(0.01)

@@ -6,24 +6,24 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncoll.errors import UsageError
-from asyncoll.launch import control, helper
+from asyncoll.launch import control, template
 from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
 from asyncoll.launch.output import Output, Stream
-from asyncoll.launch.process_tree import state
 from asyncoll.launch.program import Program
 from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.transport.processes import allow_files
+from asyncoll.transport.processes import allow_files, state
 
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
@@ -52,20 +52,6 @@ def launch(
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
     """
-    program = Program(tuple(argv), module)
-    _check(size, program, timeout)
-    grace_s = stopped_grace_s(os.environ)
-    with ExitStack() as job:
-        output = job.enter_context(Output(size, None if log_dir is None else Path(log_dir)))
-        signals = job.enter_context(stop_signals())
-        folder = job.enter_context(job_folder())
-        port = job.enter_context(reserve_port()).getsockname()[1]
-        template = job.enter_context(helper.start(program, job_environment(size, port, folder, transport, os.environ)))
-        selector = job.enter_context(selectors.DefaultSelector())
-        return _Launcher(size, timeout, grace_s, output, signals, template, selector).run()
-
-
-def _check(size: int, program: Program, timeout: float | None) -> None:
     if size < 1:
         raise UsageError(f"a job has at least one rank, not {size}")
     if timeout is not None and not timeout > 0:
@@ -73,7 +59,46 @@ def _check(size: int, program: Program, timeout: float | None) -> None:
     files = 12 * size + 64
     if (limit := allow_files(files)) is not None:
         raise UsageError(f"{size} ranks need {files} open files, the limit is {limit}: raise it (ulimit -n)")
+    program = Program(tuple(argv), module)
     program.check()
+    grace_s = stopped_grace_s(os.environ)
+    with ExitStack() as job:
+        output = job.enter_context(Output(size, None if log_dir is None else Path(log_dir)))
+        signals = job.enter_context(stop_signals())
+        folder = job.enter_context(job_folder())
+        port = job.enter_context(reserve_port()).getsockname()[1]
+        environment = job_environment(size, port, folder, transport, os.environ)
+        process, channel, death = job.enter_context(_template(program, environment))
+        selector = job.enter_context(selectors.DefaultSelector())
+        return _Launcher(size, timeout, grace_s, output, signals, process, channel, death, selector).run()
+
+
+@contextmanager
+def _template(
+    program: Program, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, int]]:
+    """Start a template for `program`, in a session of its own, so that the terminal's Ctrl-C does not reach it.
+
+    Yields its process, a channel to it, whose end ends the job, and a descriptor that becomes readable at its death.
+    """
+    ours, its = control.pair()
+    with ours:
+        with its:
+            process = subprocess.Popen(
+                template.command("template", its.fileno(), program),
+                env=environment,
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        death = os.pidfd_open(process.pid)
+        try:
+            yield process, ours, death
+        finally:
+            ours.close()
+            process.wait()
+            os.close(death)
 
 
 class _Launcher:
@@ -84,7 +109,9 @@ class _Launcher:
         grace_s: float,
         output: Output,
         signals: socket.socket,
-        template: helper.Helper,
+        template: subprocess.Popen[bytes],
+        channel: socket.socket,
+        death: int,
         selector: selectors.BaseSelector,
     ) -> None:
         self._timeout = timeout
@@ -92,35 +119,42 @@ class _Launcher:
         self._output = output
         self._signals = signals
         self._template = template
+        self._channel = channel
         self._selector = selector
         self._pids: dict[int, int] = {}
         self._last_words: list[str] = []
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
         self._supervisor = Supervisor(size, time.monotonic(), self._order, grace_s)
         self._watch(signals, self._hear_user)
-        self._watch(template.channel, self._hear_template)
-        self._watch(template.death, lambda: None)
+        self._watch(channel, self._hear_template)
+        self._watch(death, lambda: None)
         for stream in self._streams():
-            self._watch(stream.reader, partial(self._show, stream))
+            self._watch(stream.reader, partial(self._show, stream, stream.read))
 
     def run(self) -> int:
-        self._start()
-        while self._supervisor.running and self._template.alive:
-            self._turn()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                self._deadline = None
-                self._time_out()
-        self._end_template()
-        self._drain()
-        return self._conclude()
-
-    def _start(self) -> None:
-        """Ask for all ranks. The template forks them when it has loaded."""
+        supervisor = self._supervisor
+        # Ask for all ranks. The template forks them when it has loaded.
         for rank, (out, err) in enumerate(zip(self._output.out, self._output.err, strict=True)):
-            self._template.send(out.writer, err.writer, fork=rank)
+            self._tell_template(out.writer, err.writer, fork=rank)
             out.close_writer()
             err.close_writer()
             self._hear_template()  # read its messages, so that both sides never block on sending to each other
+        while supervisor.running and self._template.poll() is None:
+            self._turn()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._deadline = None
+                if not supervisor.stopping:
+                    supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
+                    late = f"{were(supervisor.stopped)} still running"
+                    self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late}")
+        self._end_template()
+        for stream in self._streams():
+            self._show(stream, stream.drain)
+        _say(explain(supervisor, [stream.last for stream in self._output.err], self._pids))
+        _say(self._last_words)
+        if supervisor.exit_code is not None:
+            return supervisor.exit_code
+        return supervisor.root.exit_code if supervisor.root else int(bool(supervisor.running))
 
     def _turn(self) -> None:
         """Wait until an event comes or is due, and handle it."""
@@ -155,28 +189,16 @@ class _Launcher:
         """
         self._hear_template()
         if self._supervisor.running and not self._supervisor.stopping:
-            status = self._template.process.poll() or 0
-            fate = f"killed by {signal_name(-status)}" if status < 0 else f"exit code {status}"
+            code = self._template.poll() or 0
+            fate = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
             self._last_words.append(f"the process that starts the ranks died ({fate}), so all were stopped")
         for rank in self._supervisor.running & self._pids.keys():
             with suppress(ProcessLookupError):
                 os.killpg(self._pids[rank], signal.SIGKILL)
-        self._unwatch(self._template.channel)
-        self._template.channel.close()
-        while self._template.alive:
+        self._unwatch(self._channel)
+        self._channel.close()
+        while self._template.poll() is None:
             self._turn()
-
-    def _drain(self) -> None:
-        for stream in self._streams():
-            self._guarded(stream, partial(stream.drain, time.monotonic()))
-
-    def _conclude(self) -> int:
-        supervisor = self._supervisor
-        _say(explain(supervisor, [stream.last for stream in self._output.err], self._pids))
-        _say(self._last_words)
-        if supervisor.exit_code is not None:
-            return supervisor.exit_code
-        return supervisor.root.exit_code if supervisor.root else int(bool(supervisor.running))
 
     def _streams(self) -> list[Stream]:
         return [*self._output.out, *self._output.err]
@@ -188,18 +210,14 @@ class _Launcher:
         with suppress(KeyError):
             self._selector.unregister(source)
 
-    def _show(self, stream: Stream) -> None:
-        if not self._guarded(stream, partial(stream.read, time.monotonic())):
-            self._unwatch(stream.reader)
-
-    def _guarded(self, stream: Stream, read: Callable[[], bool | None]) -> bool | None:
-        """Call `read`. If the reader of the launcher's output is gone (`| head`), stop the job."""
+    def _show(self, stream: Stream, read: Callable[[float], object]) -> None:
+        """Show output of `stream` by its method `read`. If the reader of it is gone (`| head`), stop the job."""
         try:
-            return read()
+            if not read(time.monotonic()):
+                self._unwatch(stream.reader)
         except BrokenPipeError:
             stream.abandon()
             self._supervisor.stop(signal.SIGTERM, 128 + signal.SIGPIPE, time.monotonic())
-            return True
 
     def _hear_user(self) -> None:
         for signum in self._signals.recv(64):
@@ -212,9 +230,13 @@ class _Launcher:
 
     def _hear_template(self) -> None:
         with suppress(BlockingIOError):
-            while news := control.receive(self._template.channel):
+            while news := control.receive(self._channel):
                 self._take(news)
-            self._unwatch(self._template.channel)
+            self._unwatch(self._channel)
+
+    def _tell_template(self, *files: int, **message: object) -> None:
+        with suppress(OSError):  # it is gone, and its death ends the loop
+            control.send(self._channel, message, files)
 
     def _take(self, news: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -230,15 +252,9 @@ class _Launcher:
 
     def _order(self, signum: int, ranks: Sequence[int]) -> None:
         if not self._pids:
-            self._template.process.kill()  # it still loads, and there is no rank yet
+            self._template.kill()  # it still loads, and there is no rank yet
         elif ranks:
-            self._template.send(signal=signum, ranks=ranks)
-
-    def _time_out(self) -> None:
-        if not self._supervisor.stopping:
-            self._supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
-            late = were(self._supervisor.stopped)
-            self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late} still running")
+            self._tell_template(signal=signum, ranks=ranks)
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Facts and settings of Linux processes that Python has no functions for."""
+"""The descendants of a process: settings of Linux that Python has no functions for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+
+from asyncoll.transport.processes import status
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -45,18 +47,4 @@ def _prctl(option: int, value: int) -> None:
 def children() -> list[int]:
     """The pids of this process's children."""
     entries = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in entries if _stat(pid)[1:2] == [str(os.getpid())]]
-
-
-def state(pid: int) -> str:
-    """The state letter of `ps`: "T" if a signal has stopped the process, "t" if a debugger has; empty if it is gone."""
-    return "".join(_stat(pid)[:1])
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: state, parent and so on. Empty if the process is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    return stat.rpartition(")")[2].split()  # after the process name, which may contain spaces and parentheses
+    return [pid for pid in entries if status(pid)[1:2] == [str(os.getpid())]]

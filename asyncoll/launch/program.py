@@ -7,8 +7,6 @@ import io
 import os
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
@@ -27,8 +25,12 @@ class Program:
         """Raise UsageError if it cannot start. Imports nothing and runs nothing."""
         name = self.argv[0]
         if self.module:
-            with _first_on_path(os.getcwd()):
-                _check_module(name)
+            sys.path.insert(0, os.getcwd())
+            try:
+                if _locate(name).submodule_search_locations is not None:
+                    _locate(f"{name}.__main__", f"{name} is a package without __main__")
+            finally:
+                del sys.path[0]
         elif not os.path.exists(name):
             raise UsageError(f"no such script: {name}")
         elif not os.path.isfile(name):
@@ -39,6 +41,8 @@ class Program:
     def run(self) -> None:
         """Run the program in this process, with `__main__`, `sys.argv` and `sys.path[0]` of its own."""
         name, *arguments = self.argv
+        if not os.environ.get("PYTHONSAFEPATH"):
+            sys.path.insert(0, os.getcwd() if self.module else os.path.dirname(os.path.realpath(name)))
         main = types.ModuleType("__main__")
         code = _load_module(name, main) if self.module else _load_script(name, main)
         sys.argv = [str(main.__file__) if self.module else name, *arguments]
@@ -48,7 +52,6 @@ class Program:
 
 
 def _load_script(path: str, main: types.ModuleType) -> Any:
-    _put_on_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
     main.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
     with io.open_code(absolute) as file:
@@ -56,7 +59,6 @@ def _load_script(path: str, main: types.ModuleType) -> Any:
 
 
 def _load_module(name: str, main: types.ModuleType) -> Any:
-    _put_on_path(os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -70,26 +72,6 @@ def _load_module(name: str, main: types.ModuleType) -> Any:
         __package__=spec.parent,
     )
     return spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-
-
-def _put_on_path(folder: str) -> None:
-    if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, folder)
-
-
-@contextmanager
-def _first_on_path(folder: str) -> Iterator[None]:
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-def _check_module(name: str) -> None:
-    spec = _locate(name)
-    if spec.submodule_search_locations is not None:
-        _locate(f"{name}.__main__", f"{name} is a package without __main__")
 
 
 def _locate(name: str, complaint: str = "") -> ModuleSpec:

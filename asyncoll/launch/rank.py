@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import traceback
-from types import TracebackType
 
 from asyncoll.errors import AbortedError, PeerLostError
 from asyncoll.launch import control
@@ -41,7 +40,10 @@ def run(program: Program, channel: socket.socket) -> None:
             program.run()
         except BaseException as error:
             if os.getpid() == pid:  # not in a child that the program has forked
-                _report(error.with_traceback(_beyond_machinery(error.__traceback__)), channel)
+                trace = error.__traceback__
+                while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == MACHINERY:
+                    trace = trace.tb_next
+                _report(error.with_traceback(trace), channel)
             raise
 
 
@@ -62,11 +64,13 @@ def _report(error: BaseException, channel: socket.socket) -> None:
     if code == 0:
         return
     text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
+    # One line: the last of several for a SyntaxError, the first for an exception group.
+    summary = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
     report = {
         "rank": int(os.environ["RANK"]),
         "code": code,
         "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
-        "summary": _summary(error),
+        "summary": summary.partition("\n")[0][:SUMMARY_CHARACTERS_MAX],
         "blames": blamed(error),
     }
     try:
@@ -74,13 +78,7 @@ def _report(error: BaseException, channel: socket.socket) -> None:
     except OSError:
         return
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _already_told
-
-
-def _summary(error: BaseException) -> str:
-    """One line: the last of several for a SyntaxError, the first for an exception group."""
-    lines = traceback.format_exception_only(error)
-    return next(line for line in lines if not line.startswith(" ")).partition("\n")[0][:SUMMARY_CHARACTERS_MAX]
+        sys.excepthook = lambda *_: None  # the launcher has the traceback
 
 
 def _exit_code(error: BaseException) -> int:
@@ -109,13 +107,3 @@ def blamed(error: BaseException) -> int | None:
         if isinstance(link, BaseExceptionGroup):
             pending += link.exceptions
     return None
-
-
-def _beyond_machinery(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == MACHINERY:
-        trace = trace.tb_next
-    return trace
-
-
-def _already_told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An excepthook that prints nothing: the launcher has the traceback."""

@@ -126,19 +126,20 @@ class Supervisor:
 
     def tick(self, now: float) -> None:
         """Send the signals that are due."""
-        if self.root and not self.stopping and self._settled(now):
+        if self.failures and not self.stopping and now >= self._settled_at:
             self._begin(signal.SIGTERM, now)
         while self._plan and self._plan[0][0] <= now:
             _, signum = self._plan.popleft()
-            spared = self._leaving() if signum != signal.SIGKILL else ()
-            self._order(signum, sorted(self.running.difference(spared)))
+            # Ranks that have failed are ending by themselves, unless they are stopped.
+            ending = [rank for rank, failure in self.failures.items() if failure.code != -signal.SIGSTOP]
+            self._order(signum, sorted(self.running.difference(ending if signum != signal.SIGKILL else ())))
 
     def wake_at(self) -> float | None:
         """When the next `tick` is due; None if none is."""
         if self._plan:
             return self._plan[0][0]
         if self.failures and not self.stopping:
-            return self._first_failure_at + (BLAME_S if self._awaits_blamed else SETTLE_S)
+            return self._settled_at
         return None
 
     def _begin(self, signum: int, now: float) -> None:
@@ -150,18 +151,9 @@ class Supervisor:
         self._plan.append((now + grace, signal.SIGTERM))
         self._plan.append((now + grace + STOP_GRACE_S, signal.SIGKILL))
 
-    def _leaving(self) -> list[int]:
-        """The ranks that are ending by themselves, and need no signal."""
-        return [rank for rank, failure in self.failures.items() if failure.code != -signal.SIGSTOP]
-
-    def _settled(self, now: float) -> bool:
-        return now >= self._first_failure_at + (BLAME_S if self._awaits_blamed else SETTLE_S)
-
     @property
-    def _first_failure_at(self) -> float:
-        return self.started_at + next(iter(self.failures.values())).after_s
-
-    @property
-    def _awaits_blamed(self) -> bool:
-        root = self.root
-        return root is not None and root.blames in self.running and root.blames not in self.failures
+    def _settled_at(self) -> float:
+        """When the first failure is old enough for the root cause to be known."""
+        root, first = self.root, next(iter(self.failures.values()))
+        awaits_blamed = root is not None and root.blames in self.running and root.blames not in self.failures
+        return self.started_at + first.after_s + (BLAME_S if awaits_blamed else SETTLE_S)

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
 
 from asyncoll.launch import control, process_tree, rank
 from asyncoll.launch.environment import rank_environment
@@ -48,7 +47,9 @@ def main() -> None:
     template = Template(socket.socket(fileno=int(channel)))
     if not template.serve():
         os._exit(0)  # a regular exit would first tear down torch, which takes time
-    if loaded and _parent_is_single_threaded():
+    # A fork has no copies of the template's other threads. This looks after the fork, because OpenBLAS ends its threads
+    # before a fork.
+    if loaded and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1:
         rank.run(program, template.channel)
     else:
         os.set_inheritable(template.channel.fileno(), True)
@@ -63,28 +64,15 @@ def preload() -> bool:
     try:
         for name in os.environ.get("ASYNCOLL_PRELOAD", "numpy,torch,asyncoll").split(","):
             if name:
-                _import_whole(name)
+                module = importlib.import_module(name)
+                for public in module.__all__ if name == "asyncoll" else ():
+                    getattr(module, public)  # asyncoll loads its public names at their first use
     except Exception as error:
         print(f"asyncoll: every rank starts afresh, because loading once failed: {error!r}", file=sys.stderr)
         return False
     gc.collect()
     gc.freeze()  # a collection would write to, and so copy, the pages that the ranks share
     return True
-
-
-def _import_whole(name: str) -> None:
-    module = importlib.import_module(name)
-    if name == "asyncoll":  # it loads its public names at their first use
-        for public in module.__all__:
-            getattr(module, public)
-
-
-def _parent_is_single_threaded() -> bool:
-    """Whether the template has one thread. A fork has no copies of the others.
-
-    Called after the fork, because OpenBLAS ends its threads before a fork.
-    """
-    return len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
 
 
 class Template:
@@ -111,43 +99,36 @@ class Template:
             if self.channel.fileno() in ready:
                 received = control.receive_files(self.channel)
                 if received is None:
-                    self._end()
+                    process_tree.kill_descendants()
+                    shutil.rmtree(os.environ["ASYNCOLL_FOLDER"], ignore_errors=True)
                     return False
-                if self._obey(*received):
+                message, files = received
+                if "fork" not in message:
+                    self._signal(message["signal"], message["ranks"])
+                elif self._fork(message["fork"], *files):
                     return True
-
-    def _obey(self, message: dict[str, Any], files: list[int]) -> bool:
-        if "fork" in message:
-            return self._fork(message["fork"], *files)
-        self._signal(message["signal"], message["ranks"])
-        return False
 
     def _fork(self, number: int, out: int, err: int) -> bool:
         template = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(number, out, err, template)
-            return True
-        with suppress(OSError):
-            os.setpgid(pid, pid)  # in both processes: a signal that is sent now must find the group
+            os.setpgid(0, 0)
+            process_tree.die_with_parent(template)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._wake.close()
+            self._waker.close()
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            os.environ.update(rank_environment(number))
+        else:
+            with suppress(OSError):
+                os.setpgid(pid, pid)  # in both processes: a signal that is sent now must find the group
+            self._ranks[pid] = number
+            self._tell(started=number, pid=pid)
         os.close(out)
         os.close(err)
-        self._ranks[pid] = number
-        self._tell(started=number, pid=pid)
-        return False
-
-    def _become(self, number: int, out: int, err: int, template: int) -> None:
-        os.setpgid(0, 0)
-        process_tree.die_with_parent(template)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._wake.close()
-        self._waker.close()
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        os.close(out)
-        os.close(err)
-        os.environ.update(rank_environment(number))
+        return pid == 0
 
     def _signal(self, signum: int, ranks: list[int]) -> None:
         for pid, number in self._ranks.items():
@@ -166,7 +147,3 @@ class Template:
     def _tell(self, **message: object) -> None:
         with suppress(OSError):  # the launcher is gone: the next read finds the end
             control.send(self.channel, message)
-
-    def _end(self) -> None:
-        process_tree.kill_descendants()
-        shutil.rmtree(os.environ["ASYNCOLL_FOLDER"], ignore_errors=True)

@@ -8,21 +8,26 @@ from pathlib import Path
 
 def is_gone(number: int) -> bool:
     """Whether the process or thread `number` has ended. A zombie has."""
-    return _state_of(number) in ("", "Z", "X")
+    return state(number) in ("", "Z", "X")
 
 
 def is_stopped(number: int) -> bool:
     """Whether the process or thread `number` is stopped, by SIGSTOP or by a debugger."""
-    return _state_of(number) in ("T", "t")
+    return state(number) in ("T", "t")
 
 
-def _state_of(number: int) -> str:
-    """The state letter, as ps shows it; empty if no process or thread has this number."""
+def state(number: int) -> str:
+    """The state, as ps shows it: "T" if a signal has stopped the process, "t" if a debugger has. Empty if gone."""
+    return "".join(status(number)[:1])
+
+
+def status(number: int) -> list[str]:
+    """The fields of /proc/NUMBER/stat from the state on: state, parent and so on; empty if the process is gone."""
     try:
         stat = Path(f"/proc/{number}/stat").read_text(errors="replace")
     except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]  # the name before it, in parentheses, may contain anything
+        return []
+    return stat.rpartition(")")[2].split()  # the name before it, in parentheses, may contain anything
 
 
 def allow_files(count: int) -> int | None:

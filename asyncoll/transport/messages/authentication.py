@@ -6,6 +6,7 @@ accept the peer. It reads the first message after that, so no message of an unau
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ class Authenticator:
         """`accepts(mechanism, credentials)` decides. `rejected` is called with the address of each rejected peer."""
         self._accepts = accepts
         self._rejected = rejected
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
@@ -56,11 +58,14 @@ class Authenticator:
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler ZeroMQ would accept every peer
 
-    def fileno(self) -> int:
-        return int(self._socket.fileno())
+    def start(self) -> None:
+        """Answer requests on the running loop. Until then, peers wait in their handshake."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._read()
 
-    def read(self) -> None:
-        """Answer all requests that have arrived. The peers wait until then."""
+    def _read(self) -> None:
+        """Answer all requests that have arrived."""
         while True:
             try:
                 version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -72,6 +77,8 @@ class Authenticator:
                 self._rejected(address.decode("ascii", "replace"))
 
     def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
 

@@ -7,17 +7,15 @@ be guessed, but an eavesdropper can read it, like all other traffic.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import os
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
-from asyncoll.transport.messages.monitor import watch
+from asyncoll.transport.messages.monitor import Monitor
 
 _HANDSHAKE_MS = 5000  # from the connection of a peer to the end of its handshake
 _BACKLOG = 128  # connections that wait to be accepted, besides two for each rank
@@ -47,7 +45,7 @@ class ConnectionPolicy:
         self._router = router
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, _BACKLOG + 2 * self._size)
-        self._monitor = watch(router, sum(_FAILURES))
+        self._monitor = Monitor(router, sum(_FAILURES), self._failed)
 
     def guard(self, address: str) -> None:
         """Prepare the ROUTER for a bind to `address`: first over ipc, then over tcp.
@@ -79,24 +77,20 @@ class ConnectionPolicy:
             return
         authentication.encrypt_client(dealer, self._pair(self._rank), self._pair(dest)[0])
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to answer on `loop`. Until then, peers that connect over tcp wait in their handshake."""
-        self._loop = loop
-        loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        self._read_monitor()
+    def start(self) -> None:
+        """Begin to answer on the running loop. Until then, peers that connect over tcp wait in their handshake."""
+        self._monitor.start()
         if self._authenticator is not None:
-            loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
-            self._authenticator.read()
+            self._authenticator.start()
 
-    def close(self, *, opened: bool) -> None:
-        if opened:
-            self._loop.remove_reader(self._monitor.fileno())
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)
+    def close(self) -> None:
+        self._monitor.close()
         if self._authenticator is not None:
-            if opened:
-                self._loop.remove_reader(self._authenticator.fileno())
             self._authenticator.close()
+
+    def _failed(self, event: int, _: int) -> None:
+        """Log a connection that has failed before ZeroMQ asked the ZAP handler."""
+        self._unauthenticated.log(f"rejected a connection: {_FAILURES[event]}")
 
     def _rejected(self, where: str) -> None:
         self._unauthenticated.log(f"rejected a connection from {where}: it does not have this job's key")
@@ -115,13 +109,3 @@ class ConnectionPolicy:
     def _pair(self, rank: int) -> tuple[bytes, bytes]:
         """The public and the secret key of `rank`."""
         return authentication.key_pair(self._key.derive("key pair", rank))
-
-    def _read_monitor(self) -> None:
-        """Log the connections that have failed before ZeroMQ asked the ZAP handler."""
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            if event["event"] in _FAILURES:
-                self._unauthenticated.log(f"rejected a connection: {_FAILURES[int(event['event'])]}")

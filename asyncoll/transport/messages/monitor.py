@@ -13,19 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncoll.transport.addresses import process_behind
 
 FREEZE_S = 0.5  # a process without a heartbeat for this time counts as frozen
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as frozen
-
-
-def watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """Return a socket with the `events` of `socket`, in the format of `parse_monitor_message`."""
-    address = f"inproc://monitor-{id(socket)}"
-    socket.monitor(address, events)
-    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-    monitor.setsockopt(zmq.LINGER, 0)
-    monitor.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread blocks until the events are read
-    monitor.connect(address)
-    return monitor
 
 
 def silence_cause(freeze_s: float) -> str:
@@ -51,26 +39,25 @@ def bound_address(socket: zmq.Socket[bytes]) -> str:
 
 
 class Monitor:
-    """Calls `connected`, `disconnected` and `failed` (to connect) as the connection of a socket changes.
+    """Calls `handle(event, value)` for the events of the connections of a socket."""
 
-    Each may be called several times: ZeroMQ connects again after a loss.
-    """
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        connected: Callable[[], None],
-        disconnected: Callable[[], None],
-        failed: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], events: int, handle: Callable[[int, int], None]) -> None:
+        """Record these `events` of `socket` from now on, to handle them after `start`."""
         self._socket = socket
-        self._connected = connected
-        self._disconnected = disconnected
-        self._failed = failed
-        self._events = watch(socket, _EVENTS)
-        self.connection = -1  # the descriptor of the newest connection; -1 before the first
+        self._handle = handle
+        self._loop: asyncio.AbstractEventLoop | None = None
+        address = f"inproc://monitor-{id(socket)}"
+        socket.monitor(address, events)
+        self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread waits for the reader
+        self._events.connect(address)
+
+    def start(self) -> None:
+        """Handle the events on the running loop: those that have arrived now, the others as they come."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._events.fileno(), self.read)
+        self.read()
 
     def read(self) -> None:
         """Handle all events that have arrived. ZeroMQ's descriptors are edge-triggered, so this must leave none."""
@@ -79,19 +66,12 @@ class Monitor:
                 message = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            event = message["event"]
-            if event == zmq.EVENT_CONNECTED:
-                self.connection = int(message["value"])
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected()
-            else:
-                self._failed()
+            self._handle(int(message["event"]), int(message["value"]))
 
     def close(self) -> None:
         if not self._events.closed:
-            self._loop.remove_reader(self._events.fileno())
+            if self._loop is not None:
+                self._loop.remove_reader(self._events.fileno())
             self._socket.disable_monitor()
             self._events.close(linger=0)
 
@@ -148,16 +128,16 @@ class Heartbeat:
         self._alive = alive
         self._stopped = stopped
         self._has_begun = False
-        self._monitor = Monitor(dealer, self._begin, self._end)
+        self._monitor = Monitor(dealer, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, self._handle_event)
         dealer.connect(to_zeromq(address))
-        self._monitor.read()
+        self._monitor.start()
 
-    def _begin(self) -> None:
-        self._has_begun = True
-        self._alive()
-
-    def _end(self) -> None:
-        if self._has_begun:
+    def _handle_event(self, event: int, _: int) -> None:
+        """Handle the begin or the end of a connection. ZeroMQ connects again after a loss."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_begun = True
+            self._alive()
+        elif self._has_begun:
             self._has_begun = False
             self._stopped()
 

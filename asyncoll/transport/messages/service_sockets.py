@@ -4,12 +4,16 @@ Both carry segments: a kind, a number and a payload. The owners of the sockets l
 limit only the size of a segment, and drop a peer that ignores the owners' rules and does not read. Each socket has one
 reader, a callback of the loop. ZeroMQ's descriptors are edge-triggered, and a send may consume the event of a message
 that has arrived, so the reader runs after each send, too.
+
+With a key, connections are encrypted by CURVE. The key pairs of both ends derive from the key: the service has one, and
+all clients have the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import logging
 import struct
@@ -19,15 +23,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll import forks
 from asyncoll.errors import UsageError
 from asyncoll.transport.addresses import prepare, remove_socket, user_behind
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages.authentication import Authenticator, UnauthenticatedPeers
-from asyncoll.transport.messages.curve import authenticator, protect_client, protect_server
-from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, bound_address, silence_cause, to_zeromq, watch
+from asyncoll.transport.messages import authentication
+from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, Monitor, bound_address, silence_cause, to_zeromq
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -79,7 +81,8 @@ class Owner(Protocol):
 class _Socket(ABC):
     """The common part of both: a ZeroMQ socket, its monitor, and their readers."""
 
-    def __init__(self, kind: int, events: int) -> None:
+    def __init__(self, kind: int, url: str, events: int, handle_event: Callable[[int, int], None]) -> None:
+        self.url = url
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
@@ -91,16 +94,19 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
-        self._monitor = watch(self._socket, events)
+        self._monitor = Monitor(self._socket, events, handle_event)
         self._will_read = False
         self._is_closed = False
 
     def _start(self) -> None:
         forks.register(self)
         self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         self._read_soon()
-        self._loop.call_soon(self._read_monitor)  # later, when the owner is ready
+        self._loop.call_soon(self._watch)  # later, when the owner is ready
+
+    def _watch(self) -> None:
+        if not self._is_closed:
+            self._monitor.start()
 
     def close(self) -> None:
         """Close the socket at once; segments that are queued are dropped. Idempotent."""
@@ -109,9 +115,7 @@ class _Socket(ABC):
         self._is_closed = True
         forks.unregister(self)
         self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._monitor.close()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -143,26 +147,15 @@ class _Socket(ABC):
         while not self._is_closed and self._read_one():
             pass
 
-    @abstractmethod
     def abandon(self, parent: int) -> None:
         """Give up the connection in a forked child, so that the other end notices the death of the parent."""
+        self._is_closed = True
+        forks.isolate(self._loop)
+        forks.give_up_connections([self.url])
 
     @abstractmethod
     def _read_one(self) -> bool:
         """Read and handle one segment; returns whether there was one."""
-
-    def _read_monitor(self) -> None:
-        """Handle all events of the monitor that have arrived."""
-        while not self._is_closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(_NOW))
-            except zmq.Again:
-                return
-            self._handle_event(int(event["event"]), int(event["value"]))
-
-    @abstractmethod
-    def _handle_event(self, event: int, value: int) -> None:
-        """Handle an event of the monitor."""
 
     def _segment(self, first: Any) -> tuple[int, int, Buffer] | None:
         """Return the segment in the frame `first` and the frames after it; None if it is malformed."""
@@ -180,37 +173,44 @@ class ServerSocket(_Socket):
 
     def __init__(self, owner: Owner, url: str, key: Key | None) -> None:
         """Listen at `url`. Raises UsageError if that fails, or if it would admit peers without authentication."""
-        super().__init__(zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        super().__init__(zmq.ROUTER, "", zmq.EVENT_DISCONNECTED, self._disconnected)
         self._owner = owner
         self._clients: dict[bytes, int] = {}  # clients by routing id; -1 for one that is not served, or not any more
         self._names: dict[int, bytes] = {}  # the routing ids of the clients that are served
         self._descriptors: dict[int, bytes] = {}  # routing ids by the descriptor of the connection
         self._numbers = itertools.count()
-        self._authenticator: Authenticator | None = None
-        self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
-        self.url = ""
+        self._authenticator: authentication.Authenticator | None = None
+        self._unauthenticated = authentication.UnauthenticatedPeers(f"the service at {url}")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            self._bind(url, key)
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            with prepare(url, has_key=key is not None) as uid:
+                if uid is not None:
+                    self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
+                if key is not None:
+                    self._authenticate(key)
+                try:
+                    self._socket.bind(to_zeromq(url))
+                except zmq.ZMQError as error:
+                    raise UsageError(f"cannot listen on {url}: {error}") from error
+            undo.pop_all()
+        self.url = bound_address(self._socket)
         self._start()
 
-    def _bind(self, url: str, key: Key | None) -> None:
-        with prepare(url, has_key=key is not None) as uid:
-            if uid is not None:
-                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-            if key is not None:
-                self._authenticator = authenticator(self._context, key, self._rejected)
-                self._authenticator.guard(self._socket)
-                self._loop.add_reader(self._authenticator.fileno(), self._authenticator.read)
-                protect_server(self._socket, key)
-            try:
-                self._socket.bind(to_zeromq(url))
-            except zmq.ZMQError as error:
-                raise UsageError(f"cannot listen on {url}: {error}") from error
-        self.url = bound_address(self._socket)
+    def _authenticate(self, key: Key) -> None:
+        """Accept only clients that have the key."""
+        client = authentication.on_the_wire(_pair(key, "client")[0])
+
+        def is_client(mechanism: bytes, credentials: list[bytes]) -> bool:
+            return mechanism == b"CURVE" and hmac.compare_digest(credentials[0], client)
+
+        def rejected(address: str) -> None:
+            self._unauthenticated.log(f"refused a client from {address}: it does not have the key")
+
+        self._authenticator = authentication.Authenticator(self._context, is_client, rejected)
+        self._authenticator.guard(self._socket)
+        self._authenticator.start()
+        authentication.encrypt_server(self._socket, _pair(key, "server"))
 
     def has(self, peer: int) -> bool:
         """Whether client `peer` is connected."""
@@ -244,19 +244,10 @@ class ServerSocket(_Socket):
 
     def close(self) -> None:
         if self._authenticator is not None and not self._is_closed:
-            self._loop.remove_reader(self._authenticator.fileno())
             self._authenticator.close()
         if self.url and not self._is_closed:
             remove_socket(self.url)
         super().close()
-
-    def abandon(self, parent: int) -> None:
-        self._is_closed = True
-        forks.isolate(self._loop)
-        forks.give_up_connections([self.url])
-
-    def _rejected(self, address: str) -> None:
-        self._unauthenticated.log(f"refused a client from {address}: it does not have the key")
 
     def _read_one(self) -> bool:
         try:
@@ -279,7 +270,7 @@ class ServerSocket(_Socket):
         if segment is None or segment[0] != _HELLO:
             self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
-        self._read_monitor()  # an earlier client may have had the same descriptor, and its end is in the monitor
+        self._monitor.read()  # an earlier client may have had the same descriptor, and its end is in the monitor
         self._clients[name] = -1
         self._descriptors[descriptor] = name
         if len(self._names) >= _CLIENTS_MAX:
@@ -291,8 +282,8 @@ class ServerSocket(_Socket):
             self._names[peer] = name
         self._try_send(name, _HELLO, VERSION)
 
-    def _handle_event(self, event: int, value: int) -> None:
-        name = self._descriptors.pop(value, None)
+    def _disconnected(self, _: int, descriptor: int) -> None:
+        name = self._descriptors.pop(descriptor, None)
         if name is None:
             return
         if self._clients[name] >= 0:
@@ -313,24 +304,22 @@ class ClientSocket(_Socket):
 
         Raises UsageError if `url` is malformed, belongs to another user, or is not safe.
         """
-        super().__init__(zmq.DEALER, zmq.EVENT_CONNECTED | _ENDS | sum(_CAUSES))
+        super().__init__(zmq.DEALER, url, zmq.EVENT_CONNECTED | _ENDS | sum(_CAUSES), self._handle_event)
         self._owner = owner
         self._connected = connected
-        self._url = url
         self._key = key
         self._heartbeat: Heartbeat | None = None
         self._is_lost = False
         self._uid: int | None = None  # the user who must own the service
         self._prepare_dealer(self._socket)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             with prepare(url, has_key=key is not None, listens=False) as self._uid:
-                self._socket.connect(to_zeromq(url))
-        except zmq.ZMQError as error:
-            self.close()
-            raise UsageError(f"cannot connect to {url}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+                try:
+                    self._socket.connect(to_zeromq(url))
+                except zmq.ZMQError as error:
+                    raise UsageError(f"cannot connect to {url}: {error}") from error
+            undo.pop_all()
         self._start()
         self.send(0, _HELLO, VERSION, b"")
 
@@ -339,7 +328,8 @@ class ClientSocket(_Socket):
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._key is not None:
-            protect_client(dealer, self._key)
+            server = _pair(self._key, "server")[0]
+            authentication.encrypt_client(dealer, _pair(self._key, "client"), server)
 
     def has(self, peer: int) -> bool:
         """Whether the service is not lost."""
@@ -363,9 +353,12 @@ class ClientSocket(_Socket):
         if segment is None:
             return True
         if segment[0] == _HELLO:
-            self._read_monitor()  # checks the user of the service first
-            if not self._is_lost and not self._is_closed:
-                self._start_heartbeat(partial(self._connected, segment[1]))
+            self._monitor.read()  # checks the user of the service first
+            if self._heartbeat is None and not self._is_lost and not self._is_closed:
+                dealer = self._context.socket(zmq.DEALER)
+                self._prepare_dealer(dealer)
+                alive = partial(self._connected, segment[1])  # the service is connected once its heartbeat runs
+                self._heartbeat = Heartbeat(dealer, self.url, FREEZE_S, alive, self._silent)
         elif segment[0] == _BYE:
             self._report_loss(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
         else:
@@ -379,16 +372,7 @@ class ClientSocket(_Socket):
 
     def abandon(self, parent: int) -> None:
         self._report_loss(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
-        self._is_closed = True
-        forks.isolate(self._loop)
-        forks.give_up_connections([self._url])
-
-    def _start_heartbeat(self, alive: Callable[[], None]) -> None:
-        """Monitor the heartbeat of the service; calls `alive` once it runs."""
-        if self._heartbeat is None:
-            dealer = self._context.socket(zmq.DEALER)
-            self._prepare_dealer(dealer)
-            self._heartbeat = Heartbeat(dealer, self._url, FREEZE_S, alive, self._silent)
+        super().abandon(parent)
 
     def _silent(self) -> None:
         """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
@@ -403,8 +387,9 @@ class ClientSocket(_Socket):
 
     def _stop_sending(self) -> None:
         """Lose the service because no segment can be sent: the connection is gone, or its queue is full."""
-        self._read_monitor()
-        self._lose(_UNREAD)
+        if not self._is_closed:
+            self._monitor.read()
+            self._lose(_UNREAD)
 
     def _lose(self, cause: str) -> None:
         """Lose the service, after its last segments. If they contain its own reason, that counts, and not `cause`."""
@@ -416,3 +401,8 @@ class ClientSocket(_Socket):
         if not self._is_lost and not self._is_closed:
             self._is_lost = True
             self._owner.lost(0, cause)
+
+
+def _pair(key: Key, end: str) -> tuple[bytes, bytes]:
+    """The public and the secret CURVE key of one end, "server" or "client"."""
+    return authentication.key_pair(key.derive("service", end))

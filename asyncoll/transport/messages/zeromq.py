@@ -22,7 +22,7 @@ import os
 import struct
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ _PACKED = struct.Struct("<BBH")  # the number of frames of a packed message; the
 # costs a microsecond.
 _FINAL = int(zmq.NOBLOCK)
 _MORE = _FINAL | int(zmq.SNDMORE)
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_Peer.queue`
 _BATCH = 64  # messages delivered before the loop may run other callbacks
 _CURVE_BYTES = 64  # the bytes that CURVE may add to a frame
@@ -86,23 +87,20 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
 class _Peer:
     """The connection to one peer: the DEALER, its monitor, its heartbeat, and the messages that wait for ZeroMQ."""
 
-    def __init__(
-        self,
-        rank: int,
-        dealer: zmq.Socket[bytes],
-        connected: Callable[[], None],
-        disconnected: Callable[[], None],
-        failed: Callable[[], None],
-    ) -> None:
+    monitor: Monitor
+
+    def __init__(self, rank: int, address: str, dealer: zmq.Socket[bytes]) -> None:
         self.rank = rank
+        self.address = address
         self.dealer = dealer
-        self.monitor = Monitor(dealer, connected, disconnected, failed)
+        self.connection = -1  # the descriptor of the newest connection; -1 before the first
         self.heartbeat: Heartbeat | None = None
         self.process: ProcessWatch | None = None
         self.was_connected = False  # now or earlier
         self.is_disconnected = False
         self.queue: deque[list[bytes]] = deque()  # while ZeroMQ's own queue for the peer is full
-        self.drained: list[asyncio.Future[None]] = []  # the waiters of `drain`
+        self.drained = asyncio.Event()  # set while `queue` is empty
+        self.drained.set()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_dropped = False  # lost or closed: the DEALER is closed
 
@@ -169,7 +167,7 @@ class ZeroMQTransport:
         self._receiver = receiver
         self._loop = loop = asyncio.get_running_loop()
         loop.add_reader(self._router.fileno(), self._read)
-        self._policy.open(loop)
+        self._policy.start()
         for rank, address in enumerate(self.peers):
             if rank != self.rank and address:
                 self._connect(rank, address)
@@ -193,15 +191,14 @@ class ZeroMQTransport:
         if peer.queue or not _try_send(peer, frames):
             peer.queue.append([bytes(frame) for frame in frames])
             if len(peer.queue) == 1:
-                self._flush_when_writable(peer)
+                peer.drained.clear()
+                self._loop.add_reader(peer.dealer.fileno(), self._flush, peer)
+                self._loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
 
     async def drain(self, dest: int) -> None:
         await asyncio.sleep(0)  # the loop must also read between two segments of a long array
-        peer = self._peers.get(dest)
-        if peer is not None and peer.queue:
-            future = self._loop.create_future()
-            peer.drained.append(future)
-            await future
+        if dest in self._peers:
+            await self._peers[dest].drained.wait()
 
     async def close(self, *, flush: bool = False) -> None:
         if self._closed:
@@ -213,7 +210,7 @@ class ZeroMQTransport:
         for peer in self._peers.values():
             peer.monitor.read()  # notes a loss, because queued messages to a lost peer must not delay the end
             self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.is_disconnected else 0)
-        self._policy.close(opened=self._receiver is not None)
+        self._policy.close()
         self._router.close(linger=0)
         # Blocks until queued messages have been sent, for _FLUSH_MS at most. The I/O threads of the peers receive them,
         # even if the loops of the peers are busy.
@@ -248,16 +245,13 @@ class ZeroMQTransport:
             frames: list[Any] = [self._router.recv(_FINAL)]
             while self._router.getsockopt(zmq.RCVMORE):
                 frames.append(self._router.recv(_FINAL, copy=False))
-            self._deliver(identity, frames)
+            source = self._sources.get(identity)
+            if source is None:
+                self._unauthenticated.log(f"dropped a message from an unauthenticated peer ({len(frames)} frames)")
+                continue
+            assert self._receiver is not None
+            self._receiver.received(source, _unpack(frames))
         return True
-
-    def _deliver(self, identity: bytes, frames: list[Any]) -> None:
-        source = self._sources.get(identity)
-        if source is None:
-            self._unauthenticated.log(f"dropped a message from an unauthenticated peer ({len(frames)} frames)")
-            return
-        assert self._receiver is not None
-        self._receiver.received(source, _unpack(frames))
 
     def _deliver_own(self, frames: list[bytes]) -> None:
         if not self._closed and self._receiver is not None:
@@ -285,15 +279,10 @@ class ZeroMQTransport:
     def _connect(self, rank: int, address: str) -> None:
         dealer = self._dealer(rank, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
-        peer = self._peers[rank] = _Peer(
-            rank,
-            dealer,
-            partial(self._connected, rank),
-            partial(self._disconnected, rank),
-            partial(self._refused, rank, address),
-        )
+        peer = self._peers[rank] = _Peer(rank, address, dealer)
+        peer.monitor = Monitor(dealer, _EVENTS, partial(self._handle_event, peer))
         dealer.connect(to_zeromq(address))
-        peer.monitor.read()
+        peer.monitor.start()
 
     def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
         """Return a DEALER with the credentials to connect to `rank`, which listens at `address`."""
@@ -302,29 +291,39 @@ class ZeroMQTransport:
         self._policy.introduce(dealer, rank, address)
         return dealer
 
-    def _connected(self, rank: int) -> None:
+    def _handle_event(self, peer: _Peer, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            peer.connection = value
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected(peer)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnected(peer)
+        else:
+            self._refused(peer)
+
+    def _connected(self, peer: _Peer) -> None:
         """Begin to watch a peer whose connection has been made.
 
         A monitored peer counts as connected once its heartbeat runs, too. Otherwise nothing would notice a peer that
         stops before that.
         """
-        peer = self._peers[rank]
         if peer.was_connected:
             return
         peer.was_connected = True
-        peer.process = ProcessWatch(peer.monitor.connection, self.peers[rank], partial(self._process_ended, peer))
-        if self._freeze_s and rank in self._monitored_ranks():
-            address, dealer = self.peers[rank], self._dealer(rank, self.peers[rank])
-            lose = partial(self._silent, peer)
-            peer.heartbeat = Heartbeat(dealer, address, self._freeze_s, partial(_set, peer.connected), lose)
+        peer.process = ProcessWatch(peer.connection, peer.address, partial(self._process_ended, peer))
+        if self._freeze_s and peer.rank in self._monitored_ranks():
+            dealer, alive = self._dealer(peer.rank, peer.address), partial(_set, peer.connected)
+            peer.heartbeat = Heartbeat(dealer, peer.address, self._freeze_s, alive, partial(self._silent, peer))
         else:
             _set(peer.connected)
 
-    def _refused(self, rank: int, address: str) -> None:
+    def _refused(self, peer: _Peer) -> None:
         """Handle a connection that could not be made. ZeroMQ does not say why, and tries again."""
-        peer = self._peers[rank]
-        if self.are_bound and not peer.was_connected and not peer.connected.done() and refuses_connections(address):
-            peer.connected.set_exception(PeerLostError(rank, f"its process has ended: {address} refuses connections"))
+        if not self.are_bound or peer.was_connected or peer.connected.done():
+            return
+        if refuses_connections(peer.address):
+            cause = f"its process has ended: {peer.address} refuses connections"
+            peer.connected.set_exception(PeerLostError(peer.rank, cause))
             peer.connected.exception()  # marks it as retrieved: the wait may have ended already
 
     def _monitored_ranks(self) -> set[int]:
@@ -335,13 +334,12 @@ class ZeroMQTransport:
         after = here[index + 1 :] + here[:index]
         return set(after[:_MONITORED_NEIGHBOURS]) | set(range(self.size)).difference(here)
 
-    def _disconnected(self, rank: int) -> None:
-        peer = self._peers[rank]
+    def _disconnected(self, peer: _Peer) -> None:
         if peer.was_connected and not peer.is_dropped:
             peer.is_disconnected = True
             # It must not connect again: a peer that was cut off takes all other ranks for lost, and would report that.
             with contextlib.suppress(zmq.ZMQError):  # if it is disconnected already
-                peer.dealer.disconnect(to_zeromq(self.peers[rank]))
+                peer.dealer.disconnect(to_zeromq(peer.address))
             self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its connection closed", 0.0)
 
     def _process_ended(self, peer: _Peer) -> None:
@@ -364,9 +362,8 @@ class ZeroMQTransport:
         if peer.is_dropped:
             return
         peer.is_dropped = True
-        loop = self._loop
         if peer.queue:
-            loop.remove_reader(peer.dealer.fileno())
+            self._loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
         peer.monitor.close()
         if peer.process is not None:
@@ -375,30 +372,19 @@ class ZeroMQTransport:
             peer.heartbeat.close()
         peer.dealer.close(linger=linger_ms)
         peer.connected.cancel()
-        self._release(peer)
+        peer.drained.set()
 
     # -- a peer that is slower than its senders ---------------------------------------------------
-
-    def _flush_when_writable(self, peer: _Peer) -> None:
-        loop = self._loop
-        loop.add_reader(peer.dealer.fileno(), self._flush, peer)
-        loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
 
     def _flush(self, peer: _Peer) -> None:
         if peer.is_dropped or not peer.queue:
             return
-        while peer.queue:
-            if not _try_send(peer, peer.queue[0]):
-                return
+        while peer.queue and _try_send(peer, peer.queue[0]):
             peer.queue.popleft()
+        if peer.queue:
+            return
         self._loop.remove_reader(peer.dealer.fileno())
-        self._release(peer)
-
-    def _release(self, peer: _Peer) -> None:
-        waiters, peer.drained = peer.drained, []
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
+        peer.drained.set()
 
 
 def _set(future: asyncio.Future[None]) -> None:
