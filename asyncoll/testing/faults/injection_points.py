@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from asyncoll.communicator import Communicator
 from asyncoll.transport.control_block import ControlBlock, Mutex
@@ -32,10 +33,10 @@ class InjectionPoints:
 
     def __enter__(self) -> InjectionPoints:
         endpoint, enter = self._endpoint, self._undo.enter_context
-        enter(_shadowed(endpoint.transport, "send", self._passing(endpoint.transport.send)))
-        enter(_shadowed(endpoint, "received", self._passing(endpoint.received)))
+        enter(mock.patch.object(endpoint.transport, "send", self._passing(endpoint.transport.send)))
+        enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
-            enter(_shadowed(arena, "control_block", self._watching(arena.control_block)))
+            enter(mock.patch.object(arena, "control_block", self._watching(arena.control_block)))
             for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
                 self._watch(control_block)
         return self
@@ -95,19 +96,3 @@ class _WatchedMutex:
         self._passing()
         self._mutex.acquire()
         self._passing()
-
-
-@contextlib.contextmanager
-def _shadowed(thing: object, name: str, method: Callable[..., object]) -> Iterator[None]:
-    """Replace the method `name` of this one object by `method`, for the time of the block."""
-
-    attributes = vars(thing)
-    before = attributes.get(name)
-    attributes[name] = method
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes[name]
-        else:
-            attributes[name] = before
