@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import os
 import traceback
-from types import TracebackType
 
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError, text_of
 from asyncoll.rpc import codec
@@ -31,14 +30,10 @@ class LateError(Exception):
 
 def encode(error: BaseException) -> bytes:
     """The body of an ERROR message for `error`."""
-    kind, trace = _RAISED, ""
-    if isinstance(error, CallerError):
-        kind = _USAGE
-    elif isinstance(error, LateError):
-        kind = _LATE
-    else:
-        trace = _trace(error)
-    name, message, trace = map(_valid, (type(error).__name__, _message(error), trace))
+    kind = _USAGE if isinstance(error, CallerError) else _LATE if isinstance(error, LateError) else _RAISED
+    message = "it was cancelled there" if isinstance(error, asyncio.CancelledError) else text_of(error)
+    texts = type(error).__name__, message, _trace(error) if kind == _RAISED else ""
+    name, message, trace = (text.encode("utf-8", "backslashreplace").decode() for text in texts)  # valid Unicode
     return codec.encode([kind, name[:_NAME_MAX], message[:_MESSAGE_MAX], trace[-_TRACE_MAX:]])[0]
 
 
@@ -49,36 +44,23 @@ def decode(body: bytes, rank: int) -> AsyncollError:
         raise ProtocolError("the body of an ERROR message is not an encoded exception")
     kind, name, message, trace = parts
     if kind == _USAGE:
-        return UsageError(f"{_callee(rank)}: {message}")
+        return UsageError(f"{callee(rank)}: {message}")
     if kind == _LATE:
-        return DeadlineError(f"{_callee(rank)}: {message}")
+        return DeadlineError(f"{callee(rank)}: {message}")
     return RemoteError(rank, name, message, trace)
 
 
+def callee(rank: int) -> str:
+    """The peer that is called, for errors; `rank` is -1 for a service."""
+    return f"rank {rank}" if rank >= 0 else "the service"
+
+
 def _trace(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(type(error), error, _without_library(error.__traceback__)))
-    except Exception as failure:  # code of the user's exception class runs here; causes may be nested too deep
-        return f"(a traceback that cannot be formatted: {type(failure).__name__})"
-
-
-def _without_library(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the leading frames of this library and asyncio, if frames of the function remain."""
-    inner = trace
+    inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
         inner = inner.tb_next
-    return inner or trace
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):
-        return "it was cancelled there"
-    return text_of(error)
-
-
-def _valid(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _callee(rank: int) -> str:
-    return f"rank {rank}" if rank >= 0 else "the service"
+    try:
+        return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+    except Exception as failure:  # code of the user's exception class runs here; causes may be nested too deep
+        return f"(a traceback that cannot be formatted: {type(failure).__name__})"

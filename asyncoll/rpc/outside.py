@@ -184,7 +184,7 @@ class Connection:
         """Wait until all notifications have begun, at most 10 s. Called by `connect` at the end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
-                await self._exchange.flush()
+                await self._exchange.client.flush()
 
     async def close(self) -> None:
         """End all calls with ClosedError. Idempotent. Called by `connect` at the end."""
@@ -198,8 +198,7 @@ class Connection:
             self._version.set_result(version)
 
     def _lost(self, service: int, cause: str) -> None:
-        make = partial(ServiceLostError, f"the service at {self._url} is gone: {cause}")
-        self._exchange.fail(make)
+        self._exchange.fail(partial(ServiceLostError, f"the service at {self._url} is gone: {cause}"))
         if not self._version.done():
             self._version.set_exception(ServiceLostError(f"no service at {self._url}: {cause}"))
             self._version.exception()  # mark it as retrieved, because `meet` may have been cancelled
