@@ -138,14 +138,8 @@ class Client:
         if seconds <= 0:
             work.close()
             raise self._late(name, peer)
-        late = asyncio.timeout(seconds)
-        try:
-            async with late:
-                return await work
-        except TimeoutError:
-            if not late.expired():  # a TimeoutError of another timeout, around this one or inside
-                raise
-            raise self._late(name, peer) from None
+        async with failure.Limit(seconds, partial(self._late, name, peer)):
+            return await work
 
     def _late(self, name: str, peer: int) -> DeadlineError:
         rank = self._rank_of(peer)

@@ -147,7 +147,10 @@ class Segments:
             self._deliver(source, message.head, message.arrays)
         elif kind != _PART:
             raise ProtocolError(f"a segment of the unknown kind {kind}")
-        self._earn(source, peer, len(payload) + _COST)
+        peer.earned += len(payload) + _COST
+        if peer.earned >= WINDOW_BYTES // 4:  # the segment is consumed; credit goes out in batches
+            self._link.post(source, _CREDIT, peer.earned, b"")
+            peer.earned = 0
 
     def forget(self, source: int) -> None:
         """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
@@ -176,13 +179,6 @@ class Segments:
         except MemoryError:
             raise ProtocolError(f"a message of {sum(sizes)} bytes, for which there is not enough memory") from None
         peer.partial[number] = _Partial(head, arrays)
-
-    def _earn(self, source: int, peer: _Peer, amount: int) -> None:
-        """Count consumed bytes of `source`. Sends credit in batches of a quarter of the window."""
-        peer.earned += amount
-        if peer.earned >= WINDOW_BYTES // 4:
-            self._link.post(source, _CREDIT, peer.earned, b"")
-            peer.earned = 0
 
     def _credited(self, peer: _Peer, amount: int) -> None:
         if amount > peer.outstanding:

@@ -21,7 +21,7 @@ from typing import Any
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.failure import CallerError, LateError
+from asyncoll.rpc.failure import CallerError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.runtime.deadlines import deadline, lift, now_s
@@ -45,19 +45,15 @@ class _Stream:
     def __init__(self) -> None:
         self._costs: deque[int] = deque()
         self._total = 0
-        self._room = asyncio.Event()
-        self._room.set()
-
-    async def room(self) -> None:
-        """Wait until another item may be sent."""
-        await self._room.wait()
+        self.room = asyncio.Event()  # set while another item may be sent
+        self.room.set()
 
     def sent(self, nbytes: int) -> None:
         """Count an item of `nbytes`."""
         self._costs.append(nbytes)
         self._total += nbytes
         if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
-            self._room.clear()
+            self.room.clear()
 
     def taken(self, number: int) -> None:
         """Count off the oldest `number` items. Raises ProtocolError if fewer have been sent."""
@@ -66,7 +62,7 @@ class _Stream:
         for _ in range(number):
             self._total -= self._costs.popleft()
         if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
-            self._room.set()
+            self.room.set()
 
 
 class Server:
@@ -248,15 +244,11 @@ class Server:
         if not message.seconds:
             raise LateError(f"{message.name} was called after its caller's deadline")
         ends_s = now_s() + message.seconds
-        late = asyncio.timeout(message.seconds)
+        late = partial(LateError, f"{message.name} was cancelled at its caller's deadline")
         try:
             with deadline(message.seconds):
-                async with late:
+                async with Limit(message.seconds, late):
                     return await self._call(peer, message.call, function, call)
-        except TimeoutError:
-            if not late.expired():  # a TimeoutError of the function's own
-                raise
-            raise LateError(f"{message.name} was cancelled at its caller's deadline") from None
         except DeadlineError as error:  # a call that the function made was late
             if now_s() < ends_s:  # by a shorter deadline of the function's own
                 raise
@@ -297,7 +289,7 @@ class Server:
                 body, arrays = codec.encode(item, name)
                 stream.sent(len(body) + sum(array.nbytes for array in arrays))
                 await self._carrier.send(peer, *protocol.encode(ITEM, call, body, arrays))
-                await stream.room()
+                await stream.room.wait()
 
 
 def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:

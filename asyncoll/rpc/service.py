@@ -69,7 +69,10 @@ class Function:
         self.name = name
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
-        signature = _signature(fn, name)
+        try:
+            signature = inspect.signature(fn)
+        except ValueError as error:
+            raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
         self._signature = signature.replace(parameters=[*signature.parameters.values()][is_unbound:])
         self._annotations = hints.resolved(fn, name)
         result = self._annotations.get("return", inspect.Parameter.empty)
@@ -108,21 +111,11 @@ class Function:
     def describe(self) -> Method:
         """The description of the function for callers."""
         parameters = tuple(
-            Parameter(p.name, p.kind.name, self._text_of(p), p.default is not p.empty)
+            Parameter(p.name, p.kind.name, hints.text(self._annotations.get(p.name, p.empty)), p.default is not p.empty)
             for p in self._signature.parameters.values()
         )
         doc = inspect.getdoc(self.fn) or ""
         return Method(self.name, parameters, hints.text(self.returns), self.streams, doc)
-
-    def _text_of(self, parameter: inspect.Parameter) -> str:
-        return hints.text(self._annotations.get(parameter.name, parameter.empty))
-
-
-def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
-    try:
-        return inspect.signature(fn)
-    except ValueError as error:
-        raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
 
 
 class FunctionRegistry:
