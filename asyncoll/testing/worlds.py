@@ -134,7 +134,7 @@ async def _run_all(
                 endpoint = endpoints[transport.rank] = Endpoint(transport, arena_)
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
             for crash in crashes:
-                _schedule_crash(crash, transports[crash.rank], tasks[crash.rank])
+                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank], tasks[crash.rank])
     except BaseExceptionGroup as group:
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
         found = errors or group.exceptions
@@ -155,12 +155,9 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
         raise
 
 
-def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> None:
-    def happen() -> None:
-        transport.crash()
-        task.cancel()
-
-    asyncio.get_running_loop().call_at(crash.at_s, happen)
+def _crash(transport: Any, task: asyncio.Task[Any]) -> None:
+    transport.crash()
+    task.cancel()
 
 
 @contextlib.contextmanager

@@ -227,7 +227,14 @@ def fault(
     Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
     `simulate` for faults other than `Kill`.
     """
-    _check(comm, what, at, injection_point)
+    if at not in MOMENTS or injection_point < 1:
+        raise UsageError(
+            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
+        )
+    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
+    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
+    if what.of_process and shares_process and not crashes:
+        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
     if comm.rank != rank:
         yield
         return
@@ -247,17 +254,6 @@ def fault(
     if injection_points.count < injection_point:
         what.strike(place)
     place.settle()
-
-
-def _check(comm: Communicator, what: Fault, at: str, injection_point: int) -> None:
-    if at not in MOMENTS or injection_point < 1:
-        raise UsageError(
-            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
-        )
-    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
-    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
-    if what.of_process and shares_process and not crashes:
-        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
 
 
 def _start(script: str, *arguments: float) -> None:
