@@ -1,4 +1,4 @@
-"""Exceptions of calls: encoded as text at the callee, and decoded as another exception at the caller."""
+"""Exceptions of calls: encoded as text at the callee, and decoded as another exception at the caller; time limits."""
 
 from __future__ import annotations
 
