@@ -38,7 +38,7 @@ _INDEX = struct.Struct("<I")  # of an array beside the structured part
 
 
 class Expected(NamedTuple):
-    """A dataclass that may be received, and the check of its fields."""
+    """A dataclass that may be received, and the checks of its fields."""
 
     type: type
     checks: Mapping[str, Callable[[Any, str], None]]  # by field: takes a value and its name; raises UsageError

@@ -37,25 +37,20 @@ def checker(annotation: Any) -> Check:
     if annotation in _ANY:
         return lambda value, what: None
     if type(annotation) is type and annotation is not type(None):  # the common case, much faster than typeguard
-        return _plain(annotation)
+        allowed = _WIDER.get(annotation, (annotation,))
 
-    def check(value: Any, what: str) -> None:
-        try:
-            typeguard.check_type(
-                value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
-            )
-        except typeguard.TypeCheckError as error:
-            raise UsageError(f"{what} must be {text(annotation)}: {error}") from None
+        def check(value: Any, what: str) -> None:
+            if type(value) is not annotation and not isinstance(value, allowed):
+                raise UsageError(f"{what} must be {text(annotation)}, got {type(value).__name__}")
+    else:
 
-    return check
-
-
-def _plain(cls: type) -> Check:
-    allowed = _WIDER.get(cls, (cls,))
-
-    def check(value: Any, what: str) -> None:
-        if type(value) is not cls and not isinstance(value, allowed):
-            raise UsageError(f"{what} must be {text(cls)}, got {type(value).__name__}")
+        def check(value: Any, what: str) -> None:
+            try:
+                typeguard.check_type(
+                    value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+                )
+            except typeguard.TypeCheckError as error:
+                raise UsageError(f"{what} must be {text(annotation)}: {error}") from None
 
     return check
 

@@ -113,8 +113,12 @@ def simulate(
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
         return await _run_all(world.transports, arenas, main, endpoints, crashes)
 
-    with _rare_collections():
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
+    try:
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
+    finally:
+        gc.set_threshold(*thresholds)
     return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
 
 
@@ -158,18 +162,6 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
 def _crash(transport: Any, task: asyncio.Task[Any]) -> None:
     transport.crash()
     task.cancel()
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Raise the thresholds of the garbage collector: with the live objects of a thousand ranks each collection is long
-    and frees nothing."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:

@@ -36,7 +36,8 @@ class InjectionPoints:
         enter(mock.patch.object(endpoint.transport, "send", self._passing(endpoint.transport.send)))
         enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
-            enter(mock.patch.object(arena, "control_block", self._watching(arena.control_block)))
+            make = arena.control_block  # the control blocks that are made inside the block are watched, too
+            enter(mock.patch.object(arena, "control_block", lambda *args: self._watch(make(*args))))
             for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
                 self._watch(control_block)
         return self
@@ -60,26 +61,12 @@ class InjectionPoints:
 
         return passing
 
-    def _watching(self, control_block_of: Callable[..., ControlBlock]) -> Callable[..., ControlBlock]:
-        """Wrap `control_block_of`, so that the control blocks made inside the block are watched too."""
-
-        def control_block(context: int, cells: int) -> ControlBlock:
-            made = control_block_of(context, cells)
-            self._watch(made)
-            return made
-
-        return control_block
-
-    def _watch(self, control_block: ControlBlock) -> None:
+    def _watch(self, control_block: ControlBlock) -> ControlBlock:
         mutex = control_block._mutex
-        if isinstance(mutex, _WatchedMutex) and mutex.watcher is self:
-            return
-
-        def restore() -> None:
-            control_block._mutex = mutex
-
-        control_block._mutex = _WatchedMutex(mutex, self, self._pass)
-        self._undo.callback(restore)
+        if not (isinstance(mutex, _WatchedMutex) and mutex.watcher is self):
+            control_block._mutex = _WatchedMutex(mutex, self, self._pass)
+            self._undo.callback(setattr, control_block, "_mutex", mutex)
+        return control_block
 
 
 class _WatchedMutex:
