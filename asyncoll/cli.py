@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,7 +15,21 @@ from asyncoll.errors import UsageError
 PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Command(click.Command):
+    """Reports a UsageError of the library as click reports its own."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise click.UsageError(str(error), ctx) from error
+
+
+class _Group(click.Group):
+    command_class = _Command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 
@@ -53,11 +68,7 @@ def launch(
     """
     from asyncoll.launch import launch as run
 
-    try:
-        code = run(size, program, module=module, log_dir=log_dir, timeout=timeout, transport=transport)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
-    sys.exit(code)
+    sys.exit(run(size, program, module=module, log_dir=log_dir, timeout=timeout, transport=transport))
 
 
 @main.command()
@@ -69,10 +80,7 @@ def key(file: Path) -> None:
     """
     from asyncoll.transport.keys import write_key
 
-    try:
-        write_key(file)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
+    write_key(file)
 
 
 @main.command()
@@ -81,8 +89,7 @@ def doctor(as_json: bool) -> None:
     """Show what asyncoll finds on this host, and what it would choose for a job."""
     from asyncoll.doctor import examine, render
 
-    findings = examine()
-    click.echo(render(findings, as_json))
+    click.echo(render(examine(), as_json))
 
 
 @main.command()
@@ -118,12 +125,8 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
         if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError("give --seed or --seeds, not both")
         seeds, jobs = f"{seed}:{seed + 1}", 1
-    try:
-        worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
-        lawful = sweep.sweep(*worlds, jobs, transport)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
-    sys.exit(not lawful)
+    worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
+    sys.exit(not sweep.sweep(*worlds, jobs, transport))
 
 
 @main.command()
@@ -158,11 +161,7 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
-    try:
-        chosen = matrix.select(cells, sample, repeat, seed, transport, size)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
-    sys.exit(not sweep(chosen, jobs))
+    sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size), jobs))
 
 
 main.add_command(bench)

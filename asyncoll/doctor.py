@@ -46,12 +46,16 @@ def examine() -> Findings:
     """Examine this host and this environment. Sends nothing and changes nothing."""
     sections = {
         "versions": _versions(),
-        "host": {**_cores(), **_memory(), **_files()},
+        "host": {"cores": _cores(), "memory": _memory(), "open files": _files()},
         "transports": _transports(),
-        "choices": _choices(),
+        "choices": {
+            "tcp address": _own_address(os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS)),
+            "socket folder": _folder(),
+            "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items()),
+        },
         "world": {name: os.environ[name] for name in WORLD if name in os.environ},
     }
-    return Findings(sections, list(_warnings()))
+    return Findings(sections, [*_odd_world(), *_odd_host_name(), *_few_files()])
 
 
 def render(findings: Findings, as_json: bool) -> str:
@@ -88,26 +92,24 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cores() -> dict[str, str]:
+def _cores() -> str:
     quota = cpu_quota()
     limited = "" if quota is None else f", {quota:g} by the control group's quota"
-    return {"cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}{limited}"}
+    return f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}{limited}"
 
 
-def _memory() -> dict[str, str]:
+def _memory() -> str:
     known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(known[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     limit = memory_limit(total)
     limited = "" if limit is None else f", {_gib(limit)} by the control group's limit"
-    return {"memory": f"{_gib(free)} available of {_gib(total)}{limited}"}
+    return f"{_gib(free)} available of {_gib(total)}{limited}"
 
 
-def _files() -> dict[str, str]:
-    soft, hard = (
-        "any number" if limit == resource.RLIM_INFINITY else str(limit)
-        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    return {"open files": f"{soft} at once, which a rank may raise to {hard}"}
+def _files() -> str:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = ("any number" if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    return f"{soft} at once, which a rank may raise to {hard}"
 
 
 def _gib(count: int) -> str:
@@ -148,12 +150,6 @@ def _transports() -> dict[str, str]:
     }
 
 
-def _choices() -> dict[str, str]:
-    target = os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS)
-    per_rank = " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items())
-    return {"tcp address": _own_address(target), "socket folder": _folder(), "threads per rank": per_rank}
-
-
 def _own_address(target: str) -> str:
     """The address and the interface that lead to `target`. Connecting a datagram socket sends nothing."""
     if chosen := os.environ.get("ASYNCOLL_ADDRESS"):
@@ -188,12 +184,6 @@ def _folder() -> str:
         return str(socket_folder())
     except UsageError as error:
         return f"none: {error}"
-
-
-def _warnings() -> Iterator[str]:
-    yield from _odd_world()
-    yield from _odd_host_name()
-    yield from _few_files()
 
 
 def _few_files() -> Iterator[str]:

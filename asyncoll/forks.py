@@ -191,16 +191,13 @@ def ends_of(descriptor: int) -> Iterator[str]:
     with connection:
         for end in (connection.getsockname, connection.getpeername):
             with contextlib.suppress(OSError):  # it is not connected
-                yield _url(end())
-
-
-def _url(end: Any) -> str:
-    if isinstance(end, str):
-        return f"ipc://{end}"
-    if not isinstance(end, tuple) or len(end) < 2:
-        return ""
-    host, port = end[:2]
-    return f"tcp://[{host}]:{port}" if len(end) == 4 else f"tcp://{host}:{port}"
+                match end():
+                    case str(path):
+                        yield f"ipc://{path}"
+                    case host, port:
+                        yield f"tcp://{host}:{port}"
+                    case host, port, _, _:
+                        yield f"tcp://[{host}]:{port}"
 
 
 # -- memory ---------------------------------------------------------------------------------------

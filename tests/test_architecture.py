@@ -69,6 +69,7 @@ PACKAGES: dict[str, set[str]] = {
         "algorithms",
         "communicator",
         "errors",
+        "forks",
         "launch",
         "rpc",
         "runtime",

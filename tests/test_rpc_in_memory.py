@@ -744,7 +744,7 @@ def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
     async def main(world):
         world.open(1)
         sent = packing.Packing([numbers(1, nbytes)] * len(lengths))
-        monkeypatch.setattr(packing.Packing, "_table", lambda packed: np.array(lengths).tobytes())
+        sent._table = np.array(lengths).tobytes()
         monkeypatch.setattr(in_memory, "Packing", lambda arrays: sent)
         await world.carriers[0].send(1, b"", [numbers(1, nbytes)] * len(lengths))
         await world.keepers[1].until(lambda: world.keepers[1].broken)

@@ -24,15 +24,11 @@ def pattern(count: int) -> Array:
     return (np.arange(count) % PERIOD + 1).astype(np.float32)
 
 
-async def allreduce(comm: Communicator, plan: Plan) -> list[Row]:
-    """Measure `comm.allreduce` of float32, in place, one row for each size. All ranks call it."""
-    return [await _allreduce(comm, size, registered=plan.registered) for size in plan.sizes]
-
-
-async def _allreduce(comm: Communicator, size: int, *, registered: bool) -> Row:
+async def allreduce(comm: Communicator, plan: Plan, size: int) -> Row:
+    """Measure `comm.allreduce` of float32, in place. All ranks call it."""
     base = pattern(size // ITEM_BYTES)
     mine, total = base * (comm.rank + 1), base * (comm.size * (comm.size + 1) // 2)
-    x = comm.empty(base.size, "float32") if registered else np.empty_like(base)
+    x = comm.empty(base.size, "float32") if plan.registered else np.empty_like(base)
 
     def prepare() -> None:
         x[...] = mine
@@ -61,12 +57,8 @@ def bus_bandwidth(algorithm: float, ranks: int) -> float:
     return algorithm * 2 * (ranks - 1) / ranks
 
 
-async def pingpong(comm: Communicator, plan: Plan) -> list[Row]:
-    """Measure `comm.send` and `comm.recv` between ranks 0 and 1, one row for each size. All ranks call it."""
-    return [await _pingpong(comm, size) for size in plan.sizes]
-
-
-async def _pingpong(comm: Communicator, size: int) -> Row:
+async def pingpong(comm: Communicator, size: int) -> Row:
+    """Measure `comm.send` and `comm.recv` between ranks 0 and 1. All ranks call it."""
     mine = pattern(size // ITEM_BYTES)
     x = np.empty_like(mine)
 

@@ -14,7 +14,6 @@ import asyncoll
 from asyncoll.bench import dense, skewed
 from asyncoll.bench.plan import Plan, Row
 from asyncoll.communicator import Communicator
-from asyncoll.errors import UsageError
 from asyncoll.launch import launch
 from asyncoll.testing import run_ranks
 
@@ -41,19 +40,13 @@ def rank_main() -> None:
     """Run one rank, with a plan and a folder as arguments. Rank 0 writes the rows into the folder, as lines of JSON."""
     plan, folder = Plan.from_json(sys.argv[1]), Path(sys.argv[2])
     if plan.transport == "tcp":
-        _appear_as_another_host(folder)
+        # Ranks count as ranks of one host if they share the folder of the job, or the temporary folder. The other ranks
+        # take this one for a rank of another host, so they connect to it by TCP.
+        os.environ.pop("ASYNCOLL_FOLDER", None)
+        tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     rows = asyncoll.run(measure, plan)
     if int(os.environ["RANK"]) == 0:
         (folder / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _appear_as_another_host(folder: Path) -> None:
-    """Make the other ranks take this one for a rank of another host, so that they connect to it by TCP.
-
-    Ranks count as ranks of one host if they share the folder of the job, or the temporary folder.
-    """
-    os.environ.pop("ASYNCOLL_FOLDER", None)
-    tempfile.tempdir = tempfile.mkdtemp(dir=folder)
 
 
 async def measure(comm: Communicator, plan: Plan) -> list[Row]:
@@ -62,10 +55,8 @@ async def measure(comm: Communicator, plan: Plan) -> list[Row]:
     if plan.benchmark == "solo":
         return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
     if plan.benchmark == "pingpong":
-        return await dense.pingpong(comm, plan)
-    if plan.benchmark == "allreduce":
-        return await dense.allreduce(comm, plan)
-    raise UsageError(f"no benchmark {plan.benchmark!r}")
+        return [await dense.pingpong(comm, size) for size in plan.sizes]
+    return [await dense.allreduce(comm, plan, size) for size in plan.sizes]
 
 
 async def _compute(seconds: float) -> None:

@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.bench.dense import wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
 from asyncoll.communicator import Communicator
@@ -34,7 +33,6 @@ MODES = ("full", "majority", "quorum", "solo")
 WARMUP = 2  # calls before the measured ones
 
 Pause = Callable[[float], Awaitable[None]]
-Call = Callable[[Array], Awaitable[int]]
 
 
 def expected(mode: str, ranks: int) -> tuple[float, float]:
@@ -68,19 +66,19 @@ async def solo(comm: Communicator, plan: Plan, pause: Pause) -> list[Row]:
 
 async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: Pause) -> Row:
     x = np.empty(size // ITEM_BYTES, np.float32)
-    call, waits, active, wrong = _call(comm, mode, size), [], [], 0
+    waits, active, wrong = [], [], 0
     for _ in range(WARMUP + plan.iterations):
         x.fill(1)
         await comm.barrier()
         await pause(comm.rank * plan.skew_s)
         start = time.perf_counter()
-        taking_part = await call(x)
+        taking_part = await _call(comm, mode, x)
         waits.append(time.perf_counter() - start)
         active.append(taking_part)
         wrong += wrong_elements(x, taking_part)
         if mode != "full":  # the synchronous round that takes the late contributions
             x.fill(0)
-            await call(x)
+            await _call(comm, mode, x)
             wrong += wrong_elements(x, comm.size - taking_part)
     everyones = await comm.allgather(np.array([waits[WARMUP:], active[WARMUP:]], np.float64))
     total = await comm.allgather(np.array(wrong))
@@ -97,29 +95,16 @@ async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: 
     }
 
 
-def _call(comm: Communicator, mode: str, size: int) -> Call:
-    """A call of this mode that returns the number of ranks in its result. Every second round is synchronous."""
-
-    name = f"bench {mode} {size}"
-
-    async def full(x: Array) -> int:
+async def _call(comm: Communicator, mode: str, x: Array) -> int:
+    """Make a call of this mode. Returns the number of ranks in its result. Every second round is synchronous."""
+    name = f"bench {mode} {x.nbytes}"
+    if mode == "full":
         await comm.allreduce(x)
         return comm.size
-
-    def majority(x: Array) -> Awaitable[Reduction]:
-        return comm.majority_allreduce(x, name=name, sync_every=2)
-
-    def quorum(x: Array) -> Awaitable[Reduction]:
-        return comm.quorum_allreduce(x, name=name, quorum=half(comm.size), sync_every=2)
-
-    def earliest(x: Array) -> Awaitable[Reduction]:
-        return comm.solo_allreduce(x, name=name, sync_every=2)
-
-    if mode == "full":
-        return full
-    reduce = {"majority": majority, "quorum": quorum, "solo": earliest}[mode]
-
-    async def wait_avoiding(x: Array) -> int:
-        return (await reduce(x)).active
-
-    return wait_avoiding
+    if mode == "majority":
+        reduction = await comm.majority_allreduce(x, name=name, sync_every=2)
+    elif mode == "quorum":
+        reduction = await comm.quorum_allreduce(x, name=name, quorum=half(comm.size), sync_every=2)
+    else:
+        reduction = await comm.solo_allreduce(x, name=name, sync_every=2)
+    return reduction.active

@@ -53,33 +53,37 @@ NOTES = {
 def headline(plan: Plan) -> str:
     """The machine, the versions and the method, which readers need to judge the numbers."""
     versions = " ".join(f"{package} {version(package)}" for package in ("numpy", "pyzmq", "uvloop"))
-    return (
-        f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}); "
-        f"{len(os.sched_getaffinity(0))} cores, {_cpu()}; "
-        f"asyncoll {asyncoll.__version__}, Python {platform.python_version()}, {versions}; {NOTES[plan.benchmark]}"
-    )
-
-
-def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+    cpu = models[0] if models else platform.machine()
+    return (
+        f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}); "
+        f"{len(os.sched_getaffinity(0))} cores, {cpu}; "
+        f"asyncoll {asyncoll.__version__}, Python {platform.python_version()}, {versions}; {NOTES[plan.benchmark]}"
+    )
 
 
 def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
     """Print the rows of a benchmark to stdout."""
     if as_json:
+        common = {"benchmark": plan.benchmark, "ranks": plan.ranks, "transport": plan.transport}
         for row in rows:
-            click.echo(
-                json.dumps({"benchmark": plan.benchmark, "ranks": plan.ranks, "transport": plan.transport} | row)
-            )
+            click.echo(json.dumps(common | row))
         return
     click.echo(headline(plan))
     columns = COLUMNS[plan.benchmark]
     cells = [[format(row[key], form) for key, _, form in columns] for row in rows]
     headings = [heading for _, heading, _ in columns]
     if sys.stdout.isatty():
-        _rich(headings, cells)
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for line in cells:
+            table.add_row(*line)
+        Console().print(table)
     else:
         click.echo(aligned([headings, *cells]))
 
@@ -89,15 +93,3 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def _rich(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for line in cells:
-        table.add_row(*line)
-    Console().print(table)

@@ -7,10 +7,9 @@ times, so that a drift of the machine affects all of them equally. The fastest c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
+from unittest import mock
 
 import numpy as np
 
@@ -60,24 +59,12 @@ def _compare(plan: Plan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...],
     times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
     for repeat in range(_REPEATS):
         for index, candidate in enumerate(candidates):
-            with _chosen(candidate):
+            with mock.patch.dict(os.environ, {VARIABLE: setting(candidate)}):
                 code, rows = run_plan(plan)
             if code or any(row["wrong"] for row in rows):
                 raise RuntimeError(f"exit code {code} with {candidate}: {rows}")
             times[repeat, index] = [row["time_us"] for row in rows]
     return np.median(times, axis=0)
-
-
-@contextmanager
-def _chosen(sizes: Sizes) -> Iterator[None]:
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = setting(sizes)
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
 
 
 def setting(sizes: Sizes) -> str:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.messages.service_sockets import ClientSocket, ServerSocket
 from asyncoll.transport.wire import Buffer
-
-
-class Socket(Protocol):
-    """The socket of a service or of a client (`transport.messages.service_sockets`)."""
-
-    def has(self, peer: int) -> bool:
-        """Whether `peer` is connected."""
-
-    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send one segment. Never waits; copies the payload."""
-
-    def close(self) -> None:
-        """Close all connections."""
 
 
 class SocketCarrier:
@@ -30,7 +17,7 @@ class SocketCarrier:
 
     def __init__(
         self,
-        make: Callable[[SocketCarrier], Socket],
+        make: Callable[[SocketCarrier], ServerSocket | ClientSocket],
         broken: Callable[[int, ProtocolError], None],
         lost: Callable[[int, str], None],
     ) -> None:
@@ -55,7 +42,7 @@ class SocketCarrier:
         self.socket.send(dest, kind, number, payload)
 
     async def flush(self) -> None:
-        """Nothing to wait for: `Socket.send` has copied all payloads."""
+        """Nothing to wait for: the socket has copied all payloads."""
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """The socket has received a segment."""

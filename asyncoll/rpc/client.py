@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
-from asyncoll.rpc.service import MAX_NAME, METHODS
+from asyncoll.rpc.service import METHODS, is_name
 from asyncoll.rpc.window import Slots
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.tensors.reductions import Array
@@ -37,20 +38,16 @@ FOREIGN_LOOP = (
 )
 
 
+@dataclass(slots=True)
 class _Pending:
     """One call that is not answered. `answer` and `items` are None if there is no waiter (any more)."""
 
-    __slots__ = ("answer", "is_notification", "items", "nbytes", "peer", "slots")
-
-    def __init__(self, peer: int, slots: Slots, nbytes: int, *, is_notification: bool) -> None:
-        self.peer = peer
-        self.is_notification = is_notification
-        self.slots = slots
-        self.nbytes = nbytes  # of the arguments
-        self.answer: asyncio.Future[Answer] | None = None  # of a call
-        self.items: asyncio.Queue[Answer | None] | None = (
-            None  # of a stream; the item None says that all calls have failed
-        )
+    peer: int
+    slots: Slots
+    nbytes: int  # of the arguments
+    is_notification: bool
+    answer: asyncio.Future[Answer] | None = None  # of a call
+    items: asyncio.Queue[Answer | None] | None = None  # of a stream; the item None says that all calls have failed
 
 
 class Client:
@@ -141,20 +138,13 @@ class Client:
         if seconds <= 0:
             work.close()
             raise self._late(name, peer)
-        late = asyncio.timeout(seconds)
-        try:
-            async with late:
-                return await work
-        except TimeoutError:
-            if not late.expired():  # a TimeoutError of another timeout, around this one or inside
-                raise
-            raise self._late(name, peer) from None
+        async with failure.Limit(seconds, partial(self._late, name, peer)):
+            return await work
 
     def _late(self, name: str, peer: int) -> DeadlineError:
         rank = self._rank_of(peer)
-        where = f"rank {rank}" if rank >= 0 else "the service"
         missing = (peer,) if rank >= 0 else ()
-        return DeadlineError(f"{name} at {where} did not answer before the deadline", missing=missing)
+        return DeadlineError(f"{name} at {failure.callee(rank)} did not answer before the deadline", missing=missing)
 
     async def _begin(
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
@@ -164,7 +154,7 @@ class Client:
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(FOREIGN_LOOP)
         name = text(name, "a function is called by its name, which")
-        if len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
+        if not is_name(name):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
         if kind == protocol.NOTIFY:
@@ -175,22 +165,13 @@ class Client:
         slots, nbytes = self._slots[peer, level], len(body) + sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
             await self._unless_failed(slots.take(nbytes))
-        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, is_notification=kind == protocol.NOTIFY)
+        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, kind == protocol.NOTIFY)
         if kind == protocol.CALL:
             pending.answer = self._loop.create_future()
         elif kind == protocol.STREAM:
             pending.items = asyncio.Queue()
         self._pending[number] = pending
-        seconds = remaining_s()
-        head, out = protocol.encode(
-            kind,
-            number,
-            body,
-            arrays,
-            name=name,
-            number=level,
-            seconds=math.inf if seconds is None else max(0.0, seconds),
-        )
+        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=remaining_s())
         try:
             await self._unless_failed(self._carrier.send(peer, head, out))
         except asyncio.CancelledError:
@@ -258,13 +239,14 @@ class Client:
 
     def _tell(self, kind: int, peer: int, call: int, number: int = 0) -> None:
         """Send a message in the background."""
-        task = self._loop.create_task(self._send(peer, *protocol.encode(kind, call, number=number)))
+
+        async def send() -> None:
+            with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
+                await self._carrier.send(peer, *protocol.encode(kind, call, number=number))
+
+        task = self._loop.create_task(send())
         self._background_sends.add(task)
         task.add_done_callback(self._background_sends.discard)
-
-    async def _send(self, peer: int, head: bytes, arrays: Sequence[Array]) -> None:
-        with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
-            await self._carrier.send(peer, head, arrays)
 
     # -- failures ---------------------------------------------------------------------------------
 

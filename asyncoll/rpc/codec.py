@@ -38,10 +38,10 @@ _INDEX = struct.Struct("<I")  # of an array beside the structured part
 
 
 class Expected(NamedTuple):
-    """A dataclass that may be received, and the check of its fields."""
+    """A dataclass that may be received, and the checks of its fields."""
 
     type: type
-    check: Callable[[dict[str, Any]], None]  # raises UsageError
+    checks: Mapping[str, Callable[[Any, str], None]]  # by field: takes a value and its name; raises UsageError
 
 
 Types = Mapping[str, Expected]  # by qualified name
@@ -178,7 +178,11 @@ class _Decoder:
 
     def unpack(self, body: bytes) -> Any:
         if len(body) > _UNCHECKED_BYTES:
-            _check_counts(body)
+            # Raises if a list or a dict announces more items than there are: msgpack's decoder allocates lists by their
+            # announced length, so a false length would cost memory. `skip` parses without making objects.
+            unpacker = msgpack.Unpacker(max_buffer_size=len(body), read_size=len(body))
+            unpacker.feed(body)
+            unpacker.skip()
         return msgpack.unpackb(body, ext_hook=self._extension, strict_map_key=False)
 
     def _nested(self, body: bytes) -> Any:
@@ -241,7 +245,8 @@ class _Decoder:
             raise UsageError(
                 f"a {name} has the fields {sorted(own)} here, but was received with {sorted(map(str, fields))}"
             )
-        expected.check(fields)
+        for field, value in fields.items():
+            expected.checks[field](value, f"{name}.{field}")
         try:
             return expected.type(**fields)
         except Exception as error:  # its own __init__ or __post_init__ may object to anything
@@ -252,14 +257,3 @@ def _require_list(value: Any) -> list[Any]:
     if type(value) is not list:
         raise ProtocolError(f"{type(value).__name__} in place of a list")
     return value
-
-
-def _check_counts(body: bytes) -> None:
-    """Raise if a list or a dict announces more items than there are.
-
-    `skip` parses without making objects. msgpack's decoder allocates lists by their announced length, so a false length
-    would cost memory.
-    """
-    unpacker = msgpack.Unpacker(max_buffer_size=len(body), read_size=len(body))
-    unpacker.feed(body)
-    unpacker.skip()

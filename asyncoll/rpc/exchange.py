@@ -36,7 +36,7 @@ class Exchange:
         """
         self._carrier = carrier
         self.client = Client(carrier, rank_of, name, patience_s)
-        self._server = Server(registry, self._reply, broken)
+        self._server = Server(carrier, registry, broken)
         carrier.open(self._deliver)
 
     def fail(self, make: Callable[[], AsyncollError]) -> None:
@@ -48,10 +48,6 @@ class Exchange:
         """Cancel the calls of a peer that is gone. This end has made no calls to it."""
         self._server.forget(peer)
 
-    async def flush(self) -> None:
-        """Wait until all notifications from here have begun."""
-        await self.client.flush()
-
     async def close(self) -> None:
         """End all calls, and wait until those that run here have ended. Idempotent."""
         try:
@@ -59,9 +55,6 @@ class Exchange:
             await self._server.close()
         finally:
             await self._carrier.close()
-
-    async def _reply(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
-        await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
 
     def _deliver(self, peer: int, head: bytes, arrays: Sequence[Array]) -> None:
         """Dispatch one message. Raises ProtocolError if it violates the protocol."""

@@ -1,4 +1,4 @@
-"""Exceptions of calls: encoded as text at the callee, and decoded as another exception at the caller."""
+"""Exceptions of calls: encoded as text at the callee, and decoded as another exception at the caller; time limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import os
 import traceback
-from types import TracebackType
+from collections.abc import Callable
+from typing import Any
 
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError, text_of
 from asyncoll.rpc import codec
@@ -29,16 +30,32 @@ class LateError(Exception):
     """The caller's deadline has passed; not a deadline that the function set itself."""
 
 
+class Limit:
+    """A context manager that raises `late()` if its block takes longer than `seconds`.
+
+    A TimeoutError of the block itself passes. This is a class, because a generator takes 2 us longer for each call.
+    """
+
+    def __init__(self, seconds: float, late: Callable[[], Exception]) -> None:
+        self._late = late
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *exception: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*exception)
+        except TimeoutError:
+            raise self._late() from None
+
+
 def encode(error: BaseException) -> bytes:
     """The body of an ERROR message for `error`."""
-    kind, trace = _RAISED, ""
-    if isinstance(error, CallerError):
-        kind = _USAGE
-    elif isinstance(error, LateError):
-        kind = _LATE
-    else:
-        trace = _trace(error)
-    name, message, trace = map(_valid, (type(error).__name__, _message(error), trace))
+    kind = _USAGE if isinstance(error, CallerError) else _LATE if isinstance(error, LateError) else _RAISED
+    message = "it was cancelled there" if isinstance(error, asyncio.CancelledError) else text_of(error)
+    texts = type(error).__name__, message, _trace(error) if kind == _RAISED else ""
+    name, message, trace = (text.encode("utf-8", "backslashreplace").decode() for text in texts)  # valid Unicode
     return codec.encode([kind, name[:_NAME_MAX], message[:_MESSAGE_MAX], trace[-_TRACE_MAX:]])[0]
 
 
@@ -49,36 +66,23 @@ def decode(body: bytes, rank: int) -> AsyncollError:
         raise ProtocolError("the body of an ERROR message is not an encoded exception")
     kind, name, message, trace = parts
     if kind == _USAGE:
-        return UsageError(f"{_callee(rank)}: {message}")
+        return UsageError(f"{callee(rank)}: {message}")
     if kind == _LATE:
-        return DeadlineError(f"{_callee(rank)}: {message}")
+        return DeadlineError(f"{callee(rank)}: {message}")
     return RemoteError(rank, name, message, trace)
 
 
+def callee(rank: int) -> str:
+    """The peer that is called, for errors; `rank` is -1 for a service."""
+    return f"rank {rank}" if rank >= 0 else "the service"
+
+
 def _trace(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(type(error), error, _without_library(error.__traceback__)))
-    except Exception as failure:  # code of the user's exception class runs here; causes may be nested too deep
-        return f"(a traceback that cannot be formatted: {type(failure).__name__})"
-
-
-def _without_library(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the leading frames of this library and asyncio, if frames of the function remain."""
-    inner = trace
+    inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
         inner = inner.tb_next
-    return inner or trace
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):
-        return "it was cancelled there"
-    return text_of(error)
-
-
-def _valid(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _callee(rank: int) -> str:
-    return f"rank {rank}" if rank >= 0 else "the service"
+    try:
+        return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+    except Exception as failure:  # code of the user's exception class runs here; causes may be nested too deep
+        return f"(a traceback that cannot be formatted: {type(failure).__name__})"

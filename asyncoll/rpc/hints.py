@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import typeguard
@@ -32,30 +32,25 @@ def resolved(thing: Any, name: str) -> dict[str, Any]:
         ) from None
 
 
-def checker(annotation: Any) -> Check | None:
-    """A function that checks a value against `annotation`; None if every value passes."""
+def checker(annotation: Any) -> Check:
+    """A function that checks a value against `annotation`."""
     if annotation in _ANY:
-        return None
+        return lambda value, what: None
     if type(annotation) is type and annotation is not type(None):  # the common case, much faster than typeguard
-        return _plain(annotation)
+        allowed = _WIDER.get(annotation, (annotation,))
 
-    def check(value: Any, what: str) -> None:
-        try:
-            typeguard.check_type(
-                value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
-            )
-        except typeguard.TypeCheckError as error:
-            raise UsageError(f"{what} must be {text(annotation)}: {error}") from None
+        def check(value: Any, what: str) -> None:
+            if type(value) is not annotation and not isinstance(value, allowed):
+                raise UsageError(f"{what} must be {text(annotation)}, got {type(value).__name__}")
+    else:
 
-    return check
-
-
-def _plain(cls: type) -> Check:
-    allowed = _WIDER.get(cls, (cls,))
-
-    def check(value: Any, what: str) -> None:
-        if type(value) is not cls and not isinstance(value, allowed):
-            raise UsageError(f"{what} must be {text(cls)}, got {type(value).__name__}")
+        def check(value: Any, what: str) -> None:
+            try:
+                typeguard.check_type(
+                    value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+                )
+            except typeguard.TypeCheckError as error:
+                raise UsageError(f"{what} must be {text(annotation)}: {error}") from None
 
     return check
 
@@ -82,23 +77,12 @@ def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
         name = annotation.__qualname__
         if name not in found:
             fields = resolved(annotation, name)
-            found[name] = Expected(annotation, _fields_checker(name, fields))
+            checks = {field.name: checker(fields[field.name]) for field in dataclasses.fields(annotation)}
+            found[name] = Expected(annotation, checks)
             pending += fields.values()
         elif found[name].type is not annotation:
             raise UsageError(f"two dataclasses called {name} in one signature: one of them needs another name")
     return found
-
-
-def _fields_checker(name: str, fields: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    checks = {field: checker(annotation) for field, annotation in fields.items()}
-
-    def check_all(values: dict[str, Any]) -> None:
-        for field, value in values.items():
-            check = checks.get(field)
-            if check is not None:
-                check(value, f"{name}.{field}")
-
-    return check_all
 
 
 def text(annotation: Any) -> str:

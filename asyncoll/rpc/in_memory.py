@@ -221,7 +221,11 @@ class _Outbox:
             await self._put(_OutgoingMessage(encode(Message(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
-            await self._make_room(packing.nbytes)
+            while self._unread and self._unread_bytes + packing.nbytes > WINDOW_BYTES:
+                end, oldest = self._unread[0]
+                await self._until(partial(self.inbox.is_read, end))
+                self._unread.popleft()
+                self._unread_bytes -= oldest
             address = self._lender.take(packing.nbytes)
             try:
                 for _ in packing.fill(self._arena.view(address, packing.nbytes)):
@@ -259,7 +263,11 @@ class _Outbox:
         try:
             while self._queue:
                 with self.inbox.control_block:
-                    self._put_queued()
+                    # `done` means that the sender was cancelled.
+                    while self._queue and (self._queue[0][1].done() or self._try_put(self._queue[0][0])):
+                        _, put = self._queue.popleft()
+                        if not put.done():
+                            put.set_result(None)
                 if self._queue:
                     await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
         except Exception as error:
@@ -270,28 +278,9 @@ class _Outbox:
         finally:
             self.pump = None
 
-    def _put_queued(self) -> None:
-        while self._queue:
-            message, put = self._queue[0]
-            if not put.done():  # done means that its sender was cancelled
-                if not self._try_put(message):
-                    return
-                put.set_result(None)
-            self._queue.popleft()
-
-    async def _make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` more may be lent to the peer."""
-        while self._unread and self._unread_bytes + nbytes > WINDOW_BYTES:
-            end, oldest = self._unread[0]
-            await self._until(partial(self.inbox.is_read, end))
-            self._unread.popleft()
-            self._unread_bytes -= oldest
-
     async def _until(self, ready: Callable[[], bool]) -> None:
-        await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, self._what, yielding=True)
-
-    def _what(self) -> str:
-        return f"rank {self._rank} to read its messages"
+        what = f"rank {self._rank} to read its messages"
+        await self._arena.wait(Wait(self.inbox.control_block, ready), self._check, lambda: what, yielding=True)
 
 
 def _drop(source: int, head: bytes, arrays: Sequence[Array]) -> None:

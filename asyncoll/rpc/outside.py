@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
@@ -17,6 +16,7 @@ from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier
 from asyncoll.rpc.codec import NO_TYPES
 from asyncoll.rpc.exchange import Exchange
+from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
@@ -142,15 +142,12 @@ class Connection:
     async def meet(self) -> None:
         """Wait until the service has answered, and check its version. Called by `connect`."""
         remaining = remaining_s()
-        try:
-            async with asyncio.timeout(min(_PATIENCE_S, math.inf if remaining is None else remaining)) as late:
-                version = await self._version
-        except TimeoutError:
-            if not late.expired():
-                raise
-            raise ServiceLostError(
-                f"no answer from {self._url}: does a service run there, and has it the same key?"
-            ) from None
+        seconds = _PATIENCE_S if remaining is None else min(remaining, _PATIENCE_S)
+        silent = partial(
+            ServiceLostError, f"no answer from {self._url}: does a service run there, and has it the same key?"
+        )
+        async with Limit(seconds, silent):
+            version = await self._version
         if version != VERSION:
             raise ProtocolError(
                 f"{self._url} speaks version {version}, expected {VERSION}: run the same asyncoll there"
@@ -184,7 +181,7 @@ class Connection:
         """Wait until all notifications have begun, at most 10 s. Called by `connect` at the end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
-                await self._exchange.flush()
+                await self._exchange.client.flush()
 
     async def close(self) -> None:
         """End all calls with ClosedError. Idempotent. Called by `connect` at the end."""
@@ -198,8 +195,7 @@ class Connection:
             self._version.set_result(version)
 
     def _lost(self, service: int, cause: str) -> None:
-        make = partial(ServiceLostError, f"the service at {self._url} is gone: {cause}")
-        self._exchange.fail(make)
+        self._exchange.fail(partial(ServiceLostError, f"the service at {self._url} is gone: {cause}"))
         if not self._version.done():
             self._version.set_exception(ServiceLostError(f"no service at {self._url}: {cause}"))
             self._version.exception()  # mark it as retrieved, because `meet` may have been cancelled

@@ -20,34 +20,30 @@ _PIECE = 1 << 20  # bytes to copy before other tasks of the loop get a turn
 class Packing:
     """The layout of flat uint8 arrays in one block of `nbytes`."""
 
-    __slots__ = ("_arrays", "_lengths", "_starts", "nbytes")
+    __slots__ = ("_arrays", "_starts", "_table", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = arrays
-        self._lengths = [array.nbytes for array in arrays]
-        self._starts, end = [], _LENGTH * len(arrays)
-        for length in self._lengths:
+        self._table = struct.pack(f"<{len(arrays)}q", *(array.nbytes for array in arrays))
+        self._starts, end = [], len(self._table)
+        for array in arrays:
             start = end + _ALIGNMENT - 1 & -_ALIGNMENT
             self._starts.append(start)
-            end = start + length
+            end = start + array.nbytes
         self.nbytes = end
 
     def joined(self) -> bytes:
         """The block as bytes."""
-        parts: list[Buffer] = [self._table()]
-        end = len(parts[0])
-        for array, start, length in zip(self._arrays, self._starts, self._lengths, strict=True):
+        parts: list[Buffer] = [self._table]
+        end = len(self._table)
+        for array, start in zip(self._arrays, self._starts, strict=True):
             parts += _GAP[: start - end], array
-            end = start + length
+            end = start + array.nbytes
         return b"".join(parts)
-
-    def _table(self) -> bytes:
-        return struct.pack(f"<{len(self._lengths)}q", *self._lengths)
 
     def fill(self, memory: Array) -> Iterator[None]:
         """Write the block into `memory`, a flat uint8 array of `nbytes`. Yields after each _PIECE, for other tasks."""
-        table = self._table()
-        memory.data[: len(table)] = table
+        memory.data[: len(self._table)] = self._table
         for array, first in zip(self._arrays, self._starts, strict=True):
             for start in range(0, array.nbytes, _PIECE):
                 piece = array[start : start + _PIECE]

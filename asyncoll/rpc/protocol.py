@@ -58,13 +58,14 @@ def encode(
     *,
     name: str = "",
     number: int = 0,
-    seconds: float = math.inf,
+    seconds: float | None = None,
 ) -> tuple[bytes, Sequence[Array]]:
-    """The head of a message, and the arrays that travel beside it."""
+    """The head of a message, and the arrays that travel beside it. `seconds` is as `remaining_s` returns it."""
     raw = name.encode()
     apart = len(raw) + len(body) > _BODY_MAX
     if apart:
         arrays, body = [np.frombuffer(body, np.uint8), *arrays], b""
+    seconds = math.inf if seconds is None else max(0.0, seconds)
     return _HEADER.pack(VERSION, kind, apart, number, len(raw), call, seconds) + raw + body, arrays
 
 

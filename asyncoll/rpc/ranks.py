@@ -177,7 +177,7 @@ class Rpc:
 
     async def flush(self) -> None:
         """Wait until all notifications from this rank have begun. Called as the rank leaves the world."""
-        await self._exchange.flush()
+        await self._exchange.client.flush()
 
     async def close(self) -> None:
         """End all calls from and to this rank with ClosedError. Called as the rank leaves the world."""

@@ -98,25 +98,23 @@ class Segments:
         first = _TABLE.pack(len(sizes), len(head)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
         peer = self._peers[dest]
         if len(first) + sum(sizes) <= _SHORT_BYTES:
-            await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
+            parts: list[Buffer] = [first, *arrays]
+            await self._post(peer, dest, _WHOLE, 0, b"".join(parts))
             return
         # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
         async with peer.long:
-            await self._send_long(peer, dest, first, arrays)
-
-    async def _send_long(self, peer: _Peer, dest: int, first: bytes, arrays: Sequence[Array]) -> None:
-        number = next(self._numbers)
-        await self._post(peer, dest, _FIRST, number, first)
-        try:
-            for array in arrays:
-                for start in range(0, array.size, SEGMENT_BYTES):
-                    await self._post(peer, dest, _PART, number, array[start : start + SEGMENT_BYTES])
-        except BaseException:
-            self._link.post(dest, _DROP, number, b"")  # the receiver frees the memory of the message
-            raise
-        finally:
-            # Also if this is cancelled: the caller may change its arrays as soon as this returns.
-            await _to_the_end(self._link.flush())
+            number = next(self._numbers)
+            await self._post(peer, dest, _FIRST, number, first)
+            try:
+                for array in arrays:
+                    for start in range(0, array.size, SEGMENT_BYTES):
+                        await self._post(peer, dest, _PART, number, array[start : start + SEGMENT_BYTES])
+            except BaseException:
+                self._link.post(dest, _DROP, number, b"")  # the receiver frees the memory of the message
+                raise
+            finally:
+                # Also if this is cancelled: the caller may change its arrays as soon as this returns.
+                await _to_the_end(self._link.flush())
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
@@ -149,7 +147,10 @@ class Segments:
             self._deliver(source, message.head, message.arrays)
         elif kind != _PART:
             raise ProtocolError(f"a segment of the unknown kind {kind}")
-        self._earn(source, peer, len(payload) + _COST)
+        peer.earned += len(payload) + _COST
+        if peer.earned >= WINDOW_BYTES // 4:  # the segment is consumed; credit goes out in batches
+            self._link.post(source, _CREDIT, peer.earned, b"")
+            peer.earned = 0
 
     def forget(self, source: int) -> None:
         """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
@@ -179,29 +180,14 @@ class Segments:
             raise ProtocolError(f"a message of {sum(sizes)} bytes, for which there is not enough memory") from None
         peer.partial[number] = _Partial(head, arrays)
 
-    def _earn(self, source: int, peer: _Peer, amount: int) -> None:
-        """Count consumed bytes of `source`. Sends credit in batches of a quarter of the window."""
-        peer.earned += amount
-        if peer.earned >= WINDOW_BYTES // 4:
-            self._link.post(source, _CREDIT, peer.earned, b"")
-            peer.earned = 0
-
     def _credited(self, peer: _Peer, amount: int) -> None:
         if amount > peer.outstanding:
             raise ProtocolError(f"a credit of {amount} bytes, but only {peer.outstanding} are on the way")
         peer.outstanding -= amount
-        _wake(peer)
-
-
-def _joined(first: bytes, arrays: Sequence[Buffer]) -> bytes:
-    return b"".join([first, *arrays]) if arrays else first
-
-
-def _wake(peer: _Peer) -> None:
-    waiters, peer.waiters = peer.waiters, deque()
-    for room in waiters:
-        if not room.done():
-            room.set_result(None)
+        waiters, peer.waiters = peer.waiters, deque()
+        for room in waiters:
+            if not room.done():
+                room.set_result(None)
 
 
 def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:

@@ -13,14 +13,15 @@ import inspect
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
-from asyncoll.rpc.failure import CallerError, LateError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.failure import CallerError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.runtime.deadlines import deadline, lift, now_s
@@ -38,33 +39,21 @@ depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
 logger = logging.getLogger("asyncoll")
 
 
-class Reply(Protocol):
-    """Sends one message to a peer."""
-
-    def __call__(
-        self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()
-    ) -> Awaitable[None]: ...
-
-
 class _Stream:
     """Bounds the items of one stream that have been sent and not taken, in number and bytes."""
 
     def __init__(self) -> None:
         self._costs: deque[int] = deque()
         self._total = 0
-        self._room = asyncio.Event()
-        self._room.set()
-
-    async def room(self) -> None:
-        """Wait until another item may be sent."""
-        await self._room.wait()
+        self.room = asyncio.Event()  # set while another item may be sent
+        self.room.set()
 
     def sent(self, nbytes: int) -> None:
         """Count an item of `nbytes`."""
         self._costs.append(nbytes)
         self._total += nbytes
         if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
-            self._room.clear()
+            self.room.clear()
 
     def taken(self, number: int) -> None:
         """Count off the oldest `number` items. Raises ProtocolError if fewer have been sent."""
@@ -73,20 +62,22 @@ class _Stream:
         for _ in range(number):
             self._total -= self._costs.popleft()
         if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
-            self._room.set()
+            self.room.set()
 
 
 class Server:
     """The calls of all peers that run here, on the loop on which it was made.
 
     In: `begin`, `cancel` and `taken` (messages of peers), `forget` (a peer is gone), `stop`. Out: RESULT, ERROR and
-    ITEM messages through `reply`; protocol errors through `broken`.
+    ITEM messages through the carrier; protocol errors through `broken`.
     """
 
-    def __init__(self, registry: FunctionRegistry, reply: Reply, broken: Callable[[int, ProtocolError], None]) -> None:
+    def __init__(
+        self, carrier: Carrier, registry: FunctionRegistry, broken: Callable[[int, ProtocolError], None]
+    ) -> None:
         """`broken` handles a message with which a peer violates the protocol."""
+        self._carrier = carrier
         self._registry = registry
-        self._reply = reply
         self._broken = broken
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
         self._notified: set[tuple[int, int]] = set()  # the notifications among them
@@ -194,7 +185,7 @@ class Server:
         """The task of one call: parse, run, answer."""
         depth.set(message.number + 1)
         try:
-            parsed = self._parse(message, arrays)
+            function, call = self._parse(message, arrays)
         except ProtocolError as error:
             self._broken(peer, error)
             return
@@ -202,7 +193,8 @@ class Server:
             await self._fail(peer, message, error)
             return
         try:
-            body, out = await self._outcome(peer, message, *parsed)
+            result = await self._call_in_time(peer, message, function, call)
+            body, out = codec.encode(result, f"the result of {function.name}") if message.kind == CALL else (b"", [])
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
             await self._wait_for_closing(peer, message.call)
             await self._fail(peer, message, error)
@@ -228,25 +220,12 @@ class Server:
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss."""
-        if self._closed:
-            return
-        try:
-            await self._reply(peer, kind, call, body, arrays)
-        except AsyncollError:
-            return
+        if not self._closed:
+            with contextlib.suppress(AsyncollError):
+                await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
 
-    async def _outcome(
-        self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[bytes, Sequence[Array]]:
-        """Run the function. Returns the body of the answer and its arrays."""
-        if message.seconds == math.inf:
-            result = await self._call(peer, message, function, args, kwargs)
-        else:
-            result = await self._call_in_time(peer, message, function, args, kwargs)
-        return (b"", ()) if message.kind != CALL else codec.encode(result, f"the result of {function.name}")
-
-    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
-        """The function of a call and its arguments. Raises CallerError for a wrong call."""
+    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, Callable[[], Any]]:
+        """The function of a call, also with its arguments. Raises CallerError for a wrong call."""
         try:
             function = self._registry.find(message.name)
             args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
@@ -256,35 +235,31 @@ class Server:
             function.check(args, kwargs)
         except UsageError as error:
             raise CallerError(str(error)) from None
-        return function, args, kwargs
+        return function, partial(function.fn, *args, **kwargs)
 
-    async def _call_in_time(self, peer: int, message: Message, *call: Any) -> Any:
+    async def _call_in_time(self, peer: int, message: Message, function: Function, call: Callable[[], Any]) -> Any:
         """Run the function under its caller's deadline. Raises LateError at its end."""
+        if message.seconds == math.inf:
+            return await self._call(peer, message.call, function, call)
         if not message.seconds:
             raise LateError(f"{message.name} was called after its caller's deadline")
         ends_s = now_s() + message.seconds
-        late = asyncio.timeout(message.seconds)
+        late = partial(LateError, f"{message.name} was cancelled at its caller's deadline")
         try:
             with deadline(message.seconds):
-                async with late:
-                    return await self._call(peer, message, *call)
-        except TimeoutError:
-            if not late.expired():  # a TimeoutError of the function's own
-                raise
-            raise LateError(f"{message.name} was cancelled at its caller's deadline") from None
+                async with Limit(message.seconds, late):
+                    return await self._call(peer, message.call, function, call)
         except DeadlineError as error:  # a call that the function made was late
             if now_s() < ends_s:  # by a shorter deadline of the function's own
                 raise
             raise LateError(str(error)) from None
 
-    async def _call(
-        self, peer: int, message: Message, function: Function, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _call(self, peer: int, number: int, function: Function, call: Callable[[], Any]) -> Any:
         if function.is_coroutine:
-            return await function.fn(*args, **kwargs)
+            return await call()
         if function.streams:
-            return await self._stream(peer, message.call, function, function.fn(*args, **kwargs))
-        result = await self._in_a_thread(partial(function.fn, *args, **kwargs))
+            return await self._stream(peer, number, function, call())
+        result = await self._in_a_thread(call)
         # A plain decorator may hide that the function is a coroutine function.
         return await result if inspect.isawaitable(result) else result
 
@@ -313,14 +288,13 @@ class Server:
             async for item in items:
                 body, arrays = codec.encode(item, name)
                 stream.sent(len(body) + sum(array.nbytes for array in arrays))
-                await self._reply(peer, ITEM, call, body, arrays)
-                await stream.room()
+                await self._carrier.send(peer, *protocol.encode(ITEM, call, body, arrays))
+                await stream.room.wait()
 
 
 def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
     """The arguments in the decoded body of a call. Raises ProtocolError for any other value."""
-    if type(value) is list and len(value) == 2:
-        args, kwargs = value
-        if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
+    match value:
+        case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
             return args, kwargs
     raise ProtocolError("the body of a call is not a list of arguments")

@@ -69,7 +69,10 @@ class Function:
         self.name = name
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
-        signature = _signature(fn, name)
+        try:
+            signature = inspect.signature(fn)
+        except ValueError as error:
+            raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
         self._signature = signature.replace(parameters=[*signature.parameters.values()][is_unbound:])
         self._annotations = hints.resolved(fn, name)
         result = self._annotations.get("return", inspect.Parameter.empty)
@@ -86,51 +89,33 @@ class Function:
         """Raise UsageError if the arguments do not match the signature and the annotations."""
         if not kwargs and self._in_order is not None and len(args) == len(self._in_order):
             for value, (name, check) in zip(args, self._in_order, strict=True):
-                if check is not None:
-                    check(value, f"{self.name}: {name}")
+                check(value, f"{self.name}: {name}")
             return
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise UsageError(f"{self.describe()}: {error}") from None
         for name, value in bound.arguments.items():
-            self._check_one(name, value)
-
-    def _check_one(self, name: str, value: Any) -> None:
-        check = self._checks[name]
-        if check is None:
-            return
-        kind = self._signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            value = value.values()
-        elif kind is not inspect.Parameter.VAR_POSITIONAL:
-            value = [value]
-        for item in value:
-            check(item, f"{self.name}: {name}")
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                values = value.values()
+            else:
+                values = value if kind is inspect.Parameter.VAR_POSITIONAL else [value]
+            for each in values:
+                self._checks[name](each, f"{self.name}: {name}")
 
     def check_result(self, result: Any) -> None:
         """Raise UsageError if a result, or an item of a stream, does not match the return annotation."""
-        if self._check_returned is not None:
-            self._check_returned(result, f"the result of {self.name}")
+        self._check_returned(result, f"the result of {self.name}")
 
     def describe(self) -> Method:
         """The description of the function for callers."""
         parameters = tuple(
-            Parameter(p.name, p.kind.name, self._text_of(p), p.default is not p.empty)
+            Parameter(p.name, p.kind.name, hints.text(self._annotations.get(p.name, p.empty)), p.default is not p.empty)
             for p in self._signature.parameters.values()
         )
         doc = inspect.getdoc(self.fn) or ""
         return Method(self.name, parameters, hints.text(self.returns), self.streams, doc)
-
-    def _text_of(self, parameter: inspect.Parameter) -> str:
-        return hints.text(self._annotations.get(parameter.name, parameter.empty))
-
-
-def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
-    try:
-        return inspect.signature(fn)
-    except ValueError as error:
-        raise UsageError(f"{name} has no signature: wrap it in a function of your own ({error})") from None
 
 
 class FunctionRegistry:
@@ -188,8 +173,13 @@ def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
     return [(name, getattr(thing, name)) for name in names]
 
 
+def is_name(name: str) -> bool:
+    """Whether a function may have this name: identifiers that are separated by dots."""
+    return len(name) <= MAX_NAME and all(map(str.isidentifier, name.split(".")))
+
+
 def _checked(name: str) -> str:
-    if not 0 < len(name) <= MAX_NAME or not all(p.isidentifier() for p in name.split(".")):
+    if not is_name(name):
         raise UsageError(
             f"a name is an identifier of at most {MAX_NAME} characters, got {str(name)[:50]!r}: give `name`"
         )

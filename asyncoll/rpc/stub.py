@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from asyncoll.arguments import text
@@ -61,22 +62,17 @@ class _Stub:
         if function is None:
             raise AttributeError(f"{self._class_name} has no public method {name!r}")
 
-        def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            return self._stream(function, args, kwargs)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(function, args, kwargs)
-
-        method = self.__dict__[name] = stream if function.streams else call  # found without `__getattr__` from now on
+        method = partial(self._stream if function.streams else self._call, function)
+        self.__dict__[name] = method  # found without `__getattr__` from now on
         return method
 
-    async def _call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _call(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         await self._match()
         result = await self._peer.client.call(self._peer.number, function.name, args, kwargs, function.types)
         function.check_result(result)
         return result
 
-    async def _stream(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
+    async def _stream(self, function: Function, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await self._match()
         items = self._peer.client.stream(self._peer.number, function.name, args, kwargs, function.types)
         try:

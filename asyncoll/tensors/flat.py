@@ -84,21 +84,18 @@ class Flat:
 
     def _check_model(self) -> None:
         """Raise UsageError if the flat tensors lack parameters of the model, or their gradients."""
-        self._check_trained()
+        for parameter in self._frozen:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
+                    "is trained now: flatten the model again after unfreezing"
+                )
         self._check_found()
         for parameter, view in self._data_views:
             if not _same_memory(parameter, view):
                 raise UsageError(
                     f"a parameter of shape {_shape(parameter)} is no longer in the flat tensor: move or convert the "
                     "model (model.to, model.half, ...) first, and flatten the model again after a change"
-                )
-
-    def _check_trained(self) -> None:
-        for parameter in self._frozen:
-            if parameter.requires_grad or parameter.grad is not None:
-                raise UsageError(
-                    f"a parameter of shape {_shape(parameter)} was frozen when the model was flattened and "
-                    "is trained now: flatten the model again after unfreezing"
                 )
 
     def _check_found(self) -> None:
@@ -108,8 +105,10 @@ class Flat:
         flattened = {id(parameter) for parameter, _ in self._data_views}
         for parameter in self._model.parameters():  # as in `flatten`; a model may override `named_parameters`
             if id(parameter) not in flattened:
+                names = [name for name, each in self._model.named_parameters() if each is parameter]
+                shown = f"the parameter {names[0]}" if names else "a parameter"
                 raise UsageError(
-                    f"{_named(self._model, parameter)} of shape {_shape(parameter)} was added to the model, or "
+                    f"{shown} of shape {_shape(parameter)} was added to the model, or "
                     "replaced, after it was flattened: flatten the model again, and give the optimizer its parameters"
                 )
         self._found = found  # parameters were only removed, or moved within the model
@@ -196,13 +195,6 @@ def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Pa
 
 def _same_memory(tensor: Tensor, view: Tensor) -> bool:
     return tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype
-
-
-def _named(model: nn.Module, parameter: nn.Parameter) -> str:
-    for name, candidate in model.named_parameters():
-        if candidate is parameter:
-            return f"the parameter {name}"
-    return "a parameter"
 
 
 def _shape(parameter: nn.Parameter) -> str:

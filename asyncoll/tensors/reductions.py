@@ -70,13 +70,6 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
-_TORCH_FUNCTIONS = {
-    ReduceOp.SUM: "add",
-    ReduceOp.AVG: "add",
-    ReduceOp.PROD: "mul",
-    ReduceOp.MIN: "minimum",
-    ReduceOp.MAX: "maximum",
-}
 _FORBIDDEN = {
     ReduceOp.AVG: (*_INTEGERS, "bool"),
     ReduceOp.MIN: _COMPLEX,
@@ -106,10 +99,16 @@ def check_reduction(op: object, dtype: str) -> ReduceOp:
 @lru_cache(maxsize=256)
 def combiner(op: ReduceOp, dtype: str) -> Combine:
     """The in-place elementwise reduction `combine(into, other)` for arrays of `storage(dtype)`."""
-    if dtype in _HALVES:
-        return _half_combiner(op, dtype)
-    ufunc = _UFUNCS[op]
-    return lambda into, other: _quietly.run(ufunc, into, other, out=into)
+    if dtype not in _HALVES:
+        ufunc = _UFUNCS[op]
+        return lambda into, other: _quietly.run(ufunc, into, other, out=into)
+    function = _torch_function(op)
+
+    def combine(into: Array, other: Array) -> None:
+        target = torch_view(into, dtype)
+        function(target, torch_view(other, dtype), out=target)
+
+    return combine
 
 
 class _Quietly(threading.local):
@@ -128,16 +127,10 @@ class _Quietly(threading.local):
 _quietly = _Quietly()
 
 
-def _half_combiner(op: ReduceOp, dtype: str) -> Combine:
+def _torch_function(op: ReduceOp) -> Any:
     import torch
 
-    function = getattr(torch, _TORCH_FUNCTIONS[op])
-
-    def combine(into: Array, other: Array) -> None:
-        target = torch_view(into, dtype)
-        function(target, torch_view(other, dtype), out=target)
-
-    return combine
+    return getattr(torch, _UFUNCS[op].__name__)  # torch has the names of numpy
 
 
 @lru_cache(maxsize=256)
@@ -165,9 +158,7 @@ def reducer(op: ReduceOp, dtype: str) -> Reduce:
 
 
 def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
-    import torch
-
-    function = getattr(torch, _TORCH_FUNCTIONS[op])
+    function = _torch_function(op)
 
     def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
         total = torch_view(arrays[0], dtype).float()

@@ -67,7 +67,10 @@ class RegisteredMemory:
     def _allocate(self, nbytes: int) -> reductions.Array:
         arena = self._arena
         if arena is None:
-            return _ordinary(nbytes)
+            try:
+                return np.empty(nbytes, np.uint8)
+            except (MemoryError, ValueError) as error:
+                raise UsageError(f"cannot allocate {nbytes} bytes: {error}; use smaller tensors") from None
         self.give_back()
         if not nbytes:
             return np.empty(0, np.uint8)
@@ -87,27 +90,17 @@ def _extents(shape: Any) -> Sequence[Any]:
         return (shape,)
 
 
-def _ordinary(nbytes: int) -> reductions.Array:
-    try:
-        return np.empty(nbytes, np.uint8)
-    except (MemoryError, ValueError) as error:
-        raise UsageError(f"cannot allocate {nbytes} bytes: {error}; use smaller tensors") from None
-
-
 def current() -> RegisteredMemory:
     """The registered memory of the world that this task is in; outside of a world, one that gives ordinary memory."""
     return _current.get() or RegisteredMemory(None)
 
 
 def _dtype(dtype: Any) -> tuple[str, bool]:
-    name = str(dtype)
-    as_torch = name.startswith("torch.")
+    name = str(dtype).removeprefix("torch.")
+    as_torch = name != str(dtype)
     if not as_torch:
-        try:
+        with contextlib.suppress(TypeError):  # it is no dtype of numpy
             name = np.dtype(dtype).name
-        except TypeError:
-            name = str(dtype)
-    name = name.removeprefix("torch.")
     if name not in reductions.DTYPES or (name == reductions.BFLOAT16 and not as_torch):
         raise UsageError(f"dtype {dtype} is not supported: use one of {', '.join(reductions.DTYPES)}")
     return name, as_torch

@@ -2,7 +2,19 @@
 of wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
-from asyncoll.testing.faults import Disconnect, Exit, Fault, HoldGil, Kill, Orphan, Raise, Signal, Slow, Stop, fault
+from asyncoll.testing.faults.injectors import (
+    Disconnect,
+    Exit,
+    Fault,
+    HoldGil,
+    Kill,
+    Orphan,
+    Raise,
+    Signal,
+    Slow,
+    Stop,
+    fault,
+)
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause

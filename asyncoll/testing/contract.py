@@ -6,16 +6,16 @@ The library runs them on its own transports and arenas. Run them on one that you
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
 import numpy as np
 
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Arena, Buffer, ControlBlock, Loss, Transport, Wait
 
-OpenWorld = Callable[[int], AbstractContextManager[Sequence[Transport]]]
-OpenArenas = Callable[[int], AbstractContextManager[Sequence[Arena]]]
+OpenWorld = Callable[[int], contextlib.AbstractContextManager[Sequence[Transport]]]
+OpenArenas = Callable[[int], contextlib.AbstractContextManager[Sequence[Arena]]]
 Message = tuple[int, list[bytes]]  # source, frames
 
 
@@ -59,6 +59,16 @@ async def _checked(open_world: OpenWorld, size: int, check: Callable[[_World], A
         finally:
             for transport in transports:
                 await transport.close()
+
+
+@contextlib.contextmanager
+def _refused(error: type[Exception], otherwise: str) -> Iterator[None]:
+    """Check that the block raises `error`; raise AssertionError with the text `otherwise` if it ends."""
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(otherwise)
 
 
 class _Recorder:
@@ -157,12 +167,8 @@ async def _connects_all_ranks(world: _World) -> None:
 async def _carries_the_largest_frame(world: _World) -> None:
     """a frame of MAX_FRAME_BYTES arrives; `send` refuses a frame with one byte more, and later messages arrive"""
     await world.start()
-    try:
+    with _refused(UsageError, "an oversized frame was accepted"):
         world.transports[0].send(1, [b"", bytes(MAX_FRAME_BYTES + 1)])
-    except UsageError:
-        pass
-    else:
-        raise AssertionError("an oversized frame was accepted")
     world.transports[0].send(1, [b"", bytes(MAX_FRAME_BYTES)])
     assert await world.recorders[1].next_messages(1) == [(0, [b"", bytes(MAX_FRAME_BYTES)])]
 
@@ -171,11 +177,8 @@ async def _refuses_ranks_outside_the_world(world: _World) -> None:
     """sending to a rank outside the world is a UsageError"""
     await world.start()
     for dest in (-1, 2):
-        try:
+        with _refused(UsageError, f"a message to rank {dest} of 2 was accepted"):
             world.transports[0].send(dest, [b""])
-        except UsageError:
-            continue
-        raise AssertionError(f"a message to rank {dest} of 2 was accepted")
 
 
 async def _drains(world: _World) -> None:
@@ -348,12 +351,9 @@ async def _shares_control_blocks(arenas: Sequence[Arena]) -> None:
 async def _refuses_another_size(arenas: Sequence[Arena]) -> None:
     """asking for an existing control block with another number of cells is an error, and leaves its cells unchanged"""
     _change(arenas[0].control_block(7, 4), 3)
-    try:
+    with _refused(AsyncollError, "one control block had two sizes"):
         arenas[1].control_block(7, 5)
-    except AsyncollError:
-        assert list(arenas[1].control_block(7, 4).cells) == [0, 0, 0, 1]
-        return
-    raise AssertionError("one control block had two sizes")
+    assert list(arenas[1].control_block(7, 4).cells) == [0, 0, 0, 1]
 
 
 async def _sees_what_is_ready(arenas: Sequence[Arena]) -> None:
@@ -447,11 +447,8 @@ async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
     """a recheck before the wait is not lost: nobody sleeps without having asked whether it should"""
     arenas[0].recheck()
     control_block = arenas[0].control_block(1, 1)
-    try:
+    with _refused(_StoppedError, "the wait ended although its condition never held"):
         await _wait(arenas[0], control_block, lambda: False, ["stopped"])
-    except _StoppedError:
-        return
-    raise AssertionError("the wait ended although its condition never held")
 
 
 async def _survives_cancelling(arenas: Sequence[Arena]) -> None:

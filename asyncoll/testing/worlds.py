@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,7 +101,10 @@ def simulate(
     """
     _check(size, main)
     world = SimulatedWorld(size, network or Network(), seed)
-    arenas = _simulated_memory(world, seed) if shared_memory else [None] * size
+    arenas: Sequence[Arena] | Sequence[None] = [None] * size
+    if shared_memory:
+        draw = np.random.default_rng([seed, size])
+        arenas = inproc_memory.arenas(size, lambda: float(draw.uniform(0.0, world.network.jitter_s)))
     loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
@@ -110,14 +113,13 @@ def simulate(
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
         return await _run_all(world.transports, arenas, main, endpoints, crashes)
 
-    with _rare_collections():
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
+    try:
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
+    finally:
+        gc.set_threshold(*thresholds)
     return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
-
-
-def _simulated_memory(world: SimulatedWorld, seed: int) -> Sequence[Arena]:
-    draw, jitter_s = np.random.default_rng([seed, world.size]), world.network.jitter_s
-    return inproc_memory.arenas(world.size, lambda: float(draw.uniform(0.0, jitter_s)))
 
 
 async def _run_all(
@@ -136,18 +138,12 @@ async def _run_all(
                 endpoint = endpoints[transport.rank] = Endpoint(transport, arena_)
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
             for crash in crashes:
-                _schedule_crash(crash, transports[crash.rank], tasks[crash.rank])
+                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank], tasks[crash.rank])
     except BaseExceptionGroup as group:
-        raise _cause(errors or list(group.exceptions)) from None
+        # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
+        found = errors or group.exceptions
+        raise next((error for error in found if not isinstance(error, AbortedError)), found[0]) from None
     return [None if task.cancelled() else task.result() for task in tasks]  # type: ignore[misc]
-
-
-def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """The first error that is not an AbortedError, because an AbortedError reports an error of another rank.
-
-    An AbortedError may be recorded before the failing rank's own exception.
-    """
-    return next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
 
 
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
@@ -163,24 +159,9 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
         raise
 
 
-def _schedule_crash(crash: Crash, transport: Any, task: asyncio.Task[Any]) -> None:
-    def happen() -> None:
-        transport.crash()
-        task.cancel()
-
-    asyncio.get_running_loop().call_at(crash.at_s, happen)
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Raise the thresholds of the garbage collector: with the live objects of a thousand ranks each collection is long
-    and frees nothing."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+def _crash(transport: Any, task: asyncio.Task[Any]) -> None:
+    transport.crash()
+    task.cancel()
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
@@ -202,21 +183,11 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def keep() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=keep, name="asyncoll-ranks")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
+    threads = ThreadPoolExecutor(1, "asyncoll-ranks")
+    try:
+        return threads.submit(work).result()
+    finally:
+        threads.shutdown(wait=False)  # Ctrl-C interrupts `result` even if the world hangs
 
 
 def _check(size: object, main: object) -> None:

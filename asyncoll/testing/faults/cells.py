@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,12 +110,9 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
         raise UsageError(f"{pattern!r} names no cell: use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'")
     cells: list[Cell] = []
     for turn in range(seed, seed + repeat):
-        cells += [Cell(*triple, transport, size, turn) for triple in _sampled(chosen, sample, turn)]
+        drawn = chosen
+        if 0 < sample < len(chosen):
+            indices = np.random.default_rng(turn).choice(len(chosen), sample, replace=False)
+            drawn = [chosen[index] for index in sorted(indices)]
+        cells += [Cell(*triple, transport, size, turn) for triple in drawn]
     return cells
-
-
-def _sampled(triples: Sequence[tuple[str, str, Moment]], sample: int, seed: int) -> Sequence[tuple[str, str, Moment]]:
-    if not 0 < sample < len(triples):
-        return triples
-    chosen = np.random.default_rng(seed).choice(len(triples), sample, replace=False)
-    return [triples[index] for index in sorted(chosen)]

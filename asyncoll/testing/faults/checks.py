@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncoll.testing.faults.cells import KINDS, Cell, Plan
+from asyncoll.testing.faults.cells import KINDS, Cell, Kind, Plan
 from asyncoll.testing.faults.processes import Story, Told
 
 _SHOWN = 1500  # trailing characters of a rank's output that a complaint shows
@@ -31,45 +31,34 @@ class Verdict:
 
 def judge(cell: Cell, story: Story) -> Verdict:
     """Check the reports of the ranks, and the processes and files that they left."""
-    return Verdict(cell, tuple(_breaches(cell, story)), tuple(_heard(cell, story)))
-
-
-def _heard(cell: Cell, story: Story) -> Iterator[float]:
-    victim = Plan.draw(cell).victim
+    kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
     struck = story.of(victim, "struck")
+    broken = [] if struck else [f"the fault did not strike rank {victim}"]
+    heard_s = []
     for rank in range(cell.size):
         error = story.of(rank, "error")
-        if struck and error and rank != victim and error["named"] == victim:
-            yield error["at_s"] - struck["at_s"]
-
-
-def _breaches(cell: Cell, story: Story) -> Iterator[str]:
-    kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
-    if story.of(victim, "struck") is None:
-        yield f"the fault did not strike rank {victim}"
-    for rank in range(cell.size):
         if rank in story.hung:
-            yield f"rank {rank} hung: {_where(story.hung[rank])}"
+            broken.append(f"rank {rank} hung: {_where(story.hung[rank])}")
         elif not kind.told:
-            yield from _disturbed(rank, story)
+            broken += _disturbed(rank, error, story)
         elif rank != victim:
-            yield from _misinformed(rank, cell, story)
-    for left in story.left:
-        yield f"left behind: {left}"
+            broken += _misinformed(rank, error, victim, kind, story)
+        if struck and error and rank != victim and error["named"] == victim:
+            heard_s.append(error["at_s"] - struck["at_s"])
+    broken += [f"left behind: {left}" for left in story.left]
+    return Verdict(cell, tuple(broken), tuple(heard_s))
 
 
-def _disturbed(rank: int, story: Story) -> Iterator[str]:
+def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
     """Breaches of a rank that must not notice the fault."""
-    if error := story.of(rank, "error"):
+    if error is not None:
         yield f"rank {rank} was disturbed: {_said(error)}"
     elif not story.of(rank, "done") or story.codes[rank]:
         yield f"rank {rank} {_ended(rank, story)}"
 
 
-def _misinformed(rank: int, cell: Cell, story: Story) -> Iterator[str]:
+def _misinformed(rank: int, error: Told | None, victim: int, kind: Kind, story: Story) -> Iterator[str]:
     """Breaches of a rank that must raise an error naming the victim."""
-    kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
-    error = story.of(rank, "error")
     if error is None:
         yield f"rank {rank} was told nothing of rank {victim}, and {_ended(rank, story)}"
         return

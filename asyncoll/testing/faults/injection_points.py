@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from asyncoll.communicator import Communicator
 from asyncoll.transport.control_block import ControlBlock, Mutex
@@ -32,10 +33,11 @@ class InjectionPoints:
 
     def __enter__(self) -> InjectionPoints:
         endpoint, enter = self._endpoint, self._undo.enter_context
-        enter(_shadowed(endpoint.transport, "send", self._passing(endpoint.transport.send)))
-        enter(_shadowed(endpoint, "received", self._passing(endpoint.received)))
+        enter(mock.patch.object(endpoint.transport, "send", self._passing(endpoint.transport.send)))
+        enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
-            enter(_shadowed(arena, "control_block", self._watching(arena.control_block)))
+            make = arena.control_block  # the control blocks that are made inside the block are watched, too
+            enter(mock.patch.object(arena, "control_block", lambda *args: self._watch(make(*args))))
             for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
                 self._watch(control_block)
         return self
@@ -59,26 +61,12 @@ class InjectionPoints:
 
         return passing
 
-    def _watching(self, control_block_of: Callable[..., ControlBlock]) -> Callable[..., ControlBlock]:
-        """Wrap `control_block_of`, so that the control blocks made inside the block are watched too."""
-
-        def control_block(context: int, cells: int) -> ControlBlock:
-            made = control_block_of(context, cells)
-            self._watch(made)
-            return made
-
-        return control_block
-
-    def _watch(self, control_block: ControlBlock) -> None:
+    def _watch(self, control_block: ControlBlock) -> ControlBlock:
         mutex = control_block._mutex
-        if isinstance(mutex, _WatchedMutex) and mutex.watcher is self:
-            return
-
-        def restore() -> None:
-            control_block._mutex = mutex
-
-        control_block._mutex = _WatchedMutex(mutex, self, self._pass)
-        self._undo.callback(restore)
+        if not (isinstance(mutex, _WatchedMutex) and mutex.watcher is self):
+            control_block._mutex = _WatchedMutex(mutex, self, self._pass)
+            self._undo.callback(setattr, control_block, "_mutex", mutex)
+        return control_block
 
 
 class _WatchedMutex:
@@ -95,19 +83,3 @@ class _WatchedMutex:
         self._passing()
         self._mutex.acquire()
         self._passing()
-
-
-@contextlib.contextmanager
-def _shadowed(thing: object, name: str, method: Callable[..., object]) -> Iterator[None]:
-    """Replace the method `name` of this one object by `method`, for the time of the block."""
-
-    attributes = vars(thing)
-    before = attributes.get(name)
-    attributes[name] = method
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes[name]
-        else:
-            attributes[name] = before

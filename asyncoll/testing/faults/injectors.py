@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from asyncoll import forks
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
@@ -201,10 +202,11 @@ class Disconnect:
     def strike(self, place: Place) -> None:
         transport: Any = place.comm._core.member.endpoint.transport
         addresses = set(getattr(transport, "_inner", transport).peers)  # a SlottedTransport wraps the one with peers
-        for connection in _connections():
-            with connection, contextlib.suppress(OSError):  # the connection may be shut already
-                if addresses & set(_ends(connection)):
-                    connection.shutdown(socket.SHUT_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            ends = list(forks.ends_of(descriptor))
+            if len(ends) == 2 and addresses.intersection(ends):  # a socket that listens has one end
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)  # fails if it is shut already
 
 
 @contextlib.contextmanager
@@ -225,7 +227,14 @@ def fault(
     Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
     `simulate` for faults other than `Kill`.
     """
-    _check(comm, what, at, injection_point)
+    if at not in MOMENTS or injection_point < 1:
+        raise UsageError(
+            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
+        )
+    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
+    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
+    if what.of_process and shares_process and not crashes:
+        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
     if comm.rank != rank:
         yield
         return
@@ -247,41 +256,8 @@ def fault(
     place.settle()
 
 
-def _check(comm: Communicator, what: Fault, at: str, injection_point: int) -> None:
-    if at not in MOMENTS or injection_point < 1:
-        raise UsageError(
-            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
-        )
-    shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
-    crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
-    if what.of_process and shares_process and not crashes:
-        raise UsageError(f"{what} strikes a process, and this one holds all ranks: use processes (asyncoll launch)")
-
-
 def _start(script: str, *arguments: float) -> None:
     """Start a shell script that acts on this process and is not its child."""
     words = [str(os.getpid()), *(f"{argument:g}" for argument in arguments)]
     quiet = subprocess.DEVNULL
     subprocess.run(["sh", "-c", script, *words], stdin=quiet, stdout=quiet, stderr=quiet, check=True)
-
-
-def _connections() -> Iterator[socket.socket]:
-    """The connected stream sockets of this process, as duplicates that the caller closes."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                connection = socket.socket(fileno=os.dup(int(name)))
-                if connection.type == socket.SOCK_STREAM and _ends(connection):
-                    yield connection
-                else:
-                    connection.close()
-
-
-def _ends(connection: socket.socket) -> list[str]:
-    """Both addresses of a connection, in the notation of transports. An empty list if it is not connected."""
-
-    try:
-        ends = connection.getpeername(), connection.getsockname()
-    except OSError:
-        return []
-    return [f"ipc://{end}" if isinstance(end, str) else "tcp://{}:{}".format(*end) for end in ends if len(end) > 1]

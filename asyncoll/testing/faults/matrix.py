@@ -30,28 +30,21 @@ def sweep(cells: Sequence[Cell], jobs: int) -> bool:
     """Check all cells. Prints broken cells as they are found, then the table. Returns whether all cells passed."""
     console = Console(stderr=True)
     verdicts: list[Verdict] = []
-    with _processes(jobs) as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    # Each process forks the ranks of its cells, so it must have one thread: the threads of BLAS are off.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    processes = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    with processes as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("cells", total=len(cells))
         for done in as_completed([pool.submit(check_cell, cell) for cell in cells]):
-            verdicts.append(done.result())
+            verdicts.append(verdict := done.result())
             bar.advance(task)
-            if verdicts[-1].broken or verdicts[-1].late:
-                print(_complaint(verdicts[-1]), flush=True)
+            if complaints := [*verdict.broken, *verdict.late]:
+                print("\n  ".join([f"asyncoll faults {verdict.cell}", *complaints]), flush=True)
     Console().print(_table(verdicts))
     broken, late = (sum(map(bool, each)) for each in zip(*((v.broken, v.late) for v in verdicts), strict=True))
     print(f"{len(cells)} cells, {broken} broken, {late} late")
     return not broken and not late
-
-
-def _processes(jobs: int) -> ProcessPoolExecutor:
-    """A pool of processes. Each forks the ranks of its cells, so it must have one thread: the BLAS ones are off."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-
-
-def _complaint(verdict: Verdict) -> str:
-    return "\n  ".join([f"asyncoll faults {verdict.cell}", *verdict.broken, *verdict.late])
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:

@@ -9,7 +9,6 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ class _World:
         self._environment = job_environment(cell.size, 0, job, cell.transport, os.environ)
         self._environment["TMPDIR"] = str(temporary)
         self._pids: dict[int, int] = {}
-        self._stopped = False
 
     def run(self) -> None:
         ours, theirs = control.pair()
@@ -109,14 +107,22 @@ class _World:
     # -- until all have ended ---------------------------------------------------------------------
 
     def _listen(self, channel: socket.socket, until_s: float) -> None:
-        with _deaths(self._pids) as deaths:
-            running = dict(deaths)
+        running = {os.pidfd_open(pid): rank for rank, pid in self._pids.items()}  # readable when the rank has ended
+        is_continued = False
+        try:
             while running and (patience_s := until_s - time.monotonic()) > 0:
                 ready, _, _ = select.select([channel.fileno(), *running], [], [], patience_s)
                 self._hear(channel)
                 for death in running.keys() & set(ready):
                     self._reap(running.pop(death))
-                self._continue_the_stopped(set(running.values()))
+                    os.close(death)
+                # A stopped victim continues once all other ranks have ended: it must end, too, and leave nothing.
+                if self._cell.kind == "stop" and len(running) == 1 and not is_continued:
+                    os.kill(self._pids[next(iter(running.values()))], signal.SIGCONT)
+                    is_continued = True
+        finally:
+            for death in running:
+                os.close(death)
 
     def _hear(self, channel: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -126,12 +132,6 @@ class _World:
     def _reap(self, rank: int) -> None:
         _, status = os.waitpid(self._pids.pop(rank), 0)
         self.story.codes[rank] = os.waitstatus_to_exitcode(status)
-
-    def _continue_the_stopped(self, running: set[int]) -> None:
-        """Continue a stopped victim once all other ranks have ended: it must end, too, and leave nothing."""
-        if self._cell.kind == "stop" and len(running) == 1 and not self._stopped:
-            os.kill(self._pids[running.pop()], signal.SIGCONT)
-            self._stopped = True
 
     # -- and after --------------------------------------------------------------------------------
 
@@ -158,15 +158,3 @@ class _World:
             time.sleep(0.005)
         self.story.left += [f"process {pid}" for pid in children]
         process_tree.kill_descendants()
-
-
-@contextlib.contextmanager
-def _deaths(pids: dict[int, int]) -> Iterator[dict[int, int]]:
-    """Descriptors that become readable when a rank ends, each with its rank."""
-
-    deaths = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
-    try:
-        yield deaths
-    finally:
-        for death in deaths:
-            os.close(death)

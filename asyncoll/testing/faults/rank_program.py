@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import itertools
 import os
 import signal
 import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import uvloop
 
@@ -31,17 +32,13 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
     try:
         faulthandler.register(signal.SIGUSR1)
         if cell.kind == "signal":
-            signal.signal(signal.SIGTERM, _leave)
+            # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_Part(cell, rank, channel).play())
         code = 0
     finally:
         os._exit(code)
-
-
-def _leave(*_: object) -> NoReturn:
-    """Raise SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM."""
-    sys.exit(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +47,7 @@ class _Reported:
 
     what: Fault
     part: _Part
-
-    @property
-    def of_process(self) -> bool:
-        return self.what.of_process
+    of_process: ClassVar[bool] = True  # for all faults: each rank is a process
 
     def strike(self, place: Place) -> None:
         self.part.tell("struck")
@@ -97,15 +91,10 @@ class _Part:
 
         with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
             await self._call(comm)
-        await self._go_on(comm)
-        self.tell("done")
-
-    async def _go_on(self, comm: Communicator) -> None:
-        calls = 0
-        while self._kind.told or calls < _CALLS_AFTER:
+        for _ in itertools.count() if self._kind.told else range(_CALLS_AFTER):
             await self._call(comm)
             await asyncio.sleep(0)
-            calls += 1
+        self.tell("done")
 
     async def _call(self, comm: Communicator) -> None:
         await OPERATIONS[self._cell.operation](comm, self._plan.elements)

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,27 +24,7 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.messages.simulated import Network, Pause
 
-_OPERATIONS: dict[str, Callable[[Communicator, Any, Case], Awaitable[Reduction]]] = {
-    "solo": lambda comm, x, case: comm.solo_allreduce(
-        x, name=case.name(comm.rank), sync_every=case.sync_every, history=case.history
-    ),
-    "majority": lambda comm, x, case: comm.majority_allreduce(
-        x, name=case.name(comm.rank), seed=case.seed, sync_every=case.sync_every, history=case.history
-    ),
-    "quorum": lambda comm, x, case: comm.quorum_allreduce(
-        x, name=case.name(comm.rank), quorum=case.number(comm.rank), sync_every=case.sync_every, history=case.history
-    ),
-    "full": lambda comm, x, case: comm.quorum_allreduce(
-        x, name=case.name(comm.rank), quorum=case.number(comm.rank), sync_every=case.sync_every
-    ),
-    "candidates": lambda comm, x, case: comm.majority_allreduce(
-        x, name=case.name(comm.rank), seed=case.seed, candidates=case.candidates, sync_every=case.sync_every
-    ),
-    "group": lambda comm, x, case: comm.group_allreduce(
-        x, name=case.name(comm.rank), group_size=case.group_size, fixed=case.fixed, sync_every=case.sync_every
-    ),
-}
-KINDS = tuple(_OPERATIONS)
+KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -112,15 +92,7 @@ class _String(str):
     """A subclass of `str`, as a user may pass."""
 
 
-class _Name(StrEnum):
-    SOLO = "solo"
-    MAJORITY = "majority"
-    QUORUM = "quorum"
-    FULL = "full"
-    CANDIDATES = "candidates"
-    GROUP = "group"
-
-
+_Name = StrEnum("_Name", ["SOLO", "MAJORITY", "QUORUM", "FULL", "CANDIDATES", "GROUP"])  # the values are in lower case
 _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 
@@ -188,16 +160,6 @@ class Call:
         return self.reduction.included
 
 
-class Answer(NamedTuple):
-    """The result of a call: the fields of `Call` after the first three."""
-
-    sum: Array
-    missed: tuple[Array, ...]
-    reduction: Reduction
-    wait_s: float
-    alone: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Cancelled:
     """A cancelled call. Its contribution stays in the operation; if `unsure`, it may never have been submitted."""
@@ -259,7 +221,7 @@ class _Trainer:
         self._generator = np.random.default_rng([case.seed, comm.rank])
         self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # number of calls for which a task was made
-        self._answers: dict[int, Answer] = {}  # by index of the call
+        self._answers: dict[int, Call] = {}  # by index of the call; `aim` as in `_aims`
         self._child = 0  # process id of the forked child; 0 if there is none
         self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
 
@@ -276,16 +238,19 @@ class _Trainer:
         self._look_after_child()
         return self._part()
 
-    def _given_up(self) -> list[int]:
-        """The cancelled calls. Valid only while no call is in flight."""
-        return [index for index in self._aims if index not in self._answers]
+    def _may_give_up(self) -> bool:
+        """Whether one more call may be cancelled. Valid only while no call is in flight.
+
+        A task that was cancelled before its first step has made no call, but its index is used up, too.
+        """
+        return self._begun - len(self._answers) < _CANCELS
 
     def _seen(self) -> int:
-        return max((answer.reduction.round for answer in self._answers.values()), default=0)
+        return max((call.round for call in self._answers.values()), default=0)
 
     async def _call_together(self, count: int) -> None:
         """Make `count` calls that are in flight at the same time. The impatient rank may cancel one of them."""
-        is_impatient = self._comm.rank == self._case.impatient and len(self._given_up()) < _CANCELS
+        is_impatient = self._comm.rank == self._case.impatient and self._may_give_up()
         first, self._begun = self._begun, self._begun + count
         calls = [asyncio.create_task(self._call(first + number, alone=count == 1)) for number in range(count)]
         if is_impatient:
@@ -302,8 +267,8 @@ class _Trainer:
 
     async def _call_alarmed(self) -> None:
         """Make one call in which a signal handler may raise, in the main thread, between any two bytecodes."""
+        is_alarmed = self._may_give_up()
         index, self._begun = self._begun, self._begun + 1
-        is_alarmed = len(self._given_up()) < _CANCELS
         asyncio.get_running_loop().set_exception_handler(_ignore_alarms)
         signal.signal(signal.SIGALRM, _ring)
         try:
@@ -345,15 +310,16 @@ class _Trainer:
             self._fork(contribution)
         given, began = _counts(contribution, case), now()
         try:
-            reduction = await _OPERATIONS[case.kind](self._comm, contribution, case)
+            reduction = await _reduced(case, self._comm, contribution)
         except asyncio.CancelledError:
             _scribble(contribution)
             return
-        value, waited_s = _counts(contribution, case), now() - began
+        value, wait_s = _counts(contribution, case), now() - began if alone else 0.0
         if not reduction.active:  # a round without contributors leaves the caller's tensors unchanged
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        self._answers[index] = Answer(value, missed, replace(reduction, missed=()), waited_s if alone else 0.0, alone)
+        reduction = replace(reduction, missed=())
+        self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
 
     def _fork(self, contribution: Any) -> None:
         """Fork a child that overwrites its copy of the registered contribution, and tries to make a call.
@@ -384,13 +350,25 @@ class _Trainer:
         aim = 1
         for index in sorted(self._aims):  # a task that was cancelled before its first step has no aim, and is left out
             if index in self._answers:
-                answer = self._answers[index]
-                calls.append(Call(self._comm.rank, index, aim, *answer))
-                aim = answer.reduction.round + 1
+                calls.append(replace(self._answers[index], aim=aim))
+                aim = calls[-1].round + 1
             else:
                 unsure = self._comm.rank == self._case.alarmed
                 cancelled.append(Cancelled(self._comm.rank, index, self._aims[index], aim, unsure))
         return calls, cancelled
+
+
+def _reduced(case: Case, comm: Communicator, x: Any) -> Awaitable[Reduction]:
+    """The call of the case's operation."""
+    options: dict[str, Any] = {"name": case.name(comm.rank), "sync_every": case.sync_every}
+    if case.kind == "group":
+        return comm.group_allreduce(x, group_size=case.group_size, fixed=case.fixed, **options)
+    options["history"] = case.history
+    if case.kind == "solo":
+        return comm.solo_allreduce(x, **options)
+    if case.kind in ("quorum", "full"):
+        return comm.quorum_allreduce(x, quorum=case.number(comm.rank), **options)
+    return comm.majority_allreduce(x, seed=case.seed, candidates=case.candidates, **options)
 
 
 def _contribution(case: Case, comm: Communicator, index: int) -> Any:

@@ -7,14 +7,13 @@ import math
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
 from itertools import repeat
 
 from rich.console import Console
 from rich.progress import Progress
 
 from asyncoll.errors import UsageError
-from asyncoll.testing.laws import LawBroken, check_laws
+from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.laws.story import KINDS
 
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
@@ -23,20 +22,7 @@ _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually 
 World = tuple[str, int, int]  # kind, size, seed
 
 
-@dataclass(slots=True)
-class Batch:
-    """The totals of some worlds, and the texts of their broken laws."""
-
-    worlds: int = 0
-    rounds: int = 0
-    messages: int = 0
-    broken: list[str] = field(default_factory=list)
-
-    def add(self, other: Batch) -> None:
-        self.worlds += other.worlds
-        self.rounds += other.rounds
-        self.messages += other.messages
-        self.broken += other.broken
+Outcome = Lawful | str  # of a world; the text of the law that it breaks
 
 
 def parse_kinds(text: str) -> list[str]:
@@ -81,27 +67,23 @@ def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs
 
     console = Console(stderr=True)
     lawful = True
-    with _processes(jobs) as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    spawning = multiprocessing.get_context("spawn")
+    processes = ProcessPoolExecutor(jobs, spawning) if jobs > 1 else contextlib.nullcontext()
+    with processes as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for kind in kinds:
             began = bar.get_time()
             task = bar.add_task(kind, total=len(seeds))
-            total = Batch()
+            outcomes: list[Outcome] = []
             for batch in _check([(kind, sizes[seed % len(sizes)], seed) for seed in seeds], transport, pool, jobs):
-                total.add(batch)
-                bar.advance(task, batch.worlds)
+                outcomes += batch
+                bar.advance(task, len(batch))
             bar.remove_task(task)
-            print(_line(kind, total, bar.get_time() - began), flush=True)
-            lawful = lawful and not total.broken
+            print(_line(kind, outcomes, bar.get_time() - began), flush=True)
+            lawful = lawful and all(isinstance(outcome, Lawful) for outcome in outcomes)
     return lawful
 
 
-def _processes(jobs: int) -> contextlib.AbstractContextManager[ProcessPoolExecutor | None]:
-    if jobs == 1:
-        return contextlib.nullcontext()
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-
-
-def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None, jobs: int) -> Iterator[Batch]:
+def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None, jobs: int) -> Iterator[list[Outcome]]:
     count = min(_BATCH, math.ceil(len(worlds) / jobs))
     batches = [worlds[start : start + count] for start in range(0, len(worlds), count)]
     if pool is None:
@@ -111,25 +93,21 @@ def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None
             yield done.result()
 
 
-def check_batch(worlds: list[World], transport: str) -> Batch:
+def check_batch(worlds: list[World], transport: str) -> list[Outcome]:
     """Check the laws in each of these worlds."""
-    batch = Batch()
+    outcomes: list[Outcome] = []
     for world in worlds:
-        batch.worlds += 1
         try:
-            lawful = check_laws(*world, transport=transport)
+            outcomes.append(check_laws(*world, transport=transport))
         except LawBroken as broken:
-            batch.broken.append(str(broken))
-        else:
-            batch.rounds += lawful.rounds
-            batch.messages += lawful.messages
-    return batch
+            outcomes.append(str(broken))
+    return outcomes
 
 
-def _line(kind: str, total: Batch, wall_s: float) -> str:
-    verdict = f"laws broken in {len(total.broken)}" if total.broken else "all laws hold"
-    line = (
-        f"{kind:<10} {total.worlds:>7,} worlds {total.rounds:>9,} rounds {total.messages:>11,} messages "
-        f"{wall_s:>7.1f} s  {verdict}"
-    )
-    return "\n".join([line, *total.broken[:_SHOWN]])
+def _line(kind: str, outcomes: list[Outcome], wall_s: float) -> str:
+    broken = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    lawful = [outcome for outcome in outcomes if isinstance(outcome, Lawful)]
+    rounds, messages = sum(each.rounds for each in lawful), sum(each.messages for each in lawful)
+    verdict = f"laws broken in {len(broken)}" if broken else "all laws hold"
+    counts = f"{len(outcomes):>7,} worlds {rounds:>9,} rounds {messages:>11,} messages"
+    return "\n".join([f"{kind:<10} {counts} {wall_s:>7.1f} s  {verdict}", *broken[:_SHOWN]])
