@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, SIZES, looped
+from conftest import DEBUG, PATIENCE_S, SIZES, looped
 
 from asyncoll import (
     AbortedError,
@@ -188,6 +188,14 @@ def test_dataclasses_arrive_where_annotations_name_them(run):
     run(2, served(act))
 
 
+@pytest.fixture
+def debug(monkeypatch):
+    """Loops check that calls from other threads are safe."""
+    for name, value in DEBUG.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("debug")
 def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     async def main(comm):
         loop_runs = threading.Event()
@@ -210,6 +218,7 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     run_ranks(1, main)
 
 
+@pytest.mark.usefixtures("debug")
 def test_many_plain_functions_can_wait_for_each_other():
     """There are more of them than threads in the default executor of a loop."""
     together = threading.Barrier(40, timeout=PATIENCE_S)
