@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from asyncoll import testing
 from asyncoll.errors import AsyncollError
-from asyncoll.transport.messages import service_sockets, zeromq
+from asyncoll.transport.messages import service_sockets
 
 # On a busy machine a deadline for each example makes tests flaky, and so does a different draw in each run. So there is
 # no deadline, every run draws the same examples, and no database of failures is needed.
@@ -29,14 +29,16 @@ settings.register_profile(
 settings.load_profile("asyncoll")
 
 # On a busy machine a process or a ZeroMQ thread may get no processor time for half a second. It must not count as
-# frozen, in this process or in launched ones. Tests of frozen ranks set a limit of their own.
+# frozen. Launched processes inherit the environment; transports that a test makes itself are given the limit. Tests of
+# frozen ranks set a limit of their own.
 FREEZE_S = 20.0
 os.environ["ASYNCOLL_FREEZE_S"] = str(FREEZE_S)
-zeromq.ZeroMQTransport.__init__.__kwdefaults__["freeze_s"] = service_sockets.FREEZE_S = FREEZE_S
+service_sockets.FREEZE_S = FREEZE_S  # a service outside of a world reads no environment
 
 # The first loop of libuv opens descriptors that stay open. They are opened here, so that no test is charged for them.
 uvloop.new_event_loop().close()
 
+DEBUG = {"PYTHONASYNCIODEBUG": "1"}  # makes loops check that calls from other threads are safe
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 SIZES = [*range(1, 10), 13, 17]  # numbers of ranks: bugs hide behind powers of two
 SPARED = (4, 6, 7, 9, 17)  # sizes that real shared memory leaves out, because it takes longer than its simulation

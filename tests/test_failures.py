@@ -39,7 +39,7 @@ from asyncoll import (
 )
 from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
 from asyncoll.arguments import digest
-from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate, worlds
+from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 
 Act = Callable[[Communicator], Coroutine[Any, Any, Any]]
@@ -349,8 +349,8 @@ def test_the_error_of_a_rank_is_raised_unchanged(run):
     assert caught.value is original
 
 
-def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
-    monkeypatch.setattr(worlds, "_HEARD_S", 2.0)  # a busy machine gives the survivors little time
+def test_survivors_raise_the_cause_before_they_are_stopped():
+    """In virtual time, because a busy machine gives the survivors little time."""
     told = []
 
     async def main(comm: Communicator) -> None:
@@ -365,7 +365,7 @@ def test_survivors_raise_the_cause_before_they_are_stopped(monkeypatch):
             raise
 
     with pytest.raises(KeyError, match="lost it"):
-        run_ranks(3, main)
+        simulate(3, main)
     assert sorted(told) == [(0, 1, "KeyError: 'lost it'"), (2, 1, "KeyError: 'lost it'")]
 
 

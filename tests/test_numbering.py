@@ -7,11 +7,9 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncoll.runtime import numbering
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.testing import run_ranks
 
@@ -21,12 +19,10 @@ near = st.sampled_from([*range(-4, 9), LEAST, LEAST + 1, LEAST + 2, GREATEST - 2
 
 @given(st.lists(near, max_size=120), st.integers(0, 4))
 def test_each_tag_has_its_own_count(tags, recent):
-    expected, numbers = Counter(), Numbering()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbering, "_RECENT_MAX", recent)
-        for tag in tags:
-            expected[tag] += 1
-            assert numbers.next(tag) == expected[tag]
+    expected, numbers = Counter(), Numbering(recent)
+    for tag in tags:
+        expected[tag] += 1
+        assert numbers.next(tag) == expected[tag]
 
 
 def test_tags_that_count_steps_take_no_memory():
@@ -51,7 +47,7 @@ def test_tags_that_count_steps_take_no_memory():
         grown = run_ranks(2, main)
     finally:
         tracemalloc.stop()
-    assert max(grown) < 2 * 700 * 30  # at both ranks together, with room for fluctuations
+    assert max(grown) < 2 * 700 * 75  # at both ranks together, with room for the growth of hash tables
 
 
 def traced() -> int:

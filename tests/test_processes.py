@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import DEBUG, PATIENCE_S
 
 from asyncoll.launch.environment import reserve_port
 from asyncoll.transport.keys import write_key
@@ -78,7 +78,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def test_every_collective_over_ipc(env):
-    told = sorted(launch(env, 3, "every_collective.py").splitlines())
+    told = sorted(launch(env | DEBUG, 3, "every_collective.py").splitlines())
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
@@ -90,12 +90,12 @@ def test_a_name_of_numpy_is_the_plain_name(env, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_calls_from_other_threads_are_made_or_refused(env, transport):
-    told = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 2, "threads.py")
+    told = launch(env | DEBUG | {"ASYNCOLL_TRANSPORT": transport}, 2, "threads.py")
     assert sorted(told.splitlines()) == [f"{rank}: all right" for rank in range(2)]
 
 
 def test_every_collective_between_hosts(env):
-    with world(env, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
+    with world(env | DEBUG, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
         for process in ranks:
             code, out, err = finish(process)
             assert (code, out.endswith("all right\n")) == (0, True), err
@@ -257,7 +257,7 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_calls_between_ranks(env, transport):
-    out = launch(env | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
+    out = launch(env | DEBUG | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
     assert sorted(line.partition(": ")[2] for line in out.splitlines()) == ["called 0", "called 1", "called 2"]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, SIZES, looped
+from conftest import DEBUG, PATIENCE_S, SIZES, looped
 
 from asyncoll import (
     AbortedError,
@@ -40,7 +40,6 @@ from asyncoll.rpc import protocol, segments, window
 from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
 from asyncoll.runtime.deadlines import expires_s, remaining_s
-from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
@@ -189,6 +188,14 @@ def test_dataclasses_arrive_where_annotations_name_them(run):
     run(2, served(act))
 
 
+@pytest.fixture
+def debug(monkeypatch):
+    """Loops check that calls from other threads are safe."""
+    for name, value in DEBUG.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("debug")
 def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     async def main(comm):
         loop_runs = threading.Event()
@@ -211,6 +218,7 @@ def test_plain_functions_run_off_the_loop_and_coroutines_on_it():
     run_ranks(1, main)
 
 
+@pytest.mark.usefixtures("debug")
 def test_many_plain_functions_can_wait_for_each_other():
     """There are more of them than threads in the default executor of a loop."""
     together = threading.Barrier(40, timeout=PATIENCE_S)
@@ -1329,10 +1337,15 @@ def test_an_invalid_name_takes_no_slot(name):
     run_ranks(2, main)
 
 
-def test_calls_have_the_deadline_of_the_world(monkeypatch):
-    monkeypatch.setattr(Endpoint, "patience_s", property(lambda _: 0.5, lambda *_: None), raising=False)
+def with_deadline(comm, patience_s=0.5):
+    """As if ASYNCOLL_DEADLINE_S were set for this rank; before the first use of `comm.rpc`."""
+    comm._core.member.endpoint.patience_s = patience_s
 
+
+def test_calls_have_the_deadline_of_the_world():
     async def main(comm):
+        with_deadline(comm)
+
         @comm.rpc.register
         async def slow() -> None:
             await asyncio.sleep(100)
@@ -1344,16 +1357,10 @@ def test_calls_have_the_deadline_of_the_world(monkeypatch):
     simulate(2, main)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Worlds in which the deadline of rank 0 is short."""
-    patience_s = property(lambda endpoint: math.inf if endpoint.rank else 0.5, lambda *_: None)
-    monkeypatch.setattr(Endpoint, "patience_s", patience_s, raising=False)
-
-
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_a_call_that_waits_for_a_slot_has_the_deadline_of_the_world(impatient, use):
+def test_a_call_that_waits_for_a_slot_has_the_deadline_of_the_world(use):
     async def main(comm):
+        with_deadline(comm, math.inf if comm.rank else 0.5)
         service = Service(comm)
         comm.rpc.register(service)
         if comm.rank == 0:
@@ -1376,8 +1383,10 @@ def test_a_stream_that_waits_for_a_slot_has_its_callers_deadline():
     assert simulate(2, served(act)).results[1].begun == [100] * protocol.CALLS_MAX
 
 
-def test_items_of_streams_have_the_deadline_of_the_world(impatient):
+def test_items_of_streams_have_the_deadline_of_the_world():
     async def main(comm):
+        with_deadline(comm, math.inf if comm.rank else 0.5)
+
         @comm.rpc.register
         async def slow_down() -> AsyncIterator[int]:
             for item in range(10):

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import resource
+import secrets
 import shutil
 import socket
 import subprocess
@@ -18,16 +19,17 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import uvloop
 import zmq
 from click.testing import CliRunner
-from conftest import PATIENCE_S
+from conftest import FREEZE_S, PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncoll import cli
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
-from asyncoll.testing import fuzz, run_ranks, worlds
+from asyncoll.testing import fuzz, worlds
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
@@ -173,7 +175,7 @@ def test_the_session_depends_on_the_nonce_of_every_rank(monkeypatch):
         store = {}
         old, fresh = stores(2, store)
         old.post("nonce", "an old one, replayed", "", "")
-        monkeypatch.setattr(store_module.secrets, "token_hex", lambda _, mine=mine: mine)
+        monkeypatch.setattr(secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]
 
@@ -309,8 +311,8 @@ def test_unauthenticated_peers_cannot_fill_the_log(caplog):
 
 
 @contextlib.contextmanager
-def over_tcp(size, encrypted):
-    transports = [ZeroMQTransport(rank, size, JOB, encrypted=encrypted) for rank in range(size)]
+def over_tcp(size, job=JOB, *, encrypted):
+    transports = [ZeroMQTransport(rank, size, job, encrypted=encrypted, freeze_s=FREEZE_S) for rank in range(size)]
     addresses = [transport.bind("tcp://127.0.0.1:0") for transport in transports]
     for transport in transports:
         transport.peers = addresses
@@ -319,7 +321,7 @@ def over_tcp(size, encrypted):
 
 @contextlib.contextmanager
 def in_two_streams(size):
-    with over_tcp(size, True) as (messages, nothing), over_tcp(size, False) as (payloads, _):
+    with over_tcp(size, encrypted=True) as (messages, nothing), over_tcp(size, encrypted=False) as (payloads, _):
         others = [set(range(size)) - {rank} for rank in range(size)]
         yield list(map(SplitTransport, messages, payloads, others)), nothing
 
@@ -336,17 +338,15 @@ def in_an_open_folder(size):
 
 
 WORLDS = {"plain": partial(over_tcp, encrypted=False), "encrypted": partial(over_tcp, encrypted=True)}
+OTHERS = {"two streams": in_two_streams, "folder": in_an_open_folder, "zmq": worlds._zmq}
 
 
 @pytest.fixture
-def attacked(monkeypatch, caplog):
+def attacked(caplog):
     """Run a world of three ranks in which rank 0 awaits `attack(transport of rank 1)`; then check that it works."""
     caplog.set_level(logging.WARNING, "asyncoll")
-    more = {**WORLDS, "two streams": in_two_streams, "folder": in_an_open_folder}
-    for name, world in more.items():
-        monkeypatch.setitem(worlds._WORLDS, name, world)
 
-    def attacked(world, attack):
+    def attacked(world, attack, job=JOB):
         transports_by_rank = {}
 
         async def main(comm):
@@ -358,7 +358,13 @@ def attacked(monkeypatch, caplog):
             for count in (3, 200_000):
                 assert (await comm.allreduce(np.ones(count)) == comm.size).all()
 
-        run_ranks(3, main, transport=world)
+        async def everything():
+            carriers = WORLDS[world](3, job) if world in WORLDS else OTHERS[world](3)
+            with carriers as (transports, arenas):
+                await worlds._run_all(transports, arenas, main, {})
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(everything())
 
     return attacked
 
@@ -458,7 +464,7 @@ async def send_bytes(address, *pieces, then_end=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_recorded_connection_is_rejected_in_another_run(attacked, caplog, world, monkeypatch):
+def test_a_recorded_connection_is_rejected_in_another_run(attacked, caplog, world):
     records = []
 
     async def record(transport):
@@ -466,13 +472,12 @@ def test_a_recorded_connection_is_rejected_in_another_run(attacked, caplog, worl
 
     attacked(world, record)
     caplog.clear()
-    monkeypatch.setattr(sys.modules[__name__], "JOB", b"another session")
 
     async def replay(transport):
         await send_bytes(own_address(transport), records[0][:64], records[0][64:])
         await until(lambda: (NO_KEY if world == "plain" else NO_PROTOCOL) in caplog.text)
 
-    attacked(world, replay)
+    attacked(world, replay, job=b"another session")
 
 
 @pytest.mark.slow

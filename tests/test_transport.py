@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from conftest import FREEZE_S
 
 from asyncoll.testing import Network, check_transport
 from asyncoll.testing.contract import _World
@@ -53,7 +54,9 @@ def test_only_the_user_of_a_rank_can_open_its_sockets(tmp_path, listening):
 
 @contextlib.contextmanager
 def over_tcp(size, encrypted=False):
-    transports = [zeromq.ZeroMQTransport(rank, size, b"test", encrypted=encrypted) for rank in range(size)]
+    transports = [
+        zeromq.ZeroMQTransport(rank, size, b"test", encrypted=encrypted, freeze_s=FREEZE_S) for rank in range(size)
+    ]
     addresses = [transport.bind("tcp://127.0.0.1:0") for transport in transports]
     for transport in transports:
         transport.peers = addresses

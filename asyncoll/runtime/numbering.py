@@ -21,7 +21,9 @@ class Numbering:
     form one run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recent_max: int = _RECENT_MAX) -> None:
+        """`recent_max` is the number of recent tags in the dict."""
+        self._recent_max = recent_max
         self._recent: dict[int, int] = {}
         self._first, self._last, self._count = (np.empty(0, np.int64) for _ in range(3))  # of each run; inclusive
 
@@ -29,7 +31,7 @@ class Numbering:
         """The number of the next message of `tag`, a signed 64-bit integer."""
         number = (self._recent.get(tag) or self._older(tag)) + 1
         self._recent[tag] = number
-        if len(self._recent) > _RECENT_MAX + self._first.size // 8:  # proportional, because a merge reads all runs
+        if len(self._recent) > self._recent_max + self._first.size // 8:  # proportional, because a merge reads all runs
             self._merge()
         return number
 

@@ -73,17 +73,26 @@ def await_file(path):
 
 
 def expect(victim):
-    """Time counts only from when this rank waits for `victim` alone, however slowly all others come."""
+    """Time counts only while this rank waits for `victim` alone, however slowly all others come.
+
+    The victim may be the last one in an earlier phase, too. So the time ends when others are missing again.
+    """
     begin, check = joining.Joining.__init__, joining.Joining.check
-    limits = {}
+    limits, counting = {}, set()
 
     def begin_without_limit(self, rank, size, limit_s=1e6):
         begin(self, rank, size, 1e6)
         limits[self] = limit_s
 
     def check_when_alone(self, missing, what, **more):
-        if self in limits and list(missing()) == [victim]:
-            begin(self, self._rank, self._size, limits.pop(self))
+        if self in limits:
+            is_alone = list(missing()) == [victim]
+            if is_alone and self not in counting:
+                counting.add(self)
+                begin(self, self._rank, self._size, limits[self])
+            elif not is_alone and self in counting:
+                counting.remove(self)
+                begin(self, self._rank, self._size, 1e6)
         check(self, missing, what, **more)
 
     joining.Joining.__init__, joining.Joining.check = begin_without_limit, check_when_alone

@@ -62,6 +62,9 @@ _BATCH = 64  # messages delivered before the loop may run other callbacks
 _CURVE_BYTES = 64  # the bytes that CURVE may add to a frame
 _FLUSH_MS = 200  # the time to send queued messages at `close`; messages to a peer that has ended take all of it
 _IN_FLIGHT_S = 0.03  # the last messages of a peer may arrive this much later than the end of its other connection
+# The ranks of one process freeze together, which none of them can notice. On a busy machine the threads of ZeroMQ may
+# get no processor time for longer than `FREEZE_S`.
+_LOCAL_FREEZE_S = 20.0
 _MONITORED_NEIGHBOURS = 2  # ranks of the own host; two, because one of the two monitors of a rank may be busy
 
 
@@ -77,7 +80,7 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
     """One transport for each rank of a world inside this process, over real sockets."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:  # made with mode 0700
         addresses = [ipc_address(Path(folder), rank) for rank in range(size)]
-        transports = [ZeroMQTransport(rank, size, b"local") for rank in range(size)]
+        transports = [ZeroMQTransport(rank, size, b"local", freeze_s=_LOCAL_FREEZE_S) for rank in range(size)]
         for transport, address in zip(transports, addresses, strict=True):
             transport.bind(address)
             transport.peers = addresses
