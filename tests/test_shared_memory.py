@@ -22,6 +22,7 @@ from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError, UsageError
 from asyncoll.algorithms.dense.tuning import VARIABLE
 from asyncoll.algorithms.rounds.block_table import BlockTable
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport import ControlBlock
@@ -553,3 +554,34 @@ def test_a_rank_without_room_for_a_call_ends_it_for_all(count):
         run_ranks(3, main, "shm")
     assert {rank: type(error) for rank, error in failures.items()} == {0: AbortedError, 1: UsageError, 2: AbortedError}
     assert "no room for" in str(failures[0])
+
+
+def test_a_late_call_is_given_no_round_after_the_one_that_takes_its_contribution(monkeypatch):
+    """Other ranks may open rounds between any two critical sections of the call."""
+
+    async def at_once(self):
+        return None
+
+    def rounds_meanwhile(self, call):
+        if self._rank == 1 and not others:
+            others.extend(comms[0].solo_allreduce(np.ones(4)) for _ in range(2))
+        return deliver(self, call)
+
+    others, comms, deliver = [], {}, OneSidedRounds._deliver
+    monkeypatch.setattr(OneSidedRounds, "_pause", at_once)
+    monkeypatch.setattr(OneSidedRounds, "_deliver", rounds_meanwhile)
+
+    async def main(comm):
+        comms[comm.rank] = comm
+        x = np.full(4, 10.0)
+        if comm.rank == 0:
+            await comm.solo_allreduce(np.ones(4))
+            await comm.barrier()
+            await comm.barrier()
+            return [(await other).active for other in others]
+        await comm.barrier()
+        late = await comm.solo_allreduce(x)
+        await comm.barrier()
+        return late.round, late.included, x.tolist()
+
+    assert run_ranks(2, main, "shm") == [[2, 1], (1, False, [1.0] * 4)]

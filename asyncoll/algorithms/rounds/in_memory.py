@@ -42,10 +42,9 @@ class _Call:
 
     number: int  # the round that the call waits for; 0 if it is late, and waits for none
     came_ns: int
-    missed: list[Kept]  # results of earlier rounds, kept for this call since its arrival
+    missed: list[Kept]  # results of earlier rounds, kept for this call
     ticket: int = 0  # the number of its contribution, once that is staged
-    is_over: bool = False  # whether round `number` is over
-    kept: Kept | None = None  # the result of that round; None if it was over before the call had arrived
+    kept: Kept | None = None  # the result that the call is given, once there is one
 
 
 class OneSidedRounds:
@@ -108,10 +107,10 @@ class OneSidedRounds:
             try:
                 if not (self._may_lend and call.number and self._lend(contribution, call)):
                     await self._put(contribution, call)
-                if call.number and not call.is_over:
+                if call.kept is None:
                     await self._take_part(call)
             except BaseException:
-                self._drop([kept.block for kept in call.missed])
+                self._drop([old.block for old in (*call.missed, call.kept) if old is not None])
                 raise
             return self._deliver(call)
         finally:
@@ -127,7 +126,7 @@ class OneSidedRounds:
             if self._turn != turn:
                 await turn_of(mine)
         except asyncio.CancelledError:
-            await self._put(contribution, _Call(0, 0, []))
+            await self._put(contribution, None)
             raise
         finally:
             self._turns.pop(turn, None)
@@ -161,16 +160,24 @@ class OneSidedRounds:
             return _Call(number, came_ns, missed)
 
     def _come(self, call: _Call) -> int:
-        """Under the lock: the caller waits for its round, which is opened if it may. Notes in `call` if it is over.
+        """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
 
         In one critical section with the staging. Otherwise a round could take the contribution and end before this
-        caller is registered for its result. Returns how many blocks have to be provided until the round can be opened.
+        caller is registered for its result, or a late call could be given a round after the one that has taken its
+        contribution. Returns how many blocks have to be provided until the round can be opened.
         """
-        now_ns = self._now_ns()
-        missing = self._rounds.come(call.number, now_ns)
-        if self._rounds.latest >= call.number:
-            call.kept = self._rounds.leave(call.number, call.came_ns, now_ns)
-            call.is_over = True
+        rounds, missing = self._rounds, 0
+        if call.number:
+            now_ns = self._now_ns()
+            missing = rounds.come(call.number, now_ns)
+            if rounds.latest < call.number:
+                return missing
+            call.kept = rounds.leave(call.number, call.came_ns, now_ns)
+        if call.kept is None:  # the call is late, or its round was over before it came: it is given the newest result
+            for old in call.missed:
+                rounds.blocks.drop(old.block)
+            newest = rounds.latest
+            *call.missed, call.kept = rounds.keep(self._engine.first_missed(newest - 1), newest)
         return missing
 
     async def _take_part(self, call: _Call) -> None:
@@ -181,8 +188,8 @@ class OneSidedRounds:
                 with self._control_block:
                     missing = self._come(call)
                     running = rounds.running
-                    work = rounds.work() if rounds.is_help_wanted() and not call.is_over else []
-                if call.is_over:
+                    work = rounds.work() if rounds.is_help_wanted() and call.kept is None else []
+                if call.kept is not None:
                     return
                 # Outside the lock. Another rank may take the new blocks first, or open the round: the loop looks again.
                 rounds.blocks.provide(missing)
@@ -250,10 +257,11 @@ class OneSidedRounds:
             self._come(call)
         return True
 
-    async def _put(self, contribution: Contribution, call: _Call) -> None:
+    async def _put(self, contribution: Contribution, call: _Call | None) -> None:
         """Stage the sum of `contribution` and the staged one, in a new block; in groups, `contribution` alone.
 
-        A cancellation is raised only at the end: the contribution stays in.
+        `call` is None if the call was cancelled before its turn. A cancellation is raised only at the end: the
+        contribution stays in.
         """
         rounds = self._rounds
         interrupted: BaseException | None = None
@@ -262,7 +270,8 @@ class OneSidedRounds:
         parts = self._parts(address)
         # The block is filled without the lock, because a copy is too long to hold it. Meanwhile a round may take the
         # staged block. Then the sum would contribute it twice, so the block is filled again.
-        while not call.ticket:
+        ticket = 0
+        while not ticket:
             contribution.read(parts)
             if before[0] != NONE and not self._keeps:
                 for combine, part, staged in zip(self._combines, parts, self._parts(before[1]), strict=True):
@@ -271,12 +280,13 @@ class OneSidedRounds:
             with self._control_block:
                 now = rounds.staged()
                 if self._keeps or now == before:
-                    call.ticket = rounds.put(block, address)
-                    if call.number:
+                    ticket = rounds.put(block, address)
+                    if call is not None:
+                        call.ticket = ticket
                         self._come(call)
                 before = now
         if interrupted is not None:
-            if call.number:
+            if call is not None and call.number:
                 await self._give_up(call)
             raise interrupted
 
@@ -313,9 +323,8 @@ class OneSidedRounds:
         """The caller stops waiting: return when no round uses its memory any more."""
         rounds = self._rounds
         with self._control_block:
-            if not call.is_over:
+            if call.kept is None:
                 call.kept = rounds.leave(call.number, call.came_ns, self._now_ns())
-        self._drop([call.kept.block] if call.kept else [])
         # First replace the lent memory, so that no later round takes it. Then wait for a round that has taken it.
         self._move_in()
         # A further cancellation does not end the wait, only a lost rank does: the round may never end then.
@@ -340,19 +349,11 @@ class OneSidedRounds:
     # -- results ----------------------------------------------------------------------------------
 
     def _deliver(self, call: _Call) -> Delivery:
-        """The result of the round that the call has waited for, or else the newest."""
-        kept, missed = call.kept, call.missed
-        if kept is None:
-            # The missed results are looked up again, in one critical section with the newest: they end just before it.
-            rounds = self._rounds
-            self._drop([old.block for old in missed])
-            with self._control_block:
-                newest = rounds.latest
-                *missed, kept = rounds.keep(self._engine.first_missed(newest - 1), newest)
-        told = self._engine.deliver(call.ticket, kept, missed)
+        assert call.kept is not None
+        told = self._engine.deliver(call.ticket, call.kept, call.missed)
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped)
+        return Delivery(tuple(map(self._result, (*told.missed, call.kept))), told.included, told.skipped)
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
