@@ -112,7 +112,7 @@ def simulate(
 
     with _rare_collections():
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
-    return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
+    return SimReport(results, loop.time(), len(world.trace), world.words, world.trace)
 
 
 def _simulated_memory(world: SimulatedWorld, seed: int) -> Sequence[Arena]:
