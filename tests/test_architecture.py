@@ -54,7 +54,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.memory",
         "transport.messages",
     },
-    "launch": {"errors", "transport"},
+    "launch": {"arguments", "errors", "transport"},
     "": {  # asyncoll/__init__.py
         "algorithms",
         "communicator",

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import random
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -797,8 +796,7 @@ def test_a_second_connection_cannot_send_as_a_connected_rank():
 def announced(**fields: Any) -> list[bytes]:
     """A well-formed announcement with impossible values in `fields`."""
     plain = {"name": "g", "layout": "float32:1", "op": "SUM", "opening": "SOLO", "quorum": 1, "candidates": 1}
-    empty = {"str": "", "int": 0, "bool": False}
-    values = {field.name: empty[field.type] for field in dataclasses.fields(wire.Announce)}
+    values = {field: kind() for field, kind in get_type_hints(wire.Announce).items()}
     return wire.encode_control(wire.Announce(**values | {"communicator": digest("world")} | plain | fields))
 
 

@@ -547,7 +547,7 @@ def test_grace_of_stopped_ranks_is_read_from_the_environment() -> None:
     assert stopped_grace_s({}) == stopped_grace_s({"ASYNCOLL_STOPPED_S": ""}) == STOPPED_GRACE_S
     assert stopped_grace_s({"ASYNCOLL_STOPPED_S": "0.5"}) == 0.5
     for text in ("-1", "nan", "inf", "soon"):
-        with pytest.raises(UsageError, match=f"ASYNCOLL_STOPPED_S='{text}': give a number of seconds, or 0 to wait"):
+        with pytest.raises(UsageError, match=f"ASYNCOLL_STOPPED_S='{text}' in the environment: give a number"):
             stopped_grace_s({"ASYNCOLL_STOPPED_S": text})
 
 

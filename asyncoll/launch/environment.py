@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.launch.supervisor import STOPPED_GRACE_S
 from asyncoll.transport.keys import write_key
@@ -53,14 +54,7 @@ def stopped_grace_s(environ: Mapping[str, str]) -> float:
 
     Infinite for ASYNCOLL_STOPPED_S=0. Raises UsageError if ASYNCOLL_STOPPED_S is no number of seconds.
     """
-    text = environ.get("ASYNCOLL_STOPPED_S")
-    try:
-        seconds = float(text) if text else STOPPED_GRACE_S
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"ASYNCOLL_STOPPED_S={text!r}: give a number of seconds, or 0 to wait for ever")
-    return seconds or math.inf
+    return seconds(environ, "ASYNCOLL_STOPPED_S", STOPPED_GRACE_S) or math.inf
 
 
 def socket_folder() -> Path:

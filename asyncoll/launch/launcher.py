@@ -18,13 +18,13 @@ from typing import Any
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, template
 from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
-from asyncoll.launch.output import Output, Stream
+from asyncoll.launch.output import Output, Stream, open_output
 from asyncoll.launch.program import Program
-from asyncoll.launch.signals import stop_signals
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
 from asyncoll.transport.processes import allow_files, state
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
@@ -63,14 +63,37 @@ def launch(
     program.check()
     grace_s = stopped_grace_s(os.environ)
     with ExitStack() as job:
-        output = job.enter_context(Output(size, None if log_dir is None else Path(log_dir)))
-        signals = job.enter_context(stop_signals())
+        output = job.enter_context(open_output(size, None if log_dir is None else Path(log_dir)))
+        signals = job.enter_context(_stop_signals())
         folder = job.enter_context(job_folder())
         port = job.enter_context(reserve_port()).getsockname()[1]
         environment = job_environment(size, port, folder, transport, os.environ)
         process, channel, death = job.enter_context(_template(program, environment))
         selector = job.enter_context(selectors.DefaultSelector())
         return _Launcher(size, timeout, grace_s, output, signals, process, channel, death, selector).run()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[socket.socket]:
+    """The user's signals: each byte that is read from this socket is the number of one.
+
+    Signals that are ignored (nohup) stay ignored.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = {signum: signal.getsignal(signum) for signum in STOPPING}
+        taken = [signum for signum in STOPPING if before[signum] is not signal.SIG_IGN]
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for signum in taken:
+            signal.signal(signum, lambda *_: None)
+        try:
+            yield reader
+        finally:
+            for signum in taken:
+                signal.signal(signum, before[signum])
+            signal.set_wakeup_fd(wakeup)
 
 
 @contextmanager

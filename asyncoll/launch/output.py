@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, NamedTuple, TextIO
 
 from asyncoll.errors import UsageError
 from asyncoll.launch.lines import Lines
@@ -71,47 +72,41 @@ class Stream:
             self.sink.flush()
 
 
-class Output:
-    """The streams of all ranks. If `logs` is given, their raw bytes are also written there."""
+class Output(NamedTuple):
+    """The streams of all ranks."""
 
-    def __init__(self, size: int, logs: Path | None) -> None:
-        self._size = size
-        self._logs = logs
-        self.out: list[Stream] = []
-        self.err: list[Stream] = []
-
-    def __enter__(self) -> Output:
-        with ExitStack() as open_now:
-            for rank in range(self._size):
-                self.out.append(self._stream(rank, sys.stdout, "out", open_now))
-                self.err.append(self._stream(rank, sys.stderr, "err", open_now))
-            self._open = open_now.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    out: list[Stream]
+    err: list[Stream]
 
     def log_error(self, rank: int, text: str) -> None:
         """Complete the rank's log with the text that its interpreter would have printed."""
         if log := self.err[rank].log:
             log.write(text.encode(errors="replace"))
 
-    def _stream(self, rank: int, sink: TextIO, name: str, open_now: ExitStack) -> Stream:
-        prefix = f"{rank:>{len(str(self._size - 1))}}:"
-        if sink.isatty() and not os.environ.get("NO_COLOR"):
-            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
-        log = self._log(rank, name, open_now)
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        stream = Stream(reader, writer, f"{prefix} ".encode(), sink.buffer, log)
-        open_now.callback(stream.close)
-        return stream
 
-    def _log(self, rank: int, name: str, open_now: ExitStack) -> BinaryIO | None:
-        if self._logs is None:
-            return None
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            return open_now.enter_context(open(self._logs / f"rank-{rank}.{name}", "wb", buffering=0))
-        except OSError as error:
-            raise UsageError(f"cannot write logs: {error}") from error
+@contextmanager
+def open_output(size: int, logs: Path | None) -> Iterator[Output]:
+    """Open the streams of `size` ranks. If `logs` is given, their raw bytes are also written there."""
+    with ExitStack() as opened:
+
+        def stream(rank: int, sink: TextIO, name: str) -> Stream:
+            prefix = f"{rank:>{len(str(size - 1))}}:"
+            if sink.isatty() and not os.environ.get("NO_COLOR"):
+                prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
+            log = None
+            if logs is not None:
+                try:
+                    logs.mkdir(parents=True, exist_ok=True)
+                    log = opened.enter_context(open(logs / f"rank-{rank}.{name}", "wb", buffering=0))
+                except OSError as error:
+                    raise UsageError(f"cannot write logs: {error}") from error
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            made = Stream(reader, writer, f"{prefix} ".encode(), sink.buffer, log)
+            opened.callback(made.close)
+            return made
+
+        yield Output(
+            [stream(rank, sys.stdout, "out") for rank in range(size)],
+            [stream(rank, sys.stderr, "err") for rank in range(size)],
+        )

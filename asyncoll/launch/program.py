@@ -7,15 +7,13 @@ import io
 import os
 import sys
 import types
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncoll.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """`argv[0]` is a script's path, or with `module` a module's name; the rest are the program's arguments."""
 
     argv: tuple[str, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SETTLE_S = 0.1  # from the first failure to the stop, for reports of other ranks that are under way
 BLAME_S = 1.0  # the same, if the failure names a rank whose own report has not come yet
@@ -21,8 +21,7 @@ LOOK_GAP_MAX_S = 2.0
 STOPPED = "T"  # the state of a process that a signal has stopped; a debugger's is "t"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """The end of a rank that has failed.
 
     `code` is negative if a signal has ended, or stopped, the rank. `blames` is the rank that its exception names.

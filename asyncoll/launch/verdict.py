@@ -17,9 +17,8 @@ def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids:
     if root.code == -signal.SIGSTOP:
         yield from _left_stopped(supervisor, root, pids)
         return
-    accused = (
-        root.blames if root.blames in supervisor.stopped else None
-    )  # for example, it is frozen, and cannot fail by itself
+    # The rank that is blamed may have been frozen, and so could not fail by itself.
+    accused = root.blames if root.blames in supervisor.stopped else None
     if accused is not None:
         yield f"rank {accused} is the root cause, as the other ranks report: {root.summary}"
     yield f"rank {root.rank} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
@@ -38,7 +37,7 @@ def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) 
     """The message for the user when every rank that still runs is stopped."""
     are, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
     numbers = " ".join(str(pids[rank]) for rank in ranks)
-    found = f"{_with_pids(ranks, pids)} {are} stopped and every other rank has ended"
+    found = f"{_ranks(ranks, pids)} {are} stopped and every other rank has ended"
     if grace_s == math.inf:
         plan = f"the launcher waits. To end {them}: kill -KILL {numbers}"
     else:
@@ -51,7 +50,7 @@ def _left_stopped(supervisor: Supervisor, root: Failure, pids: Mapping[int, int]
     ranks = sorted(supervisor.failures)
     they, were, them = ("it", "was", "it") if len(ranks) == 1 else ("they", "were", "them")
     yield (
-        f"{_with_pids(ranks, pids)} {were} stopped by a signal (SIGSTOP, say), and the launcher ended {them} "
+        f"{_ranks(ranks, pids)} {were} stopped by a signal (SIGSTOP, say), and the launcher ended {them} "
         f"after {root.after_s:.1f} s: every other rank had ended, and {they} did not continue "
         f"within {supervisor.stopped_grace_s:g} s"
     )
@@ -68,19 +67,16 @@ def _followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
             what = failure.summary or _fate(failure)
             alike.setdefault(what, []).append(failure.rank)
     for what, members in alike.items():
-        yield f"rank{'s' * (len(members) > 1)} {_listed(members)} failed too: {what}"
+        yield f"{_ranks(members)} failed too: {what}"
 
 
 def were(members: Sequence[int]) -> str:
-    return f"rank {members[0]} was" if len(members) == 1 else f"ranks {_listed(members)} were"
+    return f"{_ranks(members)} {'was' if len(members) == 1 else 'were'}"
 
 
-def _with_pids(members: Sequence[int], pids: Mapping[int, int]) -> str:
-    return f"rank{'s' * (len(members) > 1)} " + ", ".join(f"{rank} (pid {pids[rank]})" for rank in members)
-
-
-def _listed(members: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(members)))
+def _ranks(members: Sequence[int], pids: Mapping[int, int] | None = None) -> str:
+    names = (f"{rank} (pid {pids[rank]})" if pids else str(rank) for rank in sorted(members))
+    return f"rank{'s' * (len(members) > 1)} {', '.join(names)}"
 
 
 def _fate(failure: Failure) -> str:

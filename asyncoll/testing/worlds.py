@@ -119,7 +119,7 @@ def simulate(
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
     finally:
         gc.set_threshold(*thresholds)
-    return SimReport(results, loop.time(), world.traffic.messages, world.traffic.words, world.traffic.trace)
+    return SimReport(results, loop.time(), len(world.trace), world.words, world.trace)
 
 
 async def _run_all(

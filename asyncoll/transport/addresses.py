@@ -17,7 +17,6 @@ from pathlib import Path
 
 from asyncoll.errors import UsageError
 
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _SO_PEERPIDFD = 77  # of Linux 6.5; Python does not export it
 _MAX_PATH = 107  # bytes of the path of a unix socket
 _PROBE_S = 0.2  # for another host to refuse a connection; a host that does not answer has not refused it
@@ -73,22 +72,16 @@ def refuses_connections(address: str) -> bool:
 
 def user_of(connection: socket.socket) -> int:
     """The id of the user at the other end of a unix socket, from the kernel."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
+    return _credentials(connection)[1]
 
 
 def user_behind(descriptor: int) -> int | None:
     """The same for the descriptor of a socket that ZeroMQ owns; None if the connection is gone."""
     try:
-        connection = socket.socket(fileno=descriptor)
+        with _borrowed(descriptor) as connection:
+            return user_of(connection)
     except OSError:
         return None
-    try:
-        return user_of(connection)
-    except OSError:
-        return None
-    finally:
-        connection.detach()  # the descriptor remains ZeroMQ's
 
 
 def process_behind(descriptor: int, url: str) -> int | None:
@@ -99,10 +92,10 @@ def process_behind(descriptor: int, url: str) -> int | None:
     in another pid namespace.
     """
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with _borrowed(descriptor) as connection:
             if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
                 return None  # ZeroMQ has closed it, and the number has been used again
-            pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            pid = _credentials(connection)[0]
             if pid in (0, os.getpid()):
                 return None
             with contextlib.suppress(OSError):
@@ -112,6 +105,22 @@ def process_behind(descriptor: int, url: str) -> int | None:
             return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """The process, user and group at the other end of a unix socket, from the kernel."""
+    process, user, group = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user, group
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """The socket with this descriptor, which remains ZeroMQ's. Raises OSError if it is none."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 def remove_socket(url: str) -> None:
@@ -141,30 +150,19 @@ def _check_owner(url: str, path: Path) -> None:
 @contextlib.contextmanager
 def _private_socket(path: Path) -> Iterator[None]:
     """A socket that is created inside has mode 0600. A stale socket at `path`, without a listener, is removed first."""
-    with _folder_lock(path.parent):
+    with contextlib.ExitStack() as undo:
+        try:
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise UsageError(f"cannot listen in {path.parent}: {error.strerror}") from error
+        undo.callback(os.close, folder)
+        fcntl.flock(folder, fcntl.LOCK_EX)  # of two processes that begin to listen here, the second finds the first
         if path.is_socket() and not _is_served(path):
             path.unlink()
         elif path.exists():
             raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
-        mask = os.umask(0o177)
-        try:
-            yield
-        finally:
-            os.umask(mask)
-
-
-@contextlib.contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    """Lock `folder`, so that of two processes that begin to listen at one path, the second finds the first."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UsageError(f"cannot listen in {folder}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        undo.callback(os.umask, os.umask(0o177))
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _is_served(path: Path) -> bool:

@@ -185,21 +185,13 @@ def checkpoint(control_block: ControlBlock) -> Generator[Wait, None, None]:
     the middle of long work.
     """
     if control_block.interleaved:
-        yield Wait(control_block, _always)
-
-
-def _always() -> bool:
-    return True
+        yield Wait(control_block, lambda: True)
 
 
 @types.coroutine
 def failure(control_block: ControlBlock) -> Generator[Wait, None, None]:
     """Wait until the world or the communicator fails. The driver then throws the failure into this coroutine."""
-    yield Wait(control_block, _never)
-
-
-def _never() -> bool:
-    return False
+    yield Wait(control_block, lambda: False)
 
 
 @types.coroutine

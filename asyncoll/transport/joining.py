@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +77,9 @@ class Joining:
             if is_gone(pid):
                 raise PeerLostError(rank, f"its process (pid {pid}) ended before all ranks had joined")
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
-            raise self._overdue(missing(), reason)
+            ranks = missing()
+            arrived = tuple(rank for rank in range(self._size) if rank not in ranks)
+            raise DeadlineError(self._describe(ranks, reason), arrived, tuple(ranks))
         if _now_s() >= self._warns_at_s:
             self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
             if ranks := missing():  # they may have come since the caller looked
@@ -88,24 +91,18 @@ class Joining:
         Raises the exceptions of `operation` and of `check`. If `check` raises, the thread goes on as a daemon: nothing
         can stop a blocking call.
         """
-        results: list[T] = []
-        errors: list[Exception] = []
+        future: Future[T] = Future()
 
         def work() -> None:
             try:
-                results.append(operation())
-            except Exception as error:
-                errors.append(error)
+                future.set_result(operation())
+            except BaseException as error:
+                future.set_exception(error)
 
-        thread = threading.Thread(target=work, name="asyncoll-joining", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(self.pause_s)
-            if thread.is_alive():
-                self.check(missing, reason)
-        if errors:
-            raise errors[0]
-        return results[0]
+        threading.Thread(target=work, name="asyncoll-joining", daemon=True).start()
+        while not wait([future], self.pause_s).done:
+            self.check(missing, reason)
+        return future.result()
 
     async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], reason: str) -> T:
         """Await `work` and return its result. If `check` raises or this is cancelled, `work` is cancelled first."""
@@ -120,10 +117,6 @@ class Joining:
             task.cancel()
             with contextlib.suppress(BaseException):
                 await asyncio.wait([task])
-
-    def _overdue(self, missing: Sequence[int], reason: str) -> DeadlineError:
-        arrived = tuple(rank for rank in range(self._size) if rank not in missing)
-        return DeadlineError(self._describe(missing, reason), arrived, tuple(missing))
 
     def _describe(self, missing: Sequence[int], reason: str) -> str:
         ranks = f"missing: rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"

@@ -61,7 +61,8 @@ def write_key(path: Path) -> None:
 def read_key(path: Path) -> Key:
     """Read the key in a file. Raises UsageError unless only this user has rights to the file and its size is right."""
     try:
-        with open(path, "rb", opener=_open_without_blocking) as file:
+        # An open that does not block on a pipe without a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status, secret = os.fstat(file.fileno()), file.read(KEY_BYTES + 1) or b""
     except OSError as error:
         raise UsageError(f"cannot read the key {path}: {error.strerror}") from error
@@ -69,11 +70,6 @@ def read_key(path: Path) -> Key:
     if len(secret) != KEY_BYTES:
         raise UsageError(f"{path} is no key: it must have {KEY_BYTES} bytes; make one with `asyncoll key FILE`")
     return Key(secret)
-
-
-def _open_without_blocking(path: str, flags: int) -> int:
-    """An opener that does not block on a pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_folder(folder: Path) -> None:

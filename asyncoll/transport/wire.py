@@ -8,10 +8,8 @@ the round for DATA, GRANT and SIGNAL, and a count of bytes for CREDIT.
 
 from __future__ import annotations
 
-import dataclasses
 import struct
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import msgpack
 
@@ -22,6 +20,7 @@ VERSION: Final = 1
 SEGMENT_BYTES: Final = 1 << 20  # the largest payload of one DATA message; 1 MiB moved fastest through ZeroMQ
 PIGGYBACK_BYTES: Final = 1 << 18  # the largest piggyback: the participation list of 16,384 ranks
 CONTROL_BYTES: Final = 1 << 16  # the largest payload of one CONTROL message
+_TEXT_BYTES: Final = 1 << 13  # the longest text in a CONTROL message
 MAX_FRAME_BYTES: Final = SEGMENT_BYTES
 
 DATA: Final = 1  # one segment of one array, for a posted receive
@@ -80,8 +79,7 @@ def decode(frames: list[Buffer]) -> Header:
     return header
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(NamedTuple):
     """Announces a persistent operation, so that a rank can take part before its own first call of it."""
 
     communicator: int
@@ -100,8 +98,7 @@ class Announce:
     site: str
 
 
-@dataclass(frozen=True, slots=True)
-class Dispute:
+class Dispute(NamedTuple):
     """Reports that the receiver's message for (context, number) does not match the sender's call, `description`.
 
     The receiver answers with a Mismatch, which names both calls.
@@ -113,16 +110,14 @@ class Dispute:
     description: str
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """Reports that two ranks of a communicator have made different calls, and so ends the communicator."""
 
     communicator: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(NamedTuple):
     """Reports that `rank` has aborted a communicator; 0 means the whole world."""
 
     communicator: int
@@ -130,24 +125,21 @@ class Abort:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(NamedTuple):
     """Reports that rank `source` has sent a malformed message, and so ends the world."""
 
     source: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """Tells the sender's host and process id, for error messages."""
 
     host: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """Reports that the sender has noticed the loss of `rank`."""
 
     rank: int
@@ -158,15 +150,13 @@ class Lost:
     doing: str  # the last known activity of the rank
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(NamedTuple):
     """Asks for a Here: a call of the sender on this communicator has exceeded its deadline."""
 
     communicator: int
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
+class Here(NamedTuple):
     """Answers a Where."""
 
     communicator: int
@@ -175,8 +165,7 @@ class Here:
     doing: str  # the current activity of the rank
 
 
-@dataclass(frozen=True, slots=True)
-class Overdue:
+class Overdue(NamedTuple):
     """Reports that a call of the sender has exceeded its deadline, and so ends the communicator."""
 
     communicator: int
@@ -187,19 +176,15 @@ class Overdue:
 
 Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
-_FIELD_TYPES: Final = {"int": int, "str": str, "bool": bool}
 
 
 def encode_control(message: Control) -> list[Buffer]:
     """Return the frames of a control message. Long texts are cut, so that the payload fits into CONTROL_BYTES."""
-    values = [getattr(message, field.name) for field in dataclasses.fields(message)]
-    short = [_short(value) if isinstance(value, str) else value for value in values]
-    return [encode(CONTROL), msgpack.packb([type(message).__name__, *short])]
-
-
-def _short(text: str) -> str:
-    """Return at most 8 KiB of `text`, with lone surrogates escaped: UTF-8, and so msgpack, has no code for them."""
-    return text.encode("utf-8", "backslashreplace")[:8192].decode("utf-8", "ignore")
+    values: list[Any] = [type(message).__name__, *message]
+    for index, value in enumerate(values):
+        if isinstance(value, str):  # UTF-8, and so msgpack, has no code for lone surrogates
+            values[index] = value.encode("utf-8", "backslashreplace")[:_TEXT_BYTES].decode("utf-8", "ignore")
+    return [encode(CONTROL), msgpack.packb(values)]
 
 
 def decode_control(payload: Buffer) -> Control:
@@ -213,11 +198,10 @@ def decode_control(payload: Buffer) -> Control:
         cls = _CONTROLS[name]
     except Exception as error:  # msgpack raises many kinds; each means: not a control message
         raise ProtocolError(f"not a control message: {error!r}") from None
-    fields = dataclasses.fields(cls)
-    if len(fields) != len(values):
-        raise ProtocolError(f"{name} has {len(fields)} fields, got {len(values)}")
-    for field, value in zip(fields, values, strict=True):
-        # Not isinstance, because True is an int, too.
-        if type(value) is not _FIELD_TYPES[str(field.type)]:
-            raise ProtocolError(f"{name}.{field.name} must be {field.type}, got {type(value).__name__}")
+    types = get_type_hints(cls)
+    if len(types) != len(values):
+        raise ProtocolError(f"{name} has {len(types)} fields, got {len(values)}")
+    for (field, expected), value in zip(types.items(), values, strict=True):
+        if type(value) is not expected:  # not isinstance, because True is an int, too
+            raise ProtocolError(f"{name}.{field} must be {expected.__name__}, got {type(value).__name__}")
     return cls(*values)

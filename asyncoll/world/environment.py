@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import KEY_FILE
 from asyncoll.transport.messages.monitor import FREEZE_S
@@ -66,7 +67,7 @@ class Environment:
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
             freeze_s=freeze_s(environ),
-            deadline_s=_seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
+            deadline_s=seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
             key_file=environ.get(KEY_FILE, ""),
             encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
         )
@@ -110,20 +111,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 def freeze_s(environ: Mapping[str, str]) -> float:
     """Seconds without an answer after which a process counts as frozen; 0 for never."""
-    seconds = _seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
-    if seconds and not _FREEZE_MIN_S <= seconds <= _FREEZE_MAX_S:
-        raise UsageError(
-            f"ASYNCOLL_FREEZE_S={seconds:g}: give {_FREEZE_MIN_S} to {_FREEZE_MAX_S} seconds, or 0 for never"
-        )
-    return seconds
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name)
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"{name}={text!r} in the environment: give a number of seconds, or 0 for no limit")
-    return seconds
+    limit = seconds(environ, "ASYNCOLL_FREEZE_S", FREEZE_S)
+    if limit and not _FREEZE_MIN_S <= limit <= _FREEZE_MAX_S:
+        allowed = f"{_FREEZE_MIN_S} to {_FREEZE_MAX_S} seconds, or 0 for never"
+        raise UsageError(f"ASYNCOLL_FREEZE_S={limit:g}: give {allowed}")
+    return limit

@@ -20,8 +20,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import Transport
@@ -41,8 +41,7 @@ _turns = itertools.count(1)  # numbers of the worlds that this process joins
 logger = logging.getLogger("asyncoll")
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLinks:
+class PeerLinks(NamedTuple):
     """The connections of one rank: a transport that knows its peers, the arena, and the host of each rank."""
 
     transport: Transport
@@ -54,10 +53,16 @@ class PeerLinks:
 def meet(environment: Environment, joining: Joining) -> PeerLinks:
     """Open this rank's sockets and get the addresses of all ranks. Blocks until every rank has published its own.
 
-    Raises PeerLostError and DeadlineError as `Joining.check` does.
+    Raises PeerLostError and DeadlineError as `Joining.check` does, and UsageError if this process may not open enough
+    files.
     """
     turn = next(_turns)
-    _check_files(environment)
+    needed = files_for(environment.size, has_key=bool(environment.key_file))
+    if (limit := allow_files(needed)) is not None:  # ZeroMQ would abort the process
+        raise UsageError(
+            f"a rank of a world of {environment.size} opens up to {needed} files, and this process may not: its limit "
+            f"is {limit}; raise it (ulimit -n)"
+        )
     if environment.folder:
         return _meet_in_folder(environment, joining, turn)
     return _meet_in_store(environment, joining, turn)
@@ -69,16 +74,6 @@ def files_for(size: int, *, has_key: bool) -> int:
     Measured, and rounded up.
     """
     return _FILES + size * (_FILES_PER_RANK_WITH_KEY if has_key else _FILES_PER_RANK)
-
-
-def _check_files(environment: Environment) -> None:
-    """Raise UsageError if this process may not open enough files: ZeroMQ would abort the process."""
-    needed = files_for(environment.size, has_key=bool(environment.key_file))
-    if (limit := allow_files(needed)) is not None:
-        raise UsageError(
-            f"a rank of a world of {environment.size} opens up to {needed} files, and this process may not: its limit "
-            f"is {limit}; raise it (ulimit -n)"
-        )
 
 
 def _meet_in_folder(environment: Environment, joining: Joining, turn: int) -> PeerLinks:
@@ -124,9 +119,8 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
         store = enter_store(environment, joining, key or Key(b""), turn)
         undo.push(store.close)
         folders = undo.enter_context(contextlib.ExitStack())
-        undo.push(
-            store.warn
-        )  # runs before the folder is removed: a rank that misses the folder finds the cause in the store
+        # This runs before the folder is removed: a rank that misses the folder finds the cause in the store.
+        undo.push(store.warn)
         session = store.begin_session()
         hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
         if len(modes := {mode for _, _, mode in hosts}) > 1:
@@ -142,7 +136,7 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
             joining=joining,
         )
         beside = None  # the second transport, for long payloads; its connections have no heartbeat of their own
-        if _has_two_streams(environment, tcp):
+        if tcp and environment.key_file and environment.encrypt == "control":
             beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
         if rank == neighbours[0]:
             made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
@@ -185,10 +179,6 @@ def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
         raise PeerLostError(owner, GIVEN_UP) from error
 
 
-def _has_two_streams(environment: Environment, tcp: str) -> bool:
-    return bool(tcp and environment.key_file) and environment.encrypt == "control"
-
-
 def _machine() -> str:
     """A text that is equal at two ranks if they can reach each other's unix sockets.
 
@@ -204,7 +194,14 @@ def _own_address(environment: Environment) -> str:
 
     Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
     """
-    address = os.environ.get("ASYNCOLL_ADDRESS") or _address_towards(environment.master_addr)
+    address, master = os.environ.get("ASYNCOLL_ADDRESS"), environment.master_addr
+    if not address:  # the address of the interface towards the master
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((master, 1))  # a datagram socket sends nothing when it connects
+            except OSError as error:
+                raise UsageError(f"no route to MASTER_ADDR={master}: {error}; set ASYNCOLL_ADDRESS") from error
+            address = str(probe.getsockname()[0])
     with contextlib.suppress(ValueError):  # `address` may be the name of an interface
         known = ipaddress.ip_address(address)
         if known.is_unspecified:
@@ -217,12 +214,3 @@ def _own_address(environment: Environment) -> str:
             f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
         )
     return address
-
-
-def _address_towards(master: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 1))  # a datagram socket sends nothing when it connects
-        except OSError as error:
-            raise UsageError(f"no route to MASTER_ADDR={master}: {error}; set ASYNCOLL_ADDRESS") from error
-        return str(probe.getsockname()[0])

@@ -78,7 +78,7 @@ class SealedStore:
         """Publish `texts` under `topic`."""
         entry = self._entry(topic, self._rank)
         sealed = self._key.seal(_pack(texts), entry)
-        self._ask(lambda: self._store.set(entry, sealed))
+        self._ask(self._store.set, entry, sealed)
 
     def look(self, topic: str, rank: int, count: int) -> list[str]:
         """Wait until `rank` has posted `topic`, and return its `count` texts.
@@ -156,7 +156,7 @@ class SealedStore:
     def _check_told(self) -> None:
         """Raise the failure that another rank has published, if there is one."""
         entry = f"{self._prefix}/failed"
-        if not self._ask(lambda: self._store.check([entry])):
+        if not self._ask(self._store.check, [entry]):
             return
         if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
             raise self._error_of(words)
@@ -178,25 +178,23 @@ class SealedStore:
         what = "not in the store yet" if topic == "nonce" else f"in the store without its {topic}"
 
         def missing() -> list[int]:
-            return [
-                rank
-                for rank, entry in zip(ranks, entries, strict=True)
-                if not self._ask(lambda entry=entry: self._store.check([entry]))  # type: ignore[misc]
-            ]
+            come = [self._ask(self._store.check, [entry]) for entry in entries]
+            return [rank for rank, is_here in zip(ranks, come, strict=True) if not is_here]
 
-        while not self._ask(lambda: self._store.check(entries)):
+        while not self._ask(self._store.check, entries):
             self._check_told()
             self._joining.check(missing, what)
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
     def _read(self, entry: str, key: Key) -> list[str] | None:
         """The texts at `place`; None if they are not sealed with `key`."""
-        return _open(key, self._ask(lambda: self._store.get(entry)), entry)
+        return _open(key, self._ask(self._store.get, entry), entry)
 
-    def _ask(self, operation: Callable[[], T]) -> T:
-        """Call `operation`, which uses the store. The process that serves the store may be gone, or stopped."""
+    def _ask(self, method: Callable[..., T], *args: Any) -> T:
+        """Call a method of the store. The process that serves the store may be gone, or stopped."""
+        what = "which serves the store" if self._serves else "the store"
         try:
-            return self._joining.call(operation, lambda: [0], "which serves the store" if self._serves else "the store")
+            return self._joining.call(lambda: method(*args), lambda: [0], what)
         except RuntimeError as error:  # those of torch.distributed are
             self._is_gone = True
             if not self._serves:
@@ -233,15 +231,12 @@ def enter_store(environment: Environment, joining: Joining, key: Key, turn: int)
         store = _serve_store(environment) if serves_it else _reach_store(environment, joining)
         prefix = f"asyncoll/{environment.run}/{turn}"
         sealed = SealedStore(store, prefix, environment.rank, environment.size, key, joining, serves=not agents)
-        if environment.rank == 0 or agents:
+        with contextlib.suppress(PeerLostError):
+            if environment.rank and not agents:
+                sealed.await_rank_0()
             return sealed
-        try:
-            sealed.await_rank_0()
-        except PeerLostError:
-            del sealed, store
-            time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
-        else:
-            return sealed
+        del sealed, store
+        time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:
@@ -265,25 +260,16 @@ def _reach_store(environment: Environment, joining: Joining) -> Any:
 
 
 def _serve_store(environment: Environment) -> Any:
+    """The store, served at MASTER_ADDR alone. By itself, TCPStore listens on all addresses of the host."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(
-        environment.master_addr,
-        environment.master_port,
-        environment.size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=_listen(environment.master_addr, environment.master_port),
-    )
-
-
-def _listen(address: str, port: int) -> int:
-    """A socket that listens on this address alone. TCPStore by itself listens on all addresses of the host."""
+    address, port, size = environment.master_addr, environment.master_port, environment.size
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family).detach()
+        listener = socket.create_server((address, port), family=family).detach()
     except OSError as error:
         raise UsageError(
             f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}; they must be an address of "
             "this host and a free port"
         ) from error
+    return TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener)

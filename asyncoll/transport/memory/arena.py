@@ -101,7 +101,7 @@ class HostArena:
             if local_rank == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
-        self._base = _pointer(self._bytes[local_rank])
+        self._base = forks.address_of(self._bytes[local_rank])
         self._turns = TurnQueue()
         self._doorbells = [
             Doorbell(number, self._eventfds[number])
@@ -144,7 +144,7 @@ class HostArena:
         return self._bytes[local_rank][offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
-        offset = _pointer(flat) - self._base
+        offset = forks.address_of(flat) - self._base
         return offset + self.local_rank * self._capacity if 0 <= offset < self._capacity else None
 
     # -- control blocks ---------------------------------------------------------------------------
@@ -164,8 +164,7 @@ class HostArena:
 
         Unused entries are zero.
         """
-        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.locks)
-        with mutex:
+        with RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.locks):
             yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
 
     def _lock_of_directory(self) -> memoryview:
@@ -282,9 +281,8 @@ class HostArena:
         self.recheck()
 
     def waiting(self) -> list[str]:
-        return [
-            waiter.describe() for doorbell in self._doorbells for waiter in tuple(doorbell.waiters)
-        ] + self._turns.waiting()
+        asleep = [waiter.describe() for doorbell in self._doorbells for waiter in tuple(doorbell.waiters)]
+        return asleep + self._turns.waiting()
 
     def close(self) -> None:
         """Release everything. Memory stays mapped, and valid, as long as views and control blocks of it exist."""
@@ -302,10 +300,6 @@ class HostArena:
         forks.give_up(self._eventfds)
         for control_block in self._control_blocks.values():
             control_block.abandon(AbandonedMutex(parent))
-
-
-def _pointer(flat: Array) -> int:
-    return int(flat.__array_interface__["data"][0])
 
 
 def _copy(undo: contextlib.ExitStack, descriptor: int) -> int:

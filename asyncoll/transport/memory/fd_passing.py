@@ -15,7 +15,6 @@ of type SOCK_SEQPACKET, so a message arrives whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -40,7 +39,7 @@ _REASON_CHARACTERS = 1000
 _BATCH = 240  # descriptors in one message; the limit of the kernel is 253
 _GREETING_TIMEOUT_S = 30.0  # between the connection of a rank and its hello
 _PAUSE_S = 0.02  # between two looks at the other ranks
-_HELLO_FIELDS = 7
+_HELLO_FIELDS = ("magic", "layout", "version", "rank", "boot", "capacity", "failure")  # of `_Member`
 _NO_RANK = -1  # in place of a rank
 _NOT_HERE = "not here yet to share the memory of this host"
 _CLOSED = "it closed its connection before the ranks of its host shared memory"
@@ -87,9 +86,6 @@ class _Member:
     capacity: int = 0
     failure: str = ""  # the reason why it has no segment
     segment: Segment | None = None
-
-    def hello(self) -> list[object]:
-        return [self.magic, self.layout, self.version, self.rank, self.boot, self.capacity, self.failure]
 
 
 def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -> _Member:
@@ -154,14 +150,8 @@ def _join_as_first(
         for rank, link in links.items():  # one by one: the kernel limits the descriptors in flight
             _hand_over(rank, link, segments, joining)
         arena = _make_arena(own, ranks, segments)
-    except ArenaUnavailable as error:
-        _send_outcome(links.values(), str(error))
-        raise
-    except PeerLostError as error:
-        _send_outcome(links.values(), error.cause, error.rank)
-        raise
-    except DeadlineError as error:
-        _send_outcome(links.values(), str(error), error.missing)
+    except (ArenaUnavailable, PeerLostError, DeadlineError) as error:
+        _send_outcome(links.values(), error)
         raise
     _send_outcome(links.values())
     return arena
@@ -232,10 +222,10 @@ def _greet(link: _Link, missing: Sequence[int], check: Callable[[], None]) -> _M
     hello, descriptors = link.receive(check_both, len(Segment._fields))
     if not isinstance(hello, list) or len(hello) < 4 or hello[0] != _MAGIC or hello[3] not in missing:
         raise ProtocolError("it is none of the ranks that are expected here")
-    if len(hello) != _HELLO_FIELDS:
+    if len(hello) != len(_HELLO_FIELDS):
         return _Member(*hello[:4])  # of another version of asyncoll; `_examine` says so
     segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
-    return dataclasses.replace(_Member(*hello), segment=segment)
+    return _Member(**dict(zip(_HELLO_FIELDS, hello, strict=True)), segment=segment)
 
 
 def _examine(member: _Member, own: _Member, ranks: tuple[int, ...]) -> Segment:
@@ -271,14 +261,15 @@ def _hand_over(rank: int, link: _Link, segments: Sequence[Segment], joining: Joi
         raise ArenaUnavailable(failure)
 
 
-def _send_outcome(links: Iterable[_Link], failure: str = "", ranks: int | Sequence[int] = _NO_RANK) -> None:
-    """Send the outcome to the other ranks: an empty `failure`, or its text.
+def _send_outcome(links: Iterable[_Link], error: AsyncollError | None = None) -> None:
+    """Send the outcome to the other ranks: a text, empty on success, and ranks.
 
-    `ranks` is the lost rank for PeerLostError, and a list of the missing ranks for DeadlineError. A link that fails is
-    ignored: the transport will notice that its rank is gone.
+    These are the lost rank of a PeerLostError, and a list of the missing ranks of a DeadlineError.
     """
+    failure = error.cause if isinstance(error, PeerLostError) else str(error or "")
+    ranks = getattr(error, "missing", getattr(error, "rank", _NO_RANK))
     for link in links:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the transport will notice that its rank is gone
             link.send([failure[:_REASON_CHARACTERS], ranks])
 
 
@@ -288,11 +279,10 @@ def _send_outcome(links: Iterable[_Link], failure: str = "", ranks: int | Sequen
 def _join_as_other(
     stack: contextlib.ExitStack, path: Path, own: _Member, ranks: tuple[int, ...], joining: Joining
 ) -> HostArena:
-    connection = _connect(path, ranks, joining)
     check = partial(joining.check, lambda: ranks[:1], "which gathers the ranks of this host", is_told=True)
     try:
-        link = _Link(stack, connection)
-        link.send(own.hello(), own.segment or ())
+        link = _Link(stack, _connect(path, ranks, joining))
+        link.send([getattr(own, field) for field in _HELLO_FIELDS], own.segment or ())
         _receive_outcome(link, check)
         return _confirm(link, own, ranks, check)
     except (OSError, ProtocolError) as error:
@@ -300,21 +290,20 @@ def _join_as_other(
 
 
 def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.socket:
+    """Connect to the first rank as soon as it listens. Raises ConnectionRefusedError if it has ended."""
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(bytes(path))
-        except ConnectionRefusedError as error:
+            return connection
+        except OSError as error:
             connection.close()
-            raise PeerLostError(ranks[0], f"{_CLOSED} ({error})") from error
-        except OSError as error:  # the first rank does not listen yet
-            connection.close()
+            if isinstance(error, ConnectionRefusedError):  # otherwise the first rank does not listen yet
+                raise
             joining.check(lambda: ranks[:1], _NOT_HERE)
             if not path.parent.exists():  # the first rank has removed it because joining has failed
                 raise PeerLostError(ranks[0], GIVEN_UP) from error
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
-        else:
-            return connection
 
 
 def _receive_outcome(link: _Link, check: Callable[[], None]) -> None:
@@ -348,13 +337,12 @@ def _confirm(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[
 
 
 def _receive_segments(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
-    count = len(ranks) * len(Segment._fields)
+    width = len(Segment._fields)
+    count = len(ranks) * width
     found = [descriptor for _ in range(0, count, _BATCH) for descriptor in link.receive(check, _BATCH)[1]]
     if len(found) < count:
         raise ArenaUnavailable(f"rank {own.rank} may not have {count} more files open: raise the limit (ulimit -n)")
-    segments = [
-        Segment(*found[start : start + len(Segment._fields)]) for start in range(0, count, len(Segment._fields))
-    ]
+    segments = [Segment(*found[start : start + width]) for start in range(0, count, width)]
     for rank, segment in zip(ranks, segments, strict=True):
         _check(rank, segment, own, ranks)
     return segments

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
 from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
@@ -69,7 +70,7 @@ class InprocArena:
         address = memory.next
         memory.next += -(-max(nbytes, 1) // 64) * 64
         raw = np.empty(nbytes + 64, np.uint8)  # numpy aligns to 16 bytes, or less
-        start = -_pointer(raw) % 64
+        start = -address_of(raw) % 64
         memory.blocks[address] = raw[start : start + nbytes]
         memory.addresses.append(address)
         return address
@@ -85,9 +86,9 @@ class InprocArena:
         return memory.blocks[start][offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
-        first = _pointer(flat)
+        first = address_of(flat)
         for address, block in self._memory.blocks.items():
-            offset = first - _pointer(block)
+            offset = first - address_of(block)
             if offset >= 0 and offset + flat.nbytes <= block.nbytes:
                 return address + offset
         return None
@@ -117,20 +118,18 @@ class InprocArena:
                 if wait.ready():
                     return
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
-            await self._own_ring(describe)
+            future = asyncio.get_running_loop().create_future()
+            sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set())
+            sleepers.add(future)
+            self._asleep[future] = describe
+            try:
+                await future
+            finally:
+                del self._asleep[future]
+                sleepers.discard(future)
 
     async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
         await self._turns.wait(turn, check, describe)
-
-    async def _own_ring(self, describe: Callable[[], str]) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set()).add(future)
-        self._asleep[future] = describe
-        try:
-            await future
-        finally:
-            del self._asleep[future]
-            self._memory.waiters.get(self.local_rank * DOORBELLS, set()).discard(future)
 
     def recheck(self) -> None:
         self._memory.ring([self.local_rank * DOORBELLS])
@@ -147,8 +146,3 @@ class InprocArena:
 
     def close(self) -> None:
         self._control_blocks.clear()
-
-
-def _pointer(flat: Array) -> int:
-    pointer: int = flat.__array_interface__["data"][0]
-    return pointer

@@ -49,7 +49,9 @@ class Lender:
         Raises UsageError if the host has too little memory left.
         """
         self._collect()
-        nbytes = _rounded(nbytes)
+        # Rounded up, by less than a fourth or to _SMALLEST: the fewer the sizes, the more blocks fit again.
+        step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 3, 0))
+        nbytes = -(-nbytes // step) * step
         addresses = self._free.pop(nbytes, [])
         if addresses:
             address = addresses.pop()
@@ -166,9 +168,3 @@ class Borrower:
 
 def _link(first: Array) -> memoryview:
     return first.data.cast("B").cast("q")
-
-
-def _rounded(nbytes: int) -> int:
-    """Round up, by less than a fourth of `nbytes`, or to _SMALLEST: the fewer the sizes, the more blocks fit again."""
-    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 3, 0))
-    return -(-nbytes // step) * step

@@ -84,9 +84,8 @@ def _left_in_groups(
         own = base / path.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(base):
-                with contextlib.suppress(
-                    OSError, LookupError, ValueError
-                ):  # the group is not visible here, or it has no limit
+                # The group may not be visible here, or have no limit.
+                with contextlib.suppress(OSError, LookupError, ValueError):
                     yield _left_in_group(folder, *files), f"the control group {folder}"
 
 

@@ -26,9 +26,7 @@ from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
 
 LAYOUT = 1  # the version of the header and of the directory of control blocks
-HEAD_BYTES = (
-    1 << 17
-)  # of each segment: its header, and in that of local rank 0 the lock of the directory and the directory
+HEAD_BYTES = 1 << 17  # of each segment: its header, and for local rank 0 the directory of control blocks and its lock
 _MAGIC = b"asyncoll"
 _HEADER = struct.Struct("<8sIIQ")  # magic, layout, local rank, capacity
 _ADDRESS_SPACE = 1 << 45  # bytes for the segments of all ranks together: a fourth of a process's 47 bits
@@ -65,7 +63,8 @@ def make_segment(local_rank: int, capacity: int) -> Segment:
         memory = _anonymous_file()
         undo.callback(os.close, memory)
         os.ftruncate(memory, capacity)
-        _seal(memory)
+        with contextlib.suppress(OSError):  # a plain file cannot be sealed; only ranks have it open
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         os.posix_fallocate(memory, 0, HEAD_BYTES)  # the heap begins behind it, and commits its pages itself
         os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, local_rank, capacity), 0)
         doorbells = []
@@ -109,11 +108,6 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def _seal(memory: int) -> None:
-    with contextlib.suppress(OSError):  # a plain file cannot be sealed; only ranks have it open
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-
-
 def _seals(memory: int) -> int:
     try:
         return fcntl.fcntl(memory, fcntl.F_GET_SEALS)
@@ -132,7 +126,7 @@ def map_segment(memory: int, capacity: int, *, own: bool) -> Array:
     whole = np.frombuffer(mapping, np.uint8)
     inherited = _InheritedMapping(forks.address_of(whole), capacity, forks.identity(memory))
     forks.register(inherited)  # a weak reference; the finalizer keeps the object alive as long as the array
-    weakref.finalize(whole, inherited.unmapped).atexit = False
+    weakref.finalize(whole, lambda _: None, inherited).atexit = False
     return whole
 
 
@@ -143,9 +137,6 @@ class _InheritedMapping:
         self._address = address
         self._nbytes = nbytes
         self._file = file
-
-    def unmapped(self) -> None:
-        """Does nothing: the reference to this method keeps the object alive."""
 
     def abandon(self, parent: int) -> None:
         """In the child, replace the mapping by private memory.
@@ -158,29 +149,19 @@ class _InheritedMapping:
         if _map(self._address, self._nbytes, mmap.PROT_READ, flags, -1, 0) != self._address:
             raise OSError(ctypes.get_errno(), "mmap")
         arrays = list(forks.arrays_within(self._address, self._nbytes))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
         try:
             check_room(sum(nbytes for _, nbytes in arrays))
         except UsageError as error:
+            protection = _PROT_NONE
             logger.warning(
                 "this forked child gets no copies of registered tensors, and dies if it reads them: %s", error
             )
-            for address, nbytes in arrays:
-                _set_protection(address, nbytes, _PROT_NONE)
-            arrays = []
         for address, nbytes in arrays:
-            _set_protection(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-            _read(descriptors[0], address - self._address, address, nbytes)
+            start, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + nbytes
+            if _protect(start, end - start, protection):
+                raise OSError(ctypes.get_errno(), "mprotect")
+            while address < end and protection != _PROT_NONE:
+                buffer = (ctypes.c_char * (end - address)).from_address(address)
+                address += os.preadv(descriptors[0], [buffer], address - self._address)
         forks.give_up(descriptors)
-
-
-def _set_protection(address: int, nbytes: int, protection: int) -> None:
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if _protect(start, address + nbytes - start, protection):
-        raise OSError(ctypes.get_errno(), "mprotect")
-
-
-def _read(descriptor: int, offset: int, address: int, nbytes: int) -> None:
-    """Read `nbytes` bytes at `offset` of a file into memory at `address`."""
-    while nbytes:
-        count = os.preadv(descriptor, [(ctypes.c_char * nbytes).from_address(address)], offset)
-        offset, address, nbytes = offset + count, address + count, nbytes - count

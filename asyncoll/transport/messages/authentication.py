@@ -7,6 +7,7 @@ accept the peer. It reads the first message after that, so no message of an unau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +49,9 @@ class Authenticator:
         """`accepts(mechanism, credentials)` decides. `rejected` is called with the address of each rejected peer."""
         self._accepts = accepts
         self._rejected = rejected
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = contextlib.ExitStack()
         self._socket = context.socket(zmq.REP)
+        self._closing.callback(self._socket.close)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
 
@@ -60,8 +62,9 @@ class Authenticator:
 
     def start(self) -> None:
         """Answer requests on the running loop. Until then, peers wait in their handshake."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._read)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._read)
+        self._closing.callback(loop.remove_reader, self._socket.fileno())
         self._read()
 
     def _read(self) -> None:
@@ -77,9 +80,7 @@ class Authenticator:
                 self._rejected(address.decode("ascii", "replace"))
 
     def close(self) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
+        self._closing.close()
 
 
 def key_pair(secret: bytes) -> tuple[bytes, bytes]:

@@ -1,16 +1,15 @@
-"""The state of ZeroMQ connections, the heartbeats on them, and the processes at their other ends."""
+"""The state of ZeroMQ connections, and the heartbeats on them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
-
-from asyncoll.transport.addresses import process_behind
 
 FREEZE_S = 0.5  # a process without a heartbeat for this time counts as frozen
 _BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as frozen
@@ -43,20 +42,22 @@ class Monitor:
 
     def __init__(self, socket: zmq.Socket[bytes], events: int, handle: Callable[[int, int], None]) -> None:
         """Record these `events` of `socket` from now on, to handle them after `start`."""
-        self._socket = socket
         self._handle = handle
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = contextlib.ExitStack()
+        self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        self._closing.callback(self._events.close)
         address = f"inproc://monitor-{id(socket)}"
         socket.monitor(address, events)
-        self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        self._closing.callback(socket.disable_monitor)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread waits for the reader
         self._events.connect(address)
 
     def start(self) -> None:
         """Handle the events on the running loop: those that have arrived now, the others as they come."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._events.fileno(), self.read)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._events.fileno(), self.read)
+        self._closing.callback(loop.remove_reader, self._events.fileno())
         self.read()
 
     def read(self) -> None:
@@ -69,37 +70,8 @@ class Monitor:
             self._handle(int(message["event"]), int(message["value"]))
 
     def close(self) -> None:
-        if not self._events.closed:
-            if self._loop is not None:
-                self._loop.remove_reader(self._events.fileno())
-            self._socket.disable_monitor()
-            self._events.close(linger=0)
-
-
-class ProcessWatch:
-    """Calls `ended` when the process at the other end of a connection within this host has ended.
-
-    The end of the connection is not enough: a forked child of the process may keep it open.
-    """
-
-    def __init__(self, connection: int, address: str, ended: Callable[[], None]) -> None:
-        """`connection` is the descriptor of a connection to `address`. Nothing is watched if the process is unknown."""
-        self._ended = ended
-        self._loop = asyncio.get_running_loop()
-        self._process = process_behind(connection, address)
-        if self._process is not None:
-            self._loop.add_reader(self._process, self._end)
-
-    def _end(self) -> None:
-        self.close()
-        self._ended()
-
-    def close(self) -> None:
-        """Stop watching. Idempotent."""
-        if self._process is not None:
-            self._loop.remove_reader(self._process)
-            os.close(self._process)
-            self._process = None
+        """Stop. Idempotent."""
+        self._closing.close()
 
 
 class Heartbeat:

@@ -84,8 +84,11 @@ class _Socket(ABC):
     def __init__(self, kind: int, url: str, events: int, handle_event: Callable[[int, int], None]) -> None:
         self.url = url
         self._loop = asyncio.get_running_loop()
+        self._closing = contextlib.ExitStack()
         self._context = zmq.Context()
+        self._closing.callback(self._context.term)
         self._socket = self._context.socket(kind)
+        self._closing.callback(self._socket.close)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _UNSENT_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
@@ -95,6 +98,7 @@ class _Socket(ABC):
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
         self._monitor = Monitor(self._socket, events, handle_event)
+        self._closing.callback(self._monitor.close)
         self._will_read = False
         self._is_closed = False
 
@@ -115,9 +119,7 @@ class _Socket(ABC):
         self._is_closed = True
         forks.unregister(self)
         self._loop.remove_reader(self._socket.fileno())
-        self._monitor.close()
-        self._socket.close(linger=0)
-        self._context.term()
+        self._closing.close()
 
     def _send(self, to: tuple[bytes, ...], kind: int, number: int, payload: Buffer) -> None:
         for frame in to:
@@ -179,7 +181,6 @@ class ServerSocket(_Socket):
         self._names: dict[int, bytes] = {}  # the routing ids of the clients that are served
         self._descriptors: dict[int, bytes] = {}  # routing ids by the descriptor of the connection
         self._numbers = itertools.count()
-        self._authenticator: authentication.Authenticator | None = None
         self._unauthenticated = authentication.UnauthenticatedPeers(f"the service at {url}")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         with contextlib.ExitStack() as undo:
@@ -193,9 +194,10 @@ class ServerSocket(_Socket):
                     self._socket.bind(to_zeromq(url))
                 except zmq.ZMQError as error:
                     raise UsageError(f"cannot listen on {url}: {error}") from error
+            self.url = bound_address(self._socket)
+            self._closing.callback(remove_socket, self.url)
+            self._start()
             undo.pop_all()
-        self.url = bound_address(self._socket)
-        self._start()
 
     def _authenticate(self, key: Key) -> None:
         """Accept only clients that have the key."""
@@ -207,9 +209,10 @@ class ServerSocket(_Socket):
         def rejected(address: str) -> None:
             self._unauthenticated.log(f"refused a client from {address}: it does not have the key")
 
-        self._authenticator = authentication.Authenticator(self._context, is_client, rejected)
-        self._authenticator.guard(self._socket)
-        self._authenticator.start()
+        authenticator = authentication.Authenticator(self._context, is_client, rejected)
+        self._closing.callback(authenticator.close)
+        authenticator.guard(self._socket)
+        authenticator.start()
         authentication.encrypt_server(self._socket, _pair(key, "server"))
 
     def has(self, peer: int) -> bool:
@@ -241,13 +244,6 @@ class ServerSocket(_Socket):
     def _try_send(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
         with contextlib.suppress(zmq.ZMQError):  # the client is gone, or does not read
             self._send((name,), kind, number, payload)
-
-    def close(self) -> None:
-        if self._authenticator is not None and not self._is_closed:
-            self._authenticator.close()
-        if self.url and not self._is_closed:
-            remove_socket(self.url)
-        super().close()
 
     def _read_one(self) -> bool:
         try:
@@ -319,8 +315,8 @@ class ClientSocket(_Socket):
                     self._socket.connect(to_zeromq(url))
                 except zmq.ZMQError as error:
                     raise UsageError(f"cannot connect to {url}: {error}") from error
+            self._start()
             undo.pop_all()
-        self._start()
         self.send(0, _HELLO, VERSION, b"")
 
     def _prepare_dealer(self, dealer: zmq.Socket[bytes]) -> None:
@@ -359,16 +355,12 @@ class ClientSocket(_Socket):
                 self._prepare_dealer(dealer)
                 alive = partial(self._connected, segment[1])  # the service is connected once its heartbeat runs
                 self._heartbeat = Heartbeat(dealer, self.url, FREEZE_S, alive, self._silent)
+                self._closing.callback(self._heartbeat.close)
         elif segment[0] == _BYE:
             self._report_loss(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
         else:
             self._owner.received(0, *segment)
         return True
-
-    def close(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-        super().close()
 
     def abandon(self, parent: int) -> None:
         self._report_loss(f"this is a forked child of process {parent}, whose connection it is: connect here, too")

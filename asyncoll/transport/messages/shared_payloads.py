@@ -69,9 +69,8 @@ class SlottedTransport:
         """
         self._incoming = _Incoming(self.rank, self._arena, receiver)
         await self._inner.start(self._incoming)
-        control_blocks = {
-            rank: self._arena.control_block(digest("slots", rank), _COLUMNS * SLOTS) for rank in self._arena.ranks
-        }
+        cells = _COLUMNS * SLOTS
+        control_blocks = {rank: self._arena.control_block(digest("slots", rank), cells) for rank in self._arena.ranks}
         self._outgoing = _Outgoing(self._arena, control_blocks.pop(self.rank))
         self._incoming.control_blocks = control_blocks
         self._neighbours = frozenset(control_blocks)
@@ -79,7 +78,11 @@ class SlottedTransport:
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         self._incoming.give_back()
         if len(frames) > 1 and len(frames[1]) >= THRESHOLD_BYTES and dest in self._neighbours:
-            frames = self._through_slot(dest, frames)
+            check_frames(dest, self.size, frames)
+            slot = self._outgoing.put(dest, frames[1])
+            if slot is not None:  # otherwise the message carries its payload
+                marker = _MARKER.pack(slot, len(frames))
+                frames = [frames[0], marker, *frames[2:], *[b""] * (_FRAMES - len(frames))]
         self._inner.send(dest, frames)
 
     async def drain(self, dest: int) -> None:
@@ -92,15 +95,6 @@ class SlottedTransport:
         self._neighbours = frozenset()
         await self._inner.close(flush=flush)
 
-    def _through_slot(self, dest: int, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """Return the message with its payload in a slot, or unchanged if no slot is free."""
-        check_frames(dest, self.size, frames)
-        slot = self._outgoing.put(dest, frames[1])
-        if slot is None:
-            return frames
-        marker = _MARKER.pack(slot, len(frames))
-        return [frames[0], marker, *frames[2:], *[b""] * (_FRAMES - len(frames))]
-
 
 class _Outgoing:
     """The slots of this rank."""
@@ -110,9 +104,7 @@ class _Outgoing:
         self._control_block = control_block
         self._addresses: list[int] = []  # of the slots that have been allocated so far
         self._slots_max = SLOTS
-        self._free: list[
-            int
-        ] = []  # the free slots at the last look under the lock; receivers may have returned more since
+        self._free: list[int] = []  # at the last look under the lock; receivers may have returned more since
 
     def put(self, dest: int, payload: Buffer) -> int | None:
         """Copy `payload` into a slot for `dest`, and return the slot; None if no slot is free."""
@@ -165,9 +157,7 @@ class _Incoming:
     def __init__(self, rank: int, arena: Arena, receiver: Receiver) -> None:
         self._own_tag = rank + 1
         self._arena = arena
-        self.control_blocks: dict[
-            int, ControlBlock
-        ] = {}  # of the other ranks of this host, by rank, once they are open
+        self.control_blocks: dict[int, ControlBlock] = {}  # of the other ranks of this host, once they are open
         self._receiver = receiver
         # (source, slot) of payloads that have been dropped. The last reference may be dropped in any thread and at any
         # moment, even while this thread holds that lock. So the finalizer only appends to this deque, and `give_back`

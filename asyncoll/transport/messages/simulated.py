@@ -74,15 +74,6 @@ class Network:
             raise UsageError("latency and jitter must be at least 0 s, and bandwidth above 0 bytes/s")
 
 
-@dataclass(slots=True)
-class Traffic:
-    """The messages that have arrived: a trace with one entry for each message, and totals."""
-
-    trace: list[tuple[float, int, int, int]]  # (virtual seconds of arrival, source, dest, payload bytes)
-    messages: int = 0
-    words: int = 0  # of payload, of WORD_BYTES bytes, each payload rounded up
-
-
 class SimulatedWorld:
     """All transports of a simulated world, and the state of the links between them."""
 
@@ -93,13 +84,18 @@ class SimulatedWorld:
                 raise UsageError(f"{fault} names a rank outside a world of {size}")
         self.size = size
         self.network = network
-        self.traffic = Traffic([])
+        self.trace: list[tuple[float, int, int, int]] = []  # (virtual seconds of arrival, source, dest, payload bytes)
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
         self._jitter = _uniform(seed)
         self._egress_free_s = [0.0] * size
         self._ingress_free_s = [0.0] * size
         self._last_arrival_s: dict[tuple[int, int], float] = {}
         self._last_of_source_s = [0.0] * size
+
+    @property
+    def words(self) -> int:
+        """The words of payload that have arrived, with the payload of each message rounded up."""
+        return sum(-(-payload // WORD_BYTES) for *_, payload in self.trace)
 
     def arrival_s(self, source: int, dest: int, length: int, now: float) -> float:
         """Return the time at which a message of `length` bytes, sent `now`, arrives; infinity if never."""
@@ -213,10 +209,7 @@ class SimulatedTransport:
     def _arrive(self, when: float, source: int, frames: list[bytes], payload: int) -> None:
         if self._closed:
             return
-        traffic = self._world.traffic
-        traffic.messages += 1
-        traffic.words += -(-payload // WORD_BYTES)
-        traffic.trace.append((when, source, self.rank, payload))
+        self._world.trace.append((when, source, self.rank, payload))
         if self._receiver is not None:
             self._receiver.received(source, frames)
         else:

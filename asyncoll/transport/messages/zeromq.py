@@ -32,7 +32,7 @@ import zmq
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames
-from asyncoll.transport.addresses import check_path, refuses_connections
+from asyncoll.transport.addresses import check_path, process_behind, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
@@ -41,7 +41,6 @@ from asyncoll.transport.messages.monitor import (
     FREEZE_S,
     Heartbeat,
     Monitor,
-    ProcessWatch,
     bound_address,
     silence_cause,
     to_zeromq,
@@ -97,8 +96,7 @@ class _Peer:
         self.address = address
         self.dealer = dealer
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
-        self.heartbeat: Heartbeat | None = None
-        self.process: ProcessWatch | None = None
+        self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
         self.is_disconnected = False
         self.queue: deque[list[bytes]] = deque()  # while ZeroMQ's own queue for the peer is full
@@ -284,6 +282,7 @@ class ZeroMQTransport:
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
         peer = self._peers[rank] = _Peer(rank, address, dealer)
         peer.monitor = Monitor(dealer, _EVENTS, partial(self._handle_event, peer))
+        peer.closing.callback(peer.monitor.close)
         dealer.connect(to_zeromq(address))
         peer.monitor.start()
 
@@ -313,10 +312,15 @@ class ZeroMQTransport:
         if peer.was_connected:
             return
         peer.was_connected = True
-        peer.process = ProcessWatch(peer.connection, peer.address, partial(self._process_ended, peer))
+        process = process_behind(peer.connection, peer.address)
+        if process is not None:
+            peer.closing.callback(os.close, process)
+            self._loop.add_reader(process, self._process_ended, peer, process)
+            peer.closing.callback(self._loop.remove_reader, process)
         if self._freeze_s and peer.rank in self._monitored_ranks():
             dealer, alive = self._dealer(peer.rank, peer.address), partial(_set, peer.connected)
-            peer.heartbeat = Heartbeat(dealer, peer.address, self._freeze_s, alive, partial(self._silent, peer))
+            heartbeat = Heartbeat(dealer, peer.address, self._freeze_s, alive, partial(self._silent, peer))
+            peer.closing.callback(heartbeat.close)
         else:
             _set(peer.connected)
 
@@ -345,8 +349,9 @@ class ZeroMQTransport:
                 peer.dealer.disconnect(to_zeromq(peer.address))
             self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its connection closed", 0.0)
 
-    def _process_ended(self, peer: _Peer) -> None:
+    def _process_ended(self, peer: _Peer, process: int) -> None:
         """Handle the end of a peer's process. Its connections may still be open in children that C code has forked."""
+        self._loop.remove_reader(process)
         self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
     def _silent(self, peer: _Peer) -> None:
@@ -368,11 +373,7 @@ class ZeroMQTransport:
         if peer.queue:
             self._loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
-        peer.monitor.close()
-        if peer.process is not None:
-            peer.process.close()
-        if peer.heartbeat is not None:
-            peer.heartbeat.close()
+        peer.closing.close()
         peer.dealer.close(linger=linger_ms)
         peer.connected.cancel()
         peer.drained.set()
