@@ -64,10 +64,10 @@ def over_tcp(size, encrypted=False):
 
 
 @contextlib.contextmanager
-def in_two_streams(size):
+def in_two_streams(size, threshold_bytes=split.THRESHOLD_BYTES):
     with over_tcp(size, encrypted=True) as messages, over_tcp(size) as payloads:
         others = [set(range(size)) - {rank} for rank in range(size)]
-        yield list(map(SplitTransport, messages, payloads, others))
+        yield [SplitTransport(*each, threshold_bytes) for each in zip(messages, payloads, others, strict=True)]
 
 
 @pytest.mark.slow
@@ -80,9 +80,8 @@ def test_zeromq_over_tcp(loop, encrypted):
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [1, 10_000, split.THRESHOLD_BYTES])
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
-def test_payloads_in_a_second_stream(loop, threshold, monkeypatch):
-    monkeypatch.setattr(split, "THRESHOLD_BYTES", threshold)
-    check_transport(in_two_streams, loop)
+def test_payloads_in_a_second_stream(loop, threshold):
+    check_transport(partial(in_two_streams, threshold_bytes=threshold), loop)
 
 
 @pytest.mark.slow
