@@ -401,7 +401,7 @@ def test_the_tensor_of_a_cancelled_call_is_the_callers_and_changes_no_result(wha
         comm.abort("it is over")
         await comm.barrier()
 
-    for seed in range(30 if what == "short allreduce" else 15):  # a short call is often over before it is given up
+    for seed in range(30):
         with pytest.raises(AbortedError):
             in_virtual_time(3, functools.partial(main, seed=seed, end=asyncio.Barrier(3)), seed)
     assert outcomes["given up"]
