@@ -84,6 +84,28 @@ def test_payloads_in_a_second_stream(loop, threshold):
     check_transport(partial(in_two_streams, threshold_bytes=threshold), loop)
 
 
+class Stream:
+    """Records the messages of rank 0 in a world of 3."""
+
+    rank, size = 0, 3
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, dest, frames):
+        self.sent.append((dest, bytes(frames[-1])))
+
+
+def test_only_long_payloads_to_other_hosts_use_the_second_stream():
+    messages, payloads, long, short = Stream(), Stream(), bytes(100), bytes(99)
+    transport = SplitTransport(messages, payloads, {1}, threshold_bytes=100)
+    for dest, payload in ((1, short), (2, long), (1, long)):
+        transport.send(dest, [b"header", payload])
+    assert payloads.sent == [(1, long)]
+    assert messages.sent[:2] == [(1, short), (2, long)]
+    assert long not in messages.sent[2][1]
+
+
 @pytest.mark.slow
 def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
     monkeypatch.setattr(split, "_LEAVING_S", 0.0)
