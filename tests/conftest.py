@@ -38,6 +38,7 @@ service_sockets.FREEZE_S = FREEZE_S  # a service outside of a world reads no env
 # The first loop of libuv opens descriptors that stay open. They are opened here, so that no test is charged for them.
 uvloop.new_event_loop().close()
 
+LIGHT = {"ASYNCOLL_PRELOAD": "numpy,asyncoll"}  # for launched ranks without torch, whose import takes two seconds
 DEBUG = {"PYTHONASYNCIODEBUG": "1"}  # makes loops check that calls from other threads are safe
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 SIZES = [*range(1, 10), 13, 17]  # numbers of ranks: bugs hide behind powers of two

@@ -98,6 +98,74 @@ SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", 
 TORCH = {"tensors", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = ("asyncoll.rpc", "asyncoll.testing")  # the other modules with public names
+TESTS = ROOT / "tests"
+SETTERS = ("setattr", "delattr", "setitem", "delitem")
+# Globals of the package that tests replace, with the reason why no argument, setting or peer reaches the state.
+_FAULT = "a fault between two steps of the library, which no input or peer causes"
+_FAR = "reaching the limit would take gigabytes, thousands of ranks or minutes"
+_POLL = "whether a wait polls or sleeps depends on the speed of the machine"
+_SPY = "it counts or records internal steps, whose results are the same"
+_LAW = "a broken collective, which the checker must notice"
+REPLACED = {
+    "conftest.py": {"service_sockets.FREEZE_S": "a service outside of a world has no setting for it"},
+    "test_arena.py": {
+        "arena_module._POLLS": _POLL,
+        "arena_module._POLLS_OVERSUBSCRIBED": _POLL,
+        "fd_passing.HostArena": _FAULT,
+        "fd_passing._BATCH": _FAR,
+        "fd_passing._Link.receive": _FAULT,
+        "fd_passing._Link.send": _FAULT,
+        "fd_passing._greet": "the clock of the test moves there",
+        "fd_passing._hand_over": _FAULT,
+        "fd_passing._introduce": "a rank of another version, kernel or memory size",
+        "fd_passing.make_segment": _FAULT,
+        "fd_passing.user_of": "only root could become another user",
+        "joining._now_s": "a clock, so that the test does not wait for the time limit",
+        "pages._left": "the free memory of the host",
+    },
+    "test_bench.py": {"algorithms.allreduce": _LAW},
+    "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
+    "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
+    "test_failures.py": {"WaitAvoiding._publish": _SPY},
+    "test_forks.py": {"segment.check_room": "the free memory of the host"},
+    "test_groups.py": {"asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX": _FAR},
+    "test_interruption.py": {"mutex._try_lock": _FAULT, "progress._Crossing._settle": _FAULT},
+    "test_laws.py": {
+        "Communicator.method": _LAW,
+        "asyncoll.testing.laws.draw": _LAW,
+        "runs._run_job": "the record of a process is forged before it is read",
+    },
+    "test_rpc_in_memory.py": {
+        "arena_module._SLICE_S": _POLL,
+        "arena_module._YIELDING_POLL_S": _POLL,
+        "arena_module._YIELDING_POLL_S_OVERSUBSCRIBED": _POLL,
+        "in_memory.INLINE_BYTES": _FAR,
+        "in_memory.Packing": "a sender that lies about lengths",
+        "in_memory.WINDOW_BYTES": _FAR,
+        "lending.KEPT_BYTES": _FAR,
+        "packing.Packing._table": "a sender that lies about lengths",
+        "packing._PIECE": _FAR,
+    },
+    "test_rpc_outside.py": {
+        "service_sockets.FREEZE_S": "a service outside of a world has no setting for it",
+        "service_sockets.Heartbeat._begin": _FAULT,
+        "service_sockets._CLIENTS_MAX": _FAR,
+        "service_sockets._HANDSHAKE_MS": "the real limit is 5 seconds",
+        "service_sockets._UNSENT_MAX": _FAR,
+    },
+    "test_security.py": {"connection_policy._HANDSHAKE_MS": "the real limit is 5 seconds"},
+    "test_shared_memory.py": {"BlockTable.provide": _SPY, "ControlBlock.ring_at_next_wake": _SPY},
+    "test_slots.py": {
+        "shared_payloads.SLOTS": "the layout of the control block; all ranks must have the same",
+        "shared_payloads.THRESHOLD_BYTES": "the contract sends short payloads, and these must use slots, too",
+    },
+    "test_sparse.py": {
+        "selection.consensus": _SPY,
+        "selection.index_dtype": _FAR,
+        "selection.is_unbalanced": _SPY,
+    },
+    "test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
+}
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -250,3 +318,67 @@ def test_every_public_name_exists_and_is_documented():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = asyncoll.no_such_name
+
+
+def replaced(tree: ast.Module) -> Iterator[str]:
+    """What the code assigns to, deletes or patches in modules and classes that it imports from the package."""
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.asname or "asyncoll" for alias in node.names if alias.name.partition(".")[0] == "asyncoll"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "asyncoll":
+            names = [alias.asname or alias.name for alias in node.names]
+        else:
+            names = []
+        imported |= set(names)
+
+    def is_of_the_package(node: ast.AST) -> bool:
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in imported
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            if is_of_the_package(node):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SETTERS and node.args:
+            owner, name = node.args[0], node.args[1] if len(node.args) > 1 else None
+            if isinstance(owner, ast.Constant) and str(owner.value).startswith("asyncoll."):
+                yield str(owner.value)
+            elif is_of_the_package(owner) and name is not None:
+                yield f"{ast.unparse(owner)}.{name.value if isinstance(name, ast.Constant) else ast.unparse(name)}"
+
+
+def test_tests_replace_no_globals_of_the_package_but_those_with_a_reason():
+    """Scripts of the tests are processes of their own, and are not looked at."""
+    found = {path.name: set(replaced(parse(path))) for path in TESTS.glob("*.py")}
+    assert {name: names for name, names in found.items() if names} == {name: set(REPLACED[name]) for name in REPLACED}
+
+
+def test_replaced_globals_are_found():
+    code = """
+from asyncoll.transport import wire, keys as k
+from asyncoll import Communicator
+import asyncoll.errors
+import os
+wire.VERSION = 2
+k.Key.derive = None
+del asyncoll.errors.UsageError
+wire.TABLE["x"] += 1
+monkeypatch.setattr(Communicator, "split", None)
+monkeypatch.setattr("asyncoll.world.join.run", None)
+patch.setitem(wire.TABLE, "y", 1)
+setattr(k, name, 1)
+os.environ["X"] = comm.x = Communicator.size
+monkeypatch.setattr(os, "fork", None)
+"""
+    assert sorted(replaced(ast.parse(code))) == [
+        "Communicator.split",
+        "asyncoll.errors.UsageError",
+        "asyncoll.world.join.run",
+        "k.Key.derive",
+        "k.name",
+        "wire.TABLE.y",
+        "wire.TABLE['x']",
+        "wire.VERSION",
+    ]

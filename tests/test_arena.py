@@ -33,7 +33,7 @@ from asyncoll.transport.memory import fd_passing, inproc, pages
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
-from asyncoll.transport.memory.segment import make_segment
+from asyncoll.transport.memory.segment import HEAD_BYTES, make_segment
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -283,14 +283,16 @@ def test_a_control_block_of_another_size_is_refused(two):
             arena.control_block(1, 5)
 
 
-def test_the_number_of_control_blocks_is_limited(two, monkeypatch):
-    monkeypatch.setattr(arena_module, "_CONTROL_BLOCKS_MAX", 2)
-    two[0].control_block(1, 1)
-    two[1].control_block(2, 1)
+def test_the_number_of_control_blocks_is_limited(two):
+    most = arena_module._CONTROL_BLOCKS_MAX
+    with two[0]._directory() as entries:
+        assert arena_module._DIRECTORY + entries.nbytes <= HEAD_BYTES, "beyond it is the heap"
+    for context in range(1, most + 1):
+        two[context % 2].control_block(context, 1)
     for arena in two:
-        with pytest.raises(UsageError, match="have 2 control blocks"):
-            arena.control_block(3, 1)
-    assert not two[1].control_block(1, 1).created
+        with pytest.raises(UsageError, match=f"have {most} control blocks"):
+            arena.control_block(most + 1, 1)
+    assert not two[1].control_block(2, 1).created
 
 
 # -- loops ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import numpy
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import doctor
 from asyncoll.cli import main
 from asyncoll.doctor import WORLD, cpu_quota, examine, memory_limit
 
@@ -78,7 +78,7 @@ def test_warning_on_a_host_name_of_loopback(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_warning_on_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (128, 256))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 256))
     findings = examine()
     assert findings.sections["host"]["open files"] == "128 at once, which a rank may raise to 256"
     assert "only 256 files may be open at once (ulimit -Hn): too few for worlds of more than 11 ranks" in " ".join(
@@ -87,12 +87,12 @@ def test_warning_on_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warning_on_too_few_open_files_for_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64, 64))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     assert "(ulimit -Hn): too few for any world of several ranks" in " ".join(examine().warnings)
 
 
 def test_no_warning_on_a_low_soft_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     assert "files" not in " ".join(examine().warnings)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import forks
 from asyncoll.algorithms.rounds.operations import Receipt
@@ -48,7 +48,7 @@ def launched(transport: str, script: str, *arguments: object) -> list[str]:
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", 3, "--transport", transport, SCRIPTS / script]
     done = subprocess.run(
         [*map(str, command), *map(str, arguments)],
-        env=os.environ | {"ASYNCOLL_PRELOAD": ""},
+        env=os.environ | LIGHT,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE_S, failures
+from conftest import LIGHT, PATIENCE_S, failures
 
 import asyncoll
 from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
@@ -313,7 +313,7 @@ def test_limits_in_the_environment():
 def told(transport: str, *arguments: object, **settings: str) -> dict[str, str]:
     """The last line that each of four ranks of a launched job prints, by rank."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
-    environment = os.environ | {"ASYNCOLL_PRELOAD": ""} | settings
+    environment = os.environ | LIGHT | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "stopped" in arguments or "Traceback" not in done.stderr, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 import tracemalloc
 from collections import Counter
 
 import numpy as np
+from conftest import looped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,17 @@ def test_each_tag_has_its_own_count(tags, recent):
     for tag in tags:
         expected[tag] += 1
         assert numbers.next(tag) == expected[tag]
+
+
+@looped("seed", range(3))
+def test_runs_of_tags_are_cut_and_joined(seed):
+    """Ranges of tags that overlap: a merge cuts older runs, and removes some of them."""
+    draw, expected, numbers = random.Random(seed), Counter(), Numbering(16)
+    for _ in range(3000):
+        first = draw.randrange(300)
+        for tag in range(first, first + draw.randrange(1, 8)):
+            expected[tag] += 1
+            assert numbers.next(tag) == expected[tag]
 
 
 def test_tags_that_count_steps_take_no_memory():

@@ -43,6 +43,22 @@ def test_a_call_that_begins_during_a_question_does_not_drop_the_answers():
     assert reported == [((0, 2, 3), (1,))]
 
 
+@pytest.mark.parametrize(("world_s", "block_s"), [(1, 100), (100, 1), (1, None)])
+def test_the_earlier_of_the_deadlines_of_world_and_block_counts(world_s, block_s):
+    async def main(comm):
+        with pytest.raises(DeadlineError), deadline(block_s) if block_s else contextlib.nullcontext():
+            await (await split_in_a_world_with(world_s, comm)).recv(np.ones(1), 1 - comm.rank)
+        return asyncio.get_running_loop().time()
+
+    assert all(1 <= ended_s < 2 for ended_s in simulate(2, main).results)
+
+
+async def split_in_a_world_with(deadline_s, comm):
+    """A communicator of all ranks, as if ASYNCOLL_DEADLINE_S were set."""
+    comm._core.member.endpoint.patience_s = deadline_s
+    return await comm.split(0)
+
+
 def test_only_the_addressed_rank_answers():
     async def main(comm):
         await comm.barrier()

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import DEBUG, PATIENCE_S
+from conftest import DEBUG, LIGHT, PATIENCE_S
 
 from asyncoll.launch.environment import reserve_port
 from asyncoll.transport.keys import write_key
@@ -25,6 +25,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
 KEPT = ("ASYNCOLL_FREEZE_S",)
+TORCH = {"ASYNCOLL_PRELOAD": "numpy,torch,asyncoll"}  # for scripts that use it: loaded once, and not by each rank
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     temporary = tmp_path / "t"
     temporary.mkdir()
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in KEPT}
-    yield plain | {"TMPDIR": str(temporary), "ASYNCOLL_PRELOAD": "", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": ""}
+    yield plain | LIGHT | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": ""}
     left = [path.name for path in temporary.iterdir() if path.name.startswith("asyncoll")]
     assert left == [], "folders of sockets are left"
 
@@ -78,7 +79,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def test_every_collective_over_ipc(env):
-    told = sorted(launch(env | DEBUG, 3, "every_collective.py").splitlines())
+    told = sorted(launch(env | DEBUG | TORCH, 3, "every_collective.py", "torch").splitlines())
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
@@ -257,7 +258,7 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_calls_between_ranks(env, transport):
-    out = launch(env | DEBUG | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
+    out = launch(env | DEBUG | TORCH | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
     assert sorted(line.partition(": ")[2] for line in out.splitlines()) == ["called 0", "called 1", "called 2"]
 
 

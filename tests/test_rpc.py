@@ -1214,6 +1214,23 @@ def test_calls_that_end_in_one_turn_free_as_many_slots(run):
     run(2, main)
 
 
+def test_a_slot_that_was_assigned_just_before_the_cancellation_is_free_again():
+    async def main():
+        slots = window.Slots()
+        for _ in range(protocol.CALLS_MAX):
+            assert slots.take_nowait(0)
+        waiting = asyncio.ensure_future(slots.take(0))
+        await asyncio.sleep(0)
+        slots.give_back(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert slots.take_nowait(0)
+        assert not slots.take_nowait(0)
+
+    asyncio.run(main())
+
+
 def test_a_call_cancelled_in_the_queue_does_not_block_the_next(run):
     async def main(comm):
         release = asyncio.Event()

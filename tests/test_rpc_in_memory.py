@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import uvloop
-from conftest import PATIENCE_S, Keeper
+from conftest import LIGHT, PATIENCE_S, Keeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -865,7 +865,7 @@ def test_real_processes(tmp_path, size):
     temporary = tmp_path / "t"
     temporary.mkdir()
     command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT)]
-    env = os.environ | {"TMPDIR": str(temporary), "ASYNCOLL_PRELOAD": "", "OMP_NUM_THREADS": "1"}
+    env = os.environ | LIGHT | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(": ")[2] for line in done.stdout.splitlines()) == [

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
-from conftest import PATIENCE_S, Keeper
+from conftest import LIGHT, PATIENCE_S, Keeper
 
 from asyncoll.errors import AbortedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing import check_transport, run_ranks
@@ -430,7 +430,7 @@ def test_real_processes(tmp_path):
     temporary = tmp_path / "t"
     temporary.mkdir()
     command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
-    env = os.environ | {"TMPDIR": str(temporary), "ASYNCOLL_PRELOAD": "", "OMP_NUM_THREADS": "1"}
+    env = os.environ | LIGHT | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(": ")[2] for line in done.stdout.splitlines()) == [

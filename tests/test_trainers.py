@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import runpy
 import subprocess
@@ -31,6 +32,7 @@ from trainers.__main__ import main as cli
 from trainers.allreduce_sgd import allreduce_sgd
 from trainers.consensus import Consensus
 from trainers.dc_s3gd import compensate, dc_s3gd
+from trainers.demo import PRELOAD
 from trainers.eager_sgd import Partial, eager_sgd
 from trainers.experiment import experiment, learning_rate
 from trainers.imbalance import AllSkewed, Balanced, OneRandom, parse_duration, parse_imbalance
@@ -43,6 +45,7 @@ from trainers.workloads import WORKLOADS, Digits, Hyperplane
 
 SIZES = [1, 3, 4]
 SCRIPTS = Path(__file__).parent / "scripts"
+PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": PRELOAD}  # for launched ranks: loaded once, and not by each of them
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -457,7 +460,7 @@ def test_on_real_sockets_a_rank_that_lost_results_ends_with_the_others_bits(opti
 @pytest.mark.slow
 def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() -> None:
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", SCRIPTS / "late_replica.py"]
-    done = subprocess.run([*map(str, launch)], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([*map(str, launch)], env=PRELOADED, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"weights and state (\w+), (\d+) results lost, (\d+) caught up", done.stdout)
     assert len(lines) == 3
@@ -1006,6 +1009,7 @@ def test_the_launcher_runs_a_trainer_that_plots(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "-m", "trainers", "eager_sgd"]
     done = subprocess.run(
         [*launch, "--rounds", "4", "--partial", "majority", "--report", str(path), "--plot", str(plot)],
+        env=PRELOADED,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -64,10 +64,10 @@ def over_tcp(size, encrypted=False):
 
 
 @contextlib.contextmanager
-def in_two_streams(size):
+def in_two_streams(size, threshold_bytes=split.THRESHOLD_BYTES):
     with over_tcp(size, encrypted=True) as messages, over_tcp(size) as payloads:
         others = [set(range(size)) - {rank} for rank in range(size)]
-        yield list(map(SplitTransport, messages, payloads, others))
+        yield [SplitTransport(*each, threshold_bytes) for each in zip(messages, payloads, others, strict=True)]
 
 
 @pytest.mark.slow
@@ -80,9 +80,30 @@ def test_zeromq_over_tcp(loop, encrypted):
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [1, 10_000, split.THRESHOLD_BYTES])
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
-def test_payloads_in_a_second_stream(loop, threshold, monkeypatch):
-    monkeypatch.setattr(split, "THRESHOLD_BYTES", threshold)
-    check_transport(in_two_streams, loop)
+def test_payloads_in_a_second_stream(loop, threshold):
+    check_transport(partial(in_two_streams, threshold_bytes=threshold), loop)
+
+
+class Stream:
+    """Records the messages of rank 0 in a world of 3."""
+
+    rank, size = 0, 3
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, dest, frames):
+        self.sent.append((dest, bytes(frames[-1])))
+
+
+def test_only_long_payloads_to_other_hosts_use_the_second_stream():
+    messages, payloads, long, short = Stream(), Stream(), bytes(100), bytes(99)
+    transport = SplitTransport(messages, payloads, {1}, threshold_bytes=100)
+    for dest, payload in ((1, short), (2, long), (1, long)):
+        transport.send(dest, [b"header", payload])
+    assert payloads.sent == [(1, long)]
+    assert messages.sent[:2] == [(1, short), (2, long)]
+    assert long not in messages.sent[2][1]
 
 
 @pytest.mark.slow

@@ -29,15 +29,22 @@ _LEAVING_S = 1.0
 class SplitTransport:
     """The `Transport` `messages`, plus the transport `payloads` for long payloads to the `remote` ranks.
 
-    `remote` are the ranks of other hosts.
+    `remote` are the ranks of other hosts. A payload is long from `threshold_bytes` on.
     """
 
-    def __init__(self, messages: ZeroMQTransport, payloads: ZeroMQTransport, remote: Collection[int]) -> None:
+    def __init__(
+        self,
+        messages: ZeroMQTransport,
+        payloads: ZeroMQTransport,
+        remote: Collection[int],
+        threshold_bytes: int = THRESHOLD_BYTES,
+    ) -> None:
         self.rank = messages.rank
         self.size = messages.size
         self._messages = messages
         self._payloads = payloads
         self._remote = frozenset(remote)
+        self._threshold_bytes = threshold_bytes
         self._reassembly = _Reassembly(self._remote, self._collect)
 
     async def start(self, receiver: Receiver) -> None:
@@ -50,7 +57,7 @@ class SplitTransport:
             self._messages.send(dest, frames)
             return
         check_frames(dest, self.size, frames)
-        if len(frames) > 1 and len(frames[1]) >= THRESHOLD_BYTES:
+        if len(frames) > 1 and len(frames[1]) >= self._threshold_bytes:
             # The receiver matches the n-th payload with the n-th message that announces one.
             first = b"".join((_APART, _LENGTH.pack(len(frames[1])), frames[0]))
             self._payloads.send(dest, (b"", frames[1]))
