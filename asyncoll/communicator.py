@@ -41,9 +41,11 @@ class Statistics:
     """What one rank has sent and received since it joined the world, and the totals of one communicator.
 
     Messages and bytes are totals over all communicators of the rank: those of all messages, plus those of calls in
-    shared memory that have ended. So they are at least the sums over the `calls` of the rank's communicators. In shared
-    memory, wait-avoiding rounds and calls of functions are not counted; bytes received are those read from other ranks'
-    memory, and bytes sent are those made readable for others, counted once however many ranks read them.
+    shared memory that have ended. So they are at least the sums over the `calls` of the rank's communicators.
+
+    In shared memory, bytes received are those read from other ranks' memory. Bytes sent are those made readable for
+    others, counted once however many ranks read them. Wait-avoiding rounds and calls of functions are not counted if
+    they go through shared memory.
     """
 
     rank: int
@@ -56,10 +58,10 @@ class Statistics:
     """Messages to this rank, in all of its communicators."""
 
     bytes_sent: int
-    """Bytes of payload of the messages sent."""
+    """Bytes of payload sent, by message and in shared memory."""
 
     bytes_received: int
-    """Bytes of payload of the messages received."""
+    """Bytes of payload received, by message and in shared memory."""
 
     operations: dict[str, OperationStatistics]
     """The wait-avoiding operations of this communicator, by `name`."""
@@ -1265,9 +1267,9 @@ class Communicator:
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
         """A tensor of undefined content in memory that the ranks of this host share (*registered* memory).
 
-        Collectives and rounds use registered tensors where they are, without copies. If the ranks share no memory, the
-        result is an ordinary tensor. Views of it are registered, too. The memory is freed by this rank's next call
-        after the last view is gone.
+        Allreduces, broadcasts, gathers and rounds use long registered tensors where they are, without copies. If the
+        ranks share no memory, the result is an ordinary tensor. Views of it are registered, too. The memory is freed by
+        this rank's next call after the last view is gone.
 
         Local: the other ranks need not call it, and no event loop is needed. A forked child of this process has a copy
         of the content at the time of the fork, which takes as much memory, and 1 to 2 s per GB.

@@ -52,6 +52,9 @@ class Traffic:
         self.bytes_received += nbytes
 
 
+_COUNTED = tuple(field.name for field in dataclasses.fields(Traffic))
+
+
 @dataclass(slots=True)
 class CallStatistics(Traffic):
     """Totals of all calls of one operation that have ended at this rank."""
@@ -60,12 +63,10 @@ class CallStatistics(Traffic):
     """The number of calls."""
 
     def add(self, call: Traffic) -> None:
-        """Count one call."""
+        """Count one call: all fields of `call` are added."""
         self.calls += 1
-        self.messages_sent += call.messages_sent
-        self.messages_received += call.messages_received
-        self.bytes_sent += call.bytes_sent
-        self.bytes_received += call.bytes_received
+        for name in _COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(call, name))
 
 
 class Ledger:

@@ -12,7 +12,8 @@ from conftest import SIZES, case, looped
 import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.tensors.reductions import DTYPES
+from asyncoll.tensors.operands import as_operand
+from asyncoll.tensors.reductions import DTYPES, combiner, fill_neutral
 from asyncoll.testing import Network, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -246,6 +247,19 @@ def test_every_dtype_and_reduction(size, run):
             torch.testing.assert_close(torch.from_numpy(y), x, rtol=0, atol=0)
 
     run(size, main)
+
+
+def test_neutral_elements_change_nothing():
+    """The contribution of a rank that has none, in rounds that reduce over all ranks."""
+    for dtype in DTYPES:
+        for op in SENSIBLE.get(dtype, INTEGER):
+            with case(dtype=dtype, op=op):
+                values = as_operand(torch.tensor([0, 1, 3]).to(getattr(torch, dtype))).flat
+                neutral = np.empty_like(values)
+                fill_neutral(neutral, op, dtype)
+                combined = values.copy()
+                combiner(op, dtype)(combined, neutral)
+                np.testing.assert_array_equal(combined, values)
 
 
 async def averages(comm, x):

@@ -54,7 +54,7 @@ NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 REFERENCE = re.compile(
     r"`(?P<path>[\w./]+(?:\.py|/))(?:::(?P<name>[\w.]+))?`"
 )  # `file.py`, `folder/`, `file.py::Class.name`
-MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*)`")  # `Class`, `Class.name`
+MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*|_\w+)`")  # `Class`, `Class.name`, `_private`
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
 LAUNCH = re.compile(
@@ -193,6 +193,12 @@ def test_the_reference_has_every_public_name(module):
         assert re.search(rf"^::: {re.escape(module.__name__)}\.{name}$", reference, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("page", ["index.md", "communicator.md"])
+def test_the_reference_lists_every_reduction(page):
+    listed = set(re.findall(r"`(\w+)`", (DOCS / "reference" / page).read_text()))
+    assert {op.name for op in asyncoll.ReduceOp} <= listed & set(asyncoll.__all__)
+
+
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_of_the_repository(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -224,6 +230,7 @@ def test_what_the_design_names_exists(page):
         assert path is not None, found[0]
         assert not found["name"] or found["name"] in definitions(path), found[0]
     everywhere = set().union(*map(definitions, SOURCES)) | {name for name in vars(builtins) if name[0].isupper()}
+    everywhere |= {name.rpartition(".")[2] for name in everywhere}
     for found in MEMBER.finditer(text):
         assert found["name"] in everywhere, found[0]
 

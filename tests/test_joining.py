@@ -44,7 +44,7 @@ def assert_named(cases, error, names):
             if rank != int(faulty):
                 assert end["said"], (case, rank, end["wrote"])
                 assert end["said"].get("error") == error, (case, rank, end)
-                assert names(end["said"]) == int(faulty), (case, rank, end)
+                assert int(faulty) in names(end["said"]), (case, rank, end)
 
 
 def faults(kind, phases, **more):
@@ -61,13 +61,13 @@ def test_a_rank_that_dies_while_it_joins_is_named(place):
         + faults("dies", [(0, "start"), (2, "start")], env={"ASYNCOLL_TRANSPORT": "zmq"}),
         "hosts": faults("dies", [(0, "host"), (2, "start"), (0, "start"), (2, "barrier")], hosts=True),
     }[place]
-    assert_named(cases, "PeerLostError", lambda said: said["rank"])
+    assert_named(cases, "PeerLostError", lambda said: [said["rank"]])
 
 
 @pytest.mark.slow
 def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
     slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
-    assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: said["rank"])
+    assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: [said["rank"]])
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks():
     cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (2, "start")], deadline_s=1)
     cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
     cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
-    assert_named(cases, "DeadlineError", lambda said: said["missing"][0])
+    assert_named(cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may miss it, too
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_launched_ranks_may_join_one_world_after_another(how):
         timeout=PATIENCE_S,
         check=False,
     )
-    assert (done.returncode, done.stdout.count("three worlds\n")) == (0, 2), done.stderr
+    assert (done.returncode, done.stdout.count("three worlds")) == (0, 2), done.stderr
 
 
 async def nest(comm):

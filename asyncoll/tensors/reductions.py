@@ -217,14 +217,15 @@ def _neutral_value(op: ReduceOp, dtype: str) -> Any:
         return 0x3F80 if dtype == BFLOAT16 else 1
     if op is ReduceOp.BAND:
         return np.invert(storage(dtype).type(0))
+    is_min = {ReduceOp.MIN: True, ReduceOp.MAX: False}[op]
     if dtype == BFLOAT16:
-        return 0x7F80 if op is ReduceOp.MIN else 0xFF80
+        return 0x7F80 if is_min else 0xFF80
     if dtype == "bool":
-        return op is ReduceOp.MIN
+        return is_min
     if dtype in _FLOATS:
-        return math.inf if op is ReduceOp.MIN else -math.inf
+        return math.inf if is_min else -math.inf
     limits = np.iinfo(dtype)
-    return limits.max if op is ReduceOp.MIN else limits.min
+    return limits.max if is_min else limits.min
 
 
 def fill_neutral(flat: Array, op: ReduceOp, dtype: str) -> None:

@@ -65,8 +65,9 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """Moves messages between any two ranks of a world, and from a rank to itself.
 
-    A message is a sequence of one to three frames. Delivery is reliable and in order between each pair of ranks; there
-    is no order among messages from different sources. All methods are called on one loop, the loop of `start`.
+    A message is a sequence of one to four frames. Delivery is reliable and in order between each pair of ranks; there
+    is no order among messages from different sources. All methods are called on one loop, the loop of `start`. But
+    `close` may be called on another one if `start` was not called.
     """
 
     @property

@@ -86,7 +86,7 @@ class SharedCall:
     # -- reductions -------------------------------------------------------------------------------
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Reduce `x` over all ranks, in place. A registered `x` is not copied."""
+        """Reduce `x` over all ranks, in place. A long `x` that is registered at all ranks is not copied."""
         if 0 < x.nbytes <= self._staging.sizes.short:
             await self._allreduce_shortly(x, op, dtype)
             return

@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
 
@@ -226,9 +226,7 @@ class ActivatedRound(NextRound):
         (self.waiting_ranks if event == ARRIVED else self._gone).add(self._rank)
         if self.may_open():
             return self._fire(OPEN)
-        # Only a quorum counts the ranks that are gone. A solo needs none of them. A majority needs one drawn rank; if
-        # that is gone itself, it opens the round when the first caller tells it that it has arrived.
-        if self._has_told or (event == GONE and self._operation.opening is not Opening.QUORUM):
+        if self._has_told or (event == GONE and not rules.counts_gone_ranks(self._operation)):
             return []
         self._has_told = True
         return [Tell(rank, event) for rank in self.drawn if rank != self._rank]

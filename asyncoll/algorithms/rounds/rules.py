@@ -41,14 +41,28 @@ def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the
     """Whether the round, for which at least one caller waits, may begin."""
     if operation.is_synchronous(round.number):
         return round.count() == round.size
-    if operation.opening is Opening.MAJORITY:
-        return any(round.has(rank) for rank in round.drawn)
-    return operation.quorum == 1 or round.count() >= operation.quorum
+    match operation.opening:
+        case Opening.SOLO:
+            return True
+        case Opening.MAJORITY:
+            return any(round.has(rank) for rank in round.drawn)
+        case Opening.QUORUM:
+            return round.count() >= operation.quorum
 
 
 def first_caller_opens(operation: Operation) -> bool:
-    """Whether `may_open` is true of every round for which a caller waits."""
-    return operation.opening is not Opening.MAJORITY and operation.quorum == 1 and not operation.sync_every
+    """Whether `may_open` is true of every round for which a caller waits. Rounds in memory then do not ask it."""
+    is_solo = operation.opening is Opening.SOLO or (operation.opening is Opening.QUORUM and operation.quorum == 1)
+    return is_solo and not operation.sync_every
+
+
+def counts_gone_ranks(operation: Operation) -> bool:
+    """Whether the drawn ranks of a round must be told of ranks that are gone, before a caller waits for it.
+
+    A solo needs none of them. A majority needs one drawn rank: if that is gone itself, it opens the round when the
+    first caller tells it that it has arrived.
+    """
+    return operation.opening is Opening.QUORUM
 
 
 def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool:  # noqa: A002
