@@ -75,7 +75,7 @@ def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks():
     cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (2, "start")], deadline_s=1)
     cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
     cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
-    assert_named(cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may miss it, too
+    assert_named(cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may be missing, too
 
 
 @pytest.mark.slow
