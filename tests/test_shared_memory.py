@@ -546,10 +546,13 @@ def test_a_rank_without_room_for_a_call_ends_it_for_all(count):
             await comm.allreduce(np.ones(count))
         except (AbortedError, UsageError) as error:
             failures[comm.rank] = error
+            if len(failures) == 3:
+                have_failed.set()
+            await have_failed.wait()  # the first rank that raises ends the others
             raise
 
-    failures = {}
-    with pytest.raises(UsageError, match="no room"):
+    failures, have_failed = {}, asyncio.Event()
+    with pytest.raises((AbortedError, UsageError), match="no room"):
         run_ranks(3, main, "shm")
     assert {rank: type(error) for rank, error in failures.items()} == {0: AbortedError, 1: UsageError, 2: AbortedError}
     assert "no room for" in str(failures[0])
