@@ -1413,7 +1413,8 @@ class Communicator:
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        self._core.memory.give_back()  # at each call, because the finalizers of tensors must not free memory themselves
+        if self._core.memory.unused:
+            self._core.memory.give_back()
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 

@@ -387,11 +387,12 @@ class SharedCall:
     async def _next(self) -> Rendezvous:
         """The next rendezvous of the call. Waits until its record is free."""
         staging = self._staging
-        if not self._count:
-            await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same records
         rendezvous = staging.rendezvous(self._number, self._count, self._fingerprint)
         self._count += 1
-        await rendezvous.free()
+        if staging.known_free != rendezvous.tag:
+            if self._count == 1:
+                await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same records
+            await rendezvous.free()
         return rendezvous
 
 

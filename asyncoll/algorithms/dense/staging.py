@@ -185,9 +185,10 @@ class StagingArea:
 class Rendezvous:
     """One rendezvous (see the module), as seen by one rank.
 
-    Each rank awaits `free`, writes the memory that it shows, calls `arrive`, awaits `all_arrived`, reads, and calls
-    `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced` replaces `all_arrived`. Between
-    `all_arrived` and `leave` the ranks may reduce together: each calls `claim` and `done` for one chunk after another.
+    Each rank awaits `free` (unless `StagingArea.known_free` is `tag`), writes the memory that it shows, calls `arrive`,
+    awaits `all_arrived`, reads, and calls `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced`
+    replaces `all_arrived`. Between `all_arrived` and `leave` the ranks may reduce together: each calls `claim` and
+    `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
     must then end the communicator, because the other ranks wait for this one, and call `withdraw` if it has shown its
@@ -212,8 +213,7 @@ class Rendezvous:
     async def free(self) -> None:
         """Wait until all ranks have left the previous rendezvous of this record. Then the slot of this rank is free."""
         cells, base, tag, size = self._cells, self._base, self.tag, self._staging.size
-        if self._staging.known_free != tag:
-            await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
+        await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
 
     def arrive_shortly(self) -> bool:
         """Show the short array of this rank. Returns True at the last rank to arrive, which reduces for all.
