@@ -92,7 +92,7 @@ class Communicator:
     All other errors are raised when a call is awaited, except ClosedError, which may come at either time.
     MismatchError, AbortedError and DeadlineError end the communicator; PeerLostError, and ProtocolError (a rank has
     sent forbidden bytes), end all communicators of the world. All ranks raise the same first error, in every pending
-    and later call.
+    and later call. If several ranks fail at the same time, each raises the error that it has known first.
 
     *Cancellation.* Cancelling a collective or a message under way aborts the communicator, because other ranks wait for
     this one. Cancelling a wait-avoiding call does not: its contribution stays in.
@@ -195,7 +195,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -246,7 +246,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -298,7 +298,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -353,7 +353,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -405,7 +405,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -453,7 +453,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -505,7 +505,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -560,7 +560,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -614,7 +614,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -667,7 +667,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -711,7 +711,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -753,7 +753,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -804,7 +804,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 
@@ -874,7 +874,8 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name,
+                or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
@@ -885,7 +886,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.1 (solo) and section 5 (stale gradients).
@@ -965,7 +966,8 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name,
+                or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
@@ -976,7 +978,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.2.
@@ -1046,7 +1048,8 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name,
+                or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
@@ -1057,7 +1060,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020; section 8 asks for other quorums than solo, majority and full.
@@ -1122,7 +1125,8 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name,
+                or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
@@ -1133,7 +1137,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel
         stochastic optimization with wait-avoiding group averaging", IEEE TPDS 2021, section III.
@@ -1223,7 +1227,7 @@ class Communicator:
                 the residual.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 3 and
         algorithm 1; the residual: section 4 and algorithm 2; the other algorithms: section 2 and table 1.
@@ -1328,7 +1332,7 @@ class Communicator:
                 allows.
 
         MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises the same error.
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Example:
 

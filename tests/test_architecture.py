@@ -93,7 +93,12 @@ PACKAGES: dict[str, set[str]] = {
 }
 SUBPACKAGES = ("transport.memory", "transport.messages")
 MODULES_MAX, PACKAGES_MAX = 8, 9  # at the top of asyncoll/
-SANS_IO = ("transport.wire", "runtime.matching", "runtime.schedule")
+SANS_IO = (
+    "transport.wire",
+    "runtime.matching",
+    "runtime.schedule",
+    *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
+)
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
@@ -267,6 +272,9 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
     hidden = {f"runtime.{name}" for name in ("endpoint", "executions", "failures", "membership", "router")}
     algorithms = {module: path for module, path in modules.items() if package(module) == "algorithms"}
     assert not {module for module, path in algorithms.items() if modules_used(parse(path)) & hidden}
+    deeper = {module: path for module, path in algorithms.items() if module.count(".") == 2}  # all but the backends
+    for module, path in deeper.items():
+        assert not [node for node in ast.walk(parse(path)) if getattr(node, "attr", "") == "endpoint"], module
 
 
 def test_torch_is_imported_when_it_is_needed():

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from asyncoll.errors import ClosedError, PeerLostError, ProtocolError, UsageError
 from asyncoll.rpc import in_memory, packing
 from asyncoll.rpc.carrier import HEAD_BYTES
-from asyncoll.rpc.in_memory import INLINE_BYTES, InMemory
+from asyncoll.rpc.in_memory import INLINE_BYTES, MemoryCarrier
 from asyncoll.testing import simulate
 from asyncoll.transport.memory import arena as arena_module
 from asyncoll.transport.memory import inproc, lending, ring
@@ -56,7 +56,8 @@ class World:
         self.arenas = arenas
         self.keepers = [Mail() for _ in arenas]
         self.carriers = [
-            InMemory(arena, 7, ranks, check, keeper.hear) for arena, keeper in zip(arenas, self.keepers, strict=True)
+            MemoryCarrier(arena, 7, ranks, check, keeper.hear)
+            for arena, keeper in zip(arenas, self.keepers, strict=True)
         ]
 
     def open(self, *ranks):
@@ -652,7 +653,7 @@ def test_in_a_simulated_world():
         endpoint = comm._core.member.endpoint
         ranks = tuple(range(comm.size))
         keeper = Mail()
-        carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear)
+        carrier = MemoryCarrier(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), keeper.hear)
         carrier.open(keeper.deliver)
         for dest in ranks:
             await carrier.send(dest, b"hello", [numbers(comm.rank, 50_000)])

@@ -103,6 +103,9 @@ class Backend(Protocol):
     def collectives(self, call: Signature) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of their numbers."""
 
+    def pair(self, call: Signature, context: int) -> Collectives:
+        """The collectives of call `call.number` of `context`, a call of two ranks. It uses `pass_on` only."""
+
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
@@ -119,4 +122,4 @@ class Backend(Protocol):
         """
 
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-        """What carries RPC between the ranks. `broken` is told of a rank that breaks its protocol."""
+        """Make the carrier of RPC between the ranks. It calls `broken` for a rank that breaks its protocol."""

@@ -31,6 +31,9 @@ class MessageBackend:
     def collectives(self, call: Signature) -> MessageCall:
         return MessageCall(self._member, call, self._member.communicator)
 
+    def pair(self, call: Signature, context: int) -> MessageCall:
+        return MessageCall(self._member, call, context)
+
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Backend, Body, Collectives
-from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.arguments import digest
 from asyncoll.errors import describe
 from asyncoll.runtime.member import Member
@@ -65,7 +64,7 @@ class Calls:
             raise
 
     def start_pair(self, call: Signature, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
-        """Start a call of the two ranks `source` and `dest`: by message under every backend.
+        """Start a call of the two ranks `source` and `dest`.
 
         Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of the
         communicator's calls.
@@ -73,7 +72,7 @@ class Calls:
         member = self._member
         pending = self._pending.enter(call, ranks=(member.group.ranks[source], member.group.ranks[dest]))
         context = digest(member.communicator, "pair", source, dest, tag)
-        return member.runner.start(self._carry_out(call, MessageCall(member, call, context), body, pending))
+        return member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         """The number of the next message from `source` to `dest` with `tag`.

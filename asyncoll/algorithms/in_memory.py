@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
@@ -21,7 +22,7 @@ from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.in_memory import InMemory
+from asyncoll.rpc.in_memory import MemoryCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Work
@@ -101,6 +102,10 @@ class MemoryBackend:
         self._recent.append(call)
         return MemoryCall(self._member, self._staging, call)
 
+    def pair(self, call: Signature, context: int) -> MessageCall:
+        # By message: a rendezvous in memory is one of all ranks.
+        return MessageCall(self._member, call, context)
+
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
@@ -140,7 +145,7 @@ class MemoryBackend:
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         context = digest(member.communicator, "rpc")
-        return InMemory(self.memory, context, member.group.ranks, self._check, broken)
+        return MemoryCarrier(self.memory, context, member.group.ranks, self._check, broken)
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 
@@ -162,4 +167,4 @@ def _dispute(member: Member, context: int, number: int, description: str, rank: 
     """Ask group rank `rank` which call it has made as number `number` of `context`."""
     # Posted to the runtime's loop: this may run in the caller's thread, which must not use the router.
     question = Dispute(member.communicator, context, number, description)
-    member.post(lambda: member.endpoint.router.tell(member.group.ranks[rank], question))
+    member.post(lambda: member.tell(rank, question))

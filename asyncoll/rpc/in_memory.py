@@ -39,7 +39,7 @@ _BATCH = 32  # messages to send or deliver before other tasks of the loop get a 
 logger = logging.getLogger("asyncoll")
 
 
-class InMemory:
+class MemoryCarrier:
     """A `Carrier` between the ranks of one host, on the loop on which it is opened. Peers are world ranks.
 
     In: `send` (tasks of this rank), and messages of peers, read by the task `_read`. Out: `deliver`; the inboxes of

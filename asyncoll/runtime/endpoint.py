@@ -32,8 +32,8 @@ class Endpoint:
     `introduce`, `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of
     `executions`, `router`, `failures` and `membership`, and `recheck` and `peer_lost` of the arena.
 
-    All of it runs on the loop that called `start`. Exceptions, which any thread may use: `lost_in_memory`,
-    `check_open`, `check_not_forked`, and reading the attributes.
+    All of it runs on the loop that called `start`. Only `lost_in_memory`, `check_open` and `check_not_forked` may be
+    called in any thread, where the attributes may be read, too.
     """
 
     def __init__(self, transport: Transport, arena: Arena | None = None, patience_s: float = math.inf) -> None:
@@ -231,10 +231,9 @@ class Endpoint:
         With `tell`, all other ranks get the message, unless all have made their last call. They may not have noticed
         the loss. The message makes all survivors raise the same PeerLostError.
         """
-        if self.closed:
-            return  # `close` has told the others and ended the waits
         self.membership.lost.add(news.rank)
-        others = (peer for peer in range(self.size) if peer != news.rank) if tell and not self._parted else ()
-        self.failures.give_up(news, WORLD, others)
+        if not self.closed:  # `close` has told the others and ended the waits
+            others = (peer for peer in range(self.size) if peer != news.rank) if tell and not self._parted else ()
+            self.failures.give_up(news, WORLD, others)
         if self.arena is not None:
             self.arena.peer_lost()

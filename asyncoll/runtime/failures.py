@@ -75,6 +75,7 @@ class Failures:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._first: dict[int, Failure] = {}  # by communicator
+        self._told: set[int] = set()  # communicators whose waits have ended, and whose listeners were called
         self.any = False  # whether anything has failed
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}  # communicator and description of each wait
         self._listeners: list[tuple[int, Callable[[Failure, int], None]]] = []
@@ -94,8 +95,9 @@ class Failures:
 
         Does nothing if the communicator or the world has failed before, of another failure.
         """
-        if self.record(failure, communicator) is not failure:
+        if self.record(failure, communicator) is not failure or communicator in self._told:
             return
+        self._told.add(communicator)
         # A future wakes its task in a later turn of the loop. So no context of `watch` ends during this iteration.
         for future, (owner, _) in self._watched.items():
             if communicator in (WORLD, owner):

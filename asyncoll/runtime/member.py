@@ -9,7 +9,9 @@ from asyncoll.errors import AsyncollError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.progress import Runner
+from asyncoll.runtime.router import Handled
 from asyncoll.runtime.signature import Signature
+from asyncoll.transport.wire import Control
 
 
 class Member:
@@ -59,6 +61,14 @@ class Member:
     def lane(self, call: Signature, context: int) -> Lane:
         """The lane of `call`, which is execution `call.number` of `context`."""
         return Lane(self.endpoint.executions, self.group, context, call.number, call.fingerprint(), call.__str__)
+
+    def tell(self, rank: int, message: Control) -> None:
+        """Send a control message to group rank `rank`. On the runtime's loop."""
+        self.endpoint.router.tell(self.group.ranks[rank], message)
+
+    def on_control(self, kind: type[Handled], handle: Callable[[int, Handled], None]) -> None:
+        """Call `handle(source, message)` for each control message of type `kind`; `source` is a rank of the world."""
+        self.endpoint.router.on_control(kind, self.communicator, handle)
 
     def abort(self, reason: str) -> None:
         """Fail the communicator at all of its ranks with an AbortedError of this rank."""

@@ -21,12 +21,16 @@ Heard = Callable[[int, int, int, Buffer], None]  # source (a rank of the group),
 
 
 class Port:
-    """The access of one operation at one rank to the runtime. All methods and callbacks run on the runtime's loop."""
+    """The access of one operation at one rank to the runtime.
+
+    All methods but `post`, and all callbacks, run on the runtime's loop.
+    """
 
     def __init__(self, member: Member, name: str, fingerprint: int) -> None:
         """`fingerprint` is the hash of the operation called `name`. Signals with another fingerprint are dropped."""
         self.group = member.group
         self._endpoint = member.endpoint
+        self.post = member.post  # schedules a callback on the runtime's loop, from any thread
         self._context = digest(member.communicator, "persistent", name)
         self._fingerprint = fingerprint
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(member.group.ranks)}

@@ -60,10 +60,9 @@ class Runner(Protocol):
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
         Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
-        does not use the caller's memory afterwards. Then `discarded` is called on the runtime's loop, because `work`
-        may have completed, and its result has no receiver. An exception that a signal handler raises in the caller has
-        the same effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called,
-        too.
+        does not use the caller's memory afterwards. Then `discarded` is called, in any thread, because `work` may have
+        completed, and its result has no receiver. An exception that a signal handler raises in the caller has the same
+        effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called, too.
         """
 
     def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:

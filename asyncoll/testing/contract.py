@@ -444,7 +444,7 @@ async def _rechecks(arenas: Sequence[Arena]) -> None:
 
 
 async def _asks_before_it_sleeps(arenas: Sequence[Arena]) -> None:
-    """a recheck before the wait is not lost: nobody sleeps without having asked whether it should"""
+    """a recheck before the wait is not lost: a wait calls its check before it sleeps"""
     arenas[0].recheck()
     control_block = arenas[0].control_block(1, 1)
     with _refused(_StoppedError, "the wait ended although its condition never held"):

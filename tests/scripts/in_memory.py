@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 import asyncoll
-from asyncoll.rpc.in_memory import InMemory
+from asyncoll.rpc.in_memory import MemoryCarrier
 
 LENGTHS = [[], [0], [64], [5, 0, 9000], [40_000], [1 << 17, 17], [1_100_000]]
 ROUNDS = 4
@@ -41,7 +41,7 @@ async def main(comm: asyncoll.Communicator) -> None:
             arrays = [numbered(comm.rank + number, nbytes) for nbytes in LENGTHS[number % len(LENGTHS)]]
             await carrier.send(dest, bytes([task]) + number.to_bytes(4, "big"), arrays)
 
-    carrier = InMemory(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), print)
+    carrier = MemoryCarrier(endpoint.arena, 1, ranks, lambda: endpoint.failures.check(0), print)
     carrier.open(deliver)
     await asyncio.gather(*[send(dest, task) for dest in ranks for task in range(TASKS)])
     await done.wait()

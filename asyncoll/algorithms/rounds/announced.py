@@ -28,22 +28,22 @@ class AnnouncedOperations:
     def __init__(self, member: Member, directory: Directory) -> None:
         self._member = member
         self._directory = directory
-        member.endpoint.router.on_control(Announce, member.communicator, self._announced)
+        member.on_control(Announce, self._announced)
 
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
         """Make `operation`, first called by rank `caller` at `site`, and announce it."""
         # A rank announces every operation that it makes, not only those that its own program calls first. The ranks on
         # its edges may be announced twice: the second announcement finds the operation known, and changes nothing.
         text = f"{operation} (first called by rank {caller} at {site})"
-        group, endpoint = self._member.group, self._member.endpoint
+        group = self._member.group
         message = _announcement(group.communicator, operation, site)
         for edge in edges(group.size):
-            endpoint.router.tell(group.ranks[(group.rank + (1 << edge)) % group.size], message)
+            self._member.tell((group.rank + (1 << edge)) % group.size, message)
         # The rounds are made after the announcement: a rank that has left already signals as soon as they exist.
         suits = by_coordinator.suits(operation, group.size)
-        form = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
+        carrier = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
         port = Port(self._member, operation.name, operation.fingerprint())
-        rounds = form(port, operation, lambda: text)
+        rounds = carrier(port, operation, lambda: text)
         self._directory.add(rounds)
         return rounds
 

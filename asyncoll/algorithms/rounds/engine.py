@@ -221,7 +221,8 @@ class ActivatedRound(NextRound):
         return self.has(self._rank) and not self.has_begun if self._is_synchronous else super().may_open()
 
     def here(self, event: int) -> list[Instruction]:
-        if event == LATE or self.has_begun:  # without this contribution or with it; the caller only waits
+        # A late contribution stays staged. If the round has begun, it ends without a signal of this rank.
+        if event == LATE or self.has_begun:
             return []
         (self.waiting_ranks if event == ARRIVED else self._gone).add(self._rank)
         if self.may_open():

@@ -153,7 +153,11 @@ class WaitAvoiding(ABC):
         """The caller was cancelled when `delivery` was ready, and does not get it: the next call reports its rounds.
 
         That call reports their results as `missed` if `history` still has them. Otherwise it counts them as skipped.
+        From any thread.
         """
+        self._port.post(lambda: self._take_back(delivery))
+
+    def _take_back(self, delivery: Delivery) -> None:
         # By identity: the parts of a result that history has dropped may be another contribution already.
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
