@@ -6,8 +6,8 @@ than at the sender. Any other exception is a bug; it is reported with the seed a
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -122,5 +122,9 @@ def _damaged(draw: np.random.Generator, data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    numbers = [int(text) for text in sys.argv[1:]]
-    fuzz(*numbers, *(0, 100_000)[len(numbers) :])
+    parser = argparse.ArgumentParser(description="Feed random and damaged bytes to every decoder of peer data.")
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    parser.add_argument("count", nargs="?", type=int, default=100_000, help="inputs for each decoder")
+    chosen = parser.parse_args()
+    fuzz(chosen.seed, chosen.count)
+    print(f"seed {chosen.seed}: every decoder accepted or refused {chosen.count:,} inputs")
