@@ -20,7 +20,7 @@ from asyncoll import Communicator, Reduction, UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
 from asyncoll.testing.laws import runs
-from asyncoll.testing.laws.rules import laws_of, staleness
+from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.runs import MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.story import KINDS, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
@@ -272,6 +272,42 @@ def test_a_cancelled_call_may_have_taken_part_in_a_synchronous_round():
     assert [breach.what for breach in staleness(Story(case, [calls], []))] == [
         "its contribution of call 1 entered round 5, and was due by round 3"
     ]
+
+
+def test_only_a_round_that_a_cancelled_call_has_waited_for_may_be_returned_by_no_call():
+    case = replace(draw("solo", 1, 0), sync_every=6, rounds=6)
+
+    def told(index, number):
+        total = np.zeros((1, case.calls, 1), np.int64)
+        total[0, index] = 1
+        return Call(0, index, number, total, (), Reduction(number, 1, True, 0, False), 0.0, True)
+
+    def missing(number, *turns):
+        """Breaches if no call returned the round `number`, and a call with each of these `turns` was cancelled."""
+        calls = [told(index, each) for index, each in enumerate({1, 2, 3, 4, 5, 6} - {number})]
+        cancelled = [Cancelled(0, 5 + index, turn, turn, unsure=True) for index, turn in enumerate(turns)]
+        return [(breach.round, breach.what) for breach in conservation(Story(case, [calls], cancelled))]
+
+    assert not missing(3, 3)
+    assert not missing(3, 2)
+    assert missing(3) == missing(3, 4) == missing(3, 5, 6) == [(3, "no call returned it")]
+
+
+def test_a_rank_contributes_to_a_synchronous_round_although_its_call_is_cancelled():
+    case = replace(draw("solo", 2, 0), sync_every=1, rounds=2)
+
+    def told(rank, index, number, ranks):
+        total = np.zeros((1, case.calls, 2), np.int64)
+        total[0, index, ranks] = 1
+        included = rank in ranks
+        return Call(rank, index, number, total, (), Reduction(number, len(ranks), included, 0, True), 0.0, True)
+
+    def breaches(first_round):
+        calls = [[told(0, 0, 1, first_round), told(0, 1, 2, [0, 1])], [told(1, 1, 2, [0, 1])]]
+        return [(each.round, each.rank) for each in synchrony(Story(case, calls, [Cancelled(1, 0, 1, 1)]))]
+
+    assert not breaches([0, 1])
+    assert breaches([0]) == [(1, 1)]
 
 
 def test_every_law_is_broken_by_a_fault():

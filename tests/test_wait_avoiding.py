@@ -307,6 +307,96 @@ def test_a_call_is_cancelled_in_a_synchronous_round_while_a_rank_is_late(size, k
     assert len(set(simulated(size, main).results)) == 1
 
 
+OPENED_BY_ARRIVALS = {
+    "quorum": lambda comm, x: comm.quorum_allreduce(x, quorum=comm.size - 1),
+    "synchronous": lambda comm, x: comm.solo_allreduce(x, sync_every=1),
+    "synchronous group": lambda comm, x: comm.group_allreduce(x, group_size=2, sync_every=1),
+    "quorum with history": lambda comm, x: comm.quorum_allreduce(x, quorum=comm.size - 1, history=1),
+}
+
+
+@pytest.mark.parametrize("kind", OPENED_BY_ARRIVALS)
+@pytest.mark.parametrize("count", [5, 200_000])
+def test_a_cancelled_caller_counts_as_arrived(kind, count, simulated):
+    """The round that it has waited for goes on with its contribution, and its next call is late for it."""
+    call, size = OPENED_BY_ARRIVALS[kind], 4
+    last = size - 1 if "synchronous" in kind else size - 2  # the rank whose arrival opens round 1
+    all_have_cancelled, round_is_over = asyncio.Barrier(size), asyncio.Barrier(size)
+
+    async def main(comm):
+        x = comm.empty(count, np.float64) if comm.rank % 2 else np.empty(count)
+        x[:] = comm.rank + 1
+        if comm.rank < last:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await call(comm, x)
+            x[:] = -1  # it is the caller's again
+        await all_have_cancelled.wait()
+        told = await call(comm, x) if comm.rank == last else None
+        await round_is_over.wait()
+        if comm.rank < last:
+            assert (x == -1).all()
+            told = await call(comm, x := np.zeros(count))
+        if told is None:
+            return 0
+        assert (told.round, told.active, told.included) == (1, last + 1, comm.rank == last)
+        assert (told.skipped, told.missed) == (0, ())
+        return x[0]
+
+    sums = simulated(size, main).results
+    assert sums == [sum(range(1, last + 2))] * (last + 1) + [0] * (size - 1 - last)
+
+
+@pytest.mark.parametrize("kind", ["quorum", "synchronous"])
+@pytest.mark.parametrize("count", [5, 200_000])
+def test_the_last_rank_to_arrive_is_cancelled(kind, count, simulated):
+    """At whichever moment after its arrival that is, the callers that wait get their result."""
+    call, size = OPENED_BY_ARRIVALS[kind], 3
+    last = size - 1 if kind == "synchronous" else size - 2
+    given_up = Counter()
+
+    async def main(comm, steps, end):
+        x = np.full(count, comm.rank + 1.0)
+        if comm.rank < last:
+            assert (await call(comm, x)).round == 1
+            assert (x == sum(range(1, last + 2))).all()
+        elif comm.rank == last:
+            await asyncio.sleep(0.1)
+            work = asyncio.ensure_future(call(comm, x))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            work.cancel()
+            await asyncio.wait([work])
+            given_up[work.cancelled()] += 1
+        await end.wait()
+
+    for steps in range(1, 12):
+        for seed in range(4):
+            end = asyncio.Barrier(size)
+            simulated(size, partial(main, steps=steps, end=end), Network(latency_s=1e-4, jitter_s=1e-4), seed)
+    assert given_up[True]
+
+
+@pytest.mark.parametrize("count", [5, 200_000])
+def test_all_callers_are_cancelled_and_the_last_rank_leaves(count, simulated):
+    """No caller is there to open the round. The next call does, or is late for it, and misses no contribution."""
+    all_have_cancelled = asyncio.Barrier(3)
+
+    async def main(comm):
+        if comm.rank < 2:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await comm.quorum_allreduce(np.full(count, comm.rank + 1.0), quorum=3)
+        await all_have_cancelled.wait()
+        if comm.rank:
+            return None
+        await asyncio.sleep(1)
+        told = await comm.quorum_allreduce(x := np.zeros(count), quorum=3)
+        return told.round, told.active, x[0]
+
+    assert simulated(3, main).results[0] == (1, 2, 3.0)
+
+
 # -- what is told of which round -------------------------------------------------------------------
 
 

@@ -95,7 +95,8 @@ class OneSidedRounds:
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
 
-        Cancelling the wait leaves the contribution in, and returns when no round uses the caller's memory. The results
+        Cancelling the wait leaves the contribution in, and returns when no round uses the caller's memory. This rank
+        still counts as arrived at that round, which any other caller that waits for it opens and reduces. The results
         stay where they are until `release`.
         """
         turn = self._calls
@@ -184,21 +185,27 @@ class OneSidedRounds:
         """Wait until the round is over. Open it if this rank may, and reduce chunks of it."""
         rounds = self._rounds
         try:
-            while True:
-                with self._control_block:
-                    missing = self._come(call)
-                    running = rounds.running
-                    work = rounds.work() if rounds.is_help_wanted() and call.kept is None else []
-                if call.kept is not None:
-                    return
+            while not await self._advance(call):
+                await until(self._control_block, lambda: rounds.latest >= call.number or self._is_needed())
+        except (Exception, asyncio.CancelledError):
+            await self._give_up(call)
+            raise
+
+    async def _advance(self, call: _Call) -> bool:
+        """Open the round if this rank may, and reduce chunks of it. Returns whether the call has a result."""
+        rounds = self._rounds
+        while call.kept is None:
+            with self._control_block:
+                missing = self._come(call)
+                running = rounds.running
+                work = rounds.work() if rounds.is_help_wanted() and call.kept is None else []
+            if call.kept is None:
                 # Outside the lock. Another rank may take the new blocks first, or open the round: the loop looks again.
                 rounds.blocks.provide(missing)
                 await self._help(running, work)
                 if not missing:
-                    await until(self._control_block, lambda: rounds.latest >= call.number or self._is_needed())
-        except (Exception, asyncio.CancelledError):
-            await self._give_up(call)
-            raise
+                    return False
+        return True
 
     def _is_needed(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_open()
@@ -287,7 +294,11 @@ class OneSidedRounds:
                 before = now
         if interrupted is not None:
             if call is not None and call.number:
-                await self._give_up(call)
+                # This rank has arrived, so the others may have to wait for it to open the round, and to reduce it.
+                try:
+                    await self._advance(call)
+                finally:
+                    await self._give_up(call)
             raise interrupted
 
     def _parts(self, address: int) -> Parts:

@@ -40,10 +40,11 @@ class Head(NamedTuple):
 class Row(NamedTuple):
     """The cells of one rank.
 
-    Its own process writes `staged`, `staged_at`, `ticket`, `here` and the times, and clears `granted`. The rank that
-    opens or publishes a round writes the others, and clears `staged` when it takes the contribution.
+    Its own process writes `staged`, `staged_at`, `ticket`, `here`, `waits_for` and the times, and clears `granted`. The
+    rank that opens or publishes a round writes the others, and clears `staged` when it takes the contribution.
 
-    A result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later
+    A caller that is cancelled while it waits has arrived nevertheless: `here` stays, because its contribution does. A
+    result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later
     rounds are over when it runs.
     """
 
@@ -56,7 +57,8 @@ class Row(NamedTuple):
     block: int
     active: int
     taken: int
-    here: int  # the round that its caller waits for; 0: none
+    here: int  # the newest round that a caller of it has arrived at; 0: none
+    waits_for: int  # that round as long as the caller waits for it; 0: none
     granted: int  # the `Kept` that was granted to its caller; 0: none
     granted_block: int
     granted_active: int
@@ -188,11 +190,11 @@ class RoundRecord:
 
         Returns how many free blocks the round needs if there are too few, otherwise 0.
         """
-        self.cells[self._mine.here] = number
+        self.cells[self._mine.here] = self.cells[self._mine.waits_for] = number
         return self._open(now_ns) if self.latest < number and self.may_open() else 0
 
     def may_open(self) -> bool:
-        """Whether the next round, for which this rank's caller waits, may be opened."""
+        """Whether the next round, at which this rank's caller has arrived, may be opened."""
         return not self.running and (self._first_caller_opens or rules.may_open(self._operation, self))
 
     def late_call_opens(self) -> bool:
@@ -322,7 +324,7 @@ class RoundRecord:
         results[:] = table[:, COLUMN.round : COLUMN.taken + 1]
         for ranks, _ in self._parts(number):
             cells[self._counts + cells[self._row[ranks[0]].active]] += 1
-        for rank, waits_for in enumerate(table[:, COLUMN.here].tolist()):
+        for rank, waits_for in enumerate(table[:, COLUMN.waits_for].tolist()):
             if waits_for == number:
                 table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
                 blocks.keep(cells[self._row[rank].block])
@@ -336,14 +338,14 @@ class RoundRecord:
 
         Returns the result that was granted to it, whose block is kept until the caller of this method drops it; None if
         the round is not over, or was over before its caller waited for it. Counts the time until the round has begun,
-        or until `now_ns` if it has not.
+        or until `now_ns` if it has not. If the round has not begun, this rank still counts as arrived at it.
         """
         cells, mine = self.cells, self._mine
         has_begun = max(self.latest, self.running) >= number
         until_ns = cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
         cells[mine.waited_ns] += max(0, until_ns - came_ns)
         granted = Kept(*cells[mine.granted : mine.granted_taken + 1].tolist())
-        cells[mine.here] = cells[mine.granted] = 0
+        cells[mine.waits_for] = cells[mine.granted] = 0
         return granted if granted.number == number else None
 
     def keep(self, first: int, last: int) -> list[Kept]:

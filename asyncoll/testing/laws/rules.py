@@ -65,12 +65,13 @@ def conservation(story: Story) -> Iterator[Breach]:
     """All rounds together hold every submitted contribution, and nothing else.
 
     A cancelled call has submitted its contribution. A call that ended by an exception of a signal handler may have.
+    Every round is returned by a call, unless only cancelled calls have waited for it. A call waits for one round.
     """
     case = story.case
-    given = {number for number, _, _ in _sums(story)}
-    unknown = [number for number in range(1, case.rounds + 1) if number not in given]
-    if not story.cancelled:  # otherwise a cancelled call may have been the only one that waited for the round
-        yield from (Breach(number, 0, "no call returned it") for number in unknown)
+    unknown = _unknown(story)
+    for count, number in enumerate(unknown, 1):
+        if sum(call.turn <= number for call in story.cancelled) < count:
+            yield Breach(number, 0, "no call returned it")
     total = np.zeros((case.calls, case.size), np.int64)
     for _, value, _ in _sums(story):
         total += value
@@ -78,7 +79,9 @@ def conservation(story: Story) -> Iterator[Breach]:
         if isinstance(call, Cancelled) and call.unsure and not total[call.index, call.rank]:
             continue
         total[call.index, call.rank] -= 1
-        if total[call.index, call.rank] < 0 and not unknown and _due(story, call) <= case.rounds:
+        due = _due(story, call)
+        may_be_unknown = any(call.aim <= number <= due for number in unknown)
+        if total[call.index, call.rank] < 0 and not may_be_unknown and due <= case.rounds:
             yield Breach(call.aim, call.rank, f"its contribution of call {call.index} is in no round")
     for index, rank in np.argwhere(total > 0).tolist():
         yield Breach(case.rounds, rank, f"a sum holds a contribution of call {index}, which it never made")
@@ -151,11 +154,18 @@ def quorum(story: Story) -> Iterator[Breach]:
 
 
 def synchrony(story: Story) -> Iterator[Breach]:
-    """Every `sync_every`-th round, and no other, is synchronous: each running rank contributes, and gets its result."""
+    """Every `sync_every`-th round, and no other, is synchronous: each running rank contributes, and gets its result.
+
+    A rank whose call is cancelled contributes, too, and may get no result.
+    """
     case = story.case
     for call in _calls(story):
         if call.reduction.synchronous != case.is_synchronous(call.round):
             yield Breach(call.round, call.rank, f"call {call.index} returned synchronous={call.reduction.synchronous}")
+    for number, value, _ in _sums(story):
+        for rank in np.flatnonzero(~value.any(0)).tolist() if case.is_synchronous(number) else ():
+            if not story.ended(rank, number):
+                yield Breach(number, rank, "it did not contribute to this synchronous round")
     for number in range(case.sync_every, case.rounds + 1, case.sync_every):
         gave_up = {call.rank for call in story.cancelled if call.aim <= number}
         for rank in set(range(case.size)) - gave_up:
@@ -263,6 +273,12 @@ def _due(story: Story, call: Call | Cancelled) -> int:
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:
     """(round, sum, group) of every result that a call returned, oldest first."""
     return ((number, calls[0].sum[0], group) for (number, group), calls in story.rounds.items())
+
+
+def _unknown(story: Story) -> list[int]:
+    """The rounds that no call returned."""
+    given = {number for number, _, _ in _sums(story)}
+    return [number for number in range(1, story.case.rounds + 1) if number not in given]
 
 
 def _groups(case: Case, number: int) -> Iterable[tuple[int, ...]]:
