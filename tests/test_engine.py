@@ -267,19 +267,19 @@ class View(NamedTuple):
 
     number: int
     drawn: tuple[int, ...]
-    waiting_ranks: frozenset[int]
+    arrived_ranks: frozenset[int]
     gone: frozenset[int]
     size: int = 4
 
     @property
-    def waiting(self):
-        return len(self.waiting_ranks)
+    def arrived(self):
+        return len(self.arrived_ranks)
 
     def count(self):
-        return len(self.waiting_ranks | self.gone)
+        return len(self.arrived_ranks | self.gone)
 
     def has(self, rank):
-        return rank in self.waiting_ranks | self.gone
+        return rank in self.arrived_ranks | self.gone
 
 
 def view(number, waiting, gone=()):
@@ -334,5 +334,5 @@ def test_the_first_caller_opens_every_round_or_not(what):
         (operation(Opening.MAJORITY, sync_every=2), 2, 2, [0, 1, 3], False),
     ],
 )
-def test_a_late_call_opens_for_waiting_ranks(what, number, rank, waiting, opens):
+def test_a_late_call_opens_for_arrived_ranks(what, number, rank, waiting, opens):
     assert rules.late_call_opens(what, view(number, waiting), rank) is opens

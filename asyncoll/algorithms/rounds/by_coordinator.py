@@ -133,7 +133,7 @@ class CoordinatedRounds(WaitAvoiding):
         """Send the result on, down a tree that is rooted at the coordinator: first to the ranks whose callers wait."""
         size, root = self._group.size, self._coordinator_of(number)
         below = [(root + child) % size for child in children((self._group.rank - root) % size, size, RADIX)]
-        for rank in sorted(below, key=lambda rank: rank not in self._round.waiting_ranks):
+        for rank in sorted(below, key=lambda rank: rank not in self._round.arrived_ranks):
             self._port.send(rank, number, RESULT, result)
 
     def _finish(self, payload: Buffer) -> None:

@@ -152,20 +152,20 @@ class NextRound(ABC):
         self.number = number
         self.size = size
         self.drawn = operation.drawn(number, size)
-        self.waiting_ranks: set[int] = set()  # whose callers wait for the round
+        self.arrived_ranks: set[int] = set()  # callers of these have come to wait for the round
         self._operation = operation
         self._rank = rank
         self._gone: set[int] = set()
 
     @property
-    def waiting(self) -> int:
-        return len(self.waiting_ranks)
+    def arrived(self) -> int:
+        return len(self.arrived_ranks)
 
     def count(self) -> int:
-        return len(self.waiting_ranks | self._gone)
+        return len(self.arrived_ranks | self._gone)
 
     def has(self, rank: int) -> bool:
-        return rank in self.waiting_ranks or rank in self._gone
+        return rank in self.arrived_ranks or rank in self._gone
 
     def late_call_opens(self) -> bool:
         """Whether a late call of this rank opens the round."""
@@ -173,7 +173,7 @@ class NextRound(ABC):
 
     def may_open(self) -> bool:
         """Whether this rank opens the round now. Where all ranks are gone and none waits, nothing happens."""
-        return not self.has_begun and bool(self.waiting_ranks) and rules.may_open(self._operation, self)
+        return not self.has_begun and bool(self.arrived_ranks) and rules.may_open(self._operation, self)
 
     @abstractmethod
     def here(self, event: int) -> list[Instruction]:
@@ -199,7 +199,7 @@ class CoordinatedRound(NextRound):
         if step == GONE:
             self._gone.add(rank)
         elif step == ARRIVED or rules.late_call_opens(self._operation, self, rank):
-            self.waiting_ranks.add(rank)
+            self.arrived_ranks.add(rank)
         if not self.may_open():
             return []
         self.has_begun = True
@@ -224,7 +224,7 @@ class ActivatedRound(NextRound):
         # A late contribution stays staged. If the round has begun, it ends without a signal of this rank.
         if event == LATE or self.has_begun:
             return []
-        (self.waiting_ranks if event == ARRIVED else self._gone).add(self._rank)
+        (self.arrived_ranks if event == ARRIVED else self._gone).add(self._rank)
         if self.may_open():
             return self._fire(OPEN)
         if self._has_told or (event == GONE and not rules.counts_gone_ranks(self._operation)):
@@ -235,7 +235,7 @@ class ActivatedRound(NextRound):
     def signalled(self, rank: int, step: int) -> list[Instruction]:
         if step in edges(self.size):
             return self._fire(heard(step))
-        (self.waiting_ranks if step == ARRIVED else self._gone).add(rank)
+        (self.arrived_ranks if step == ARRIVED else self._gone).add(rank)
         return self._fire(OPEN) if self.may_open() else []
 
     def _fire(self, step: Step) -> list[Instruction]:

@@ -80,7 +80,7 @@ COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
 KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
 
 
-Parts = Sequence[tuple[tuple[int, ...], "slice | Array"]]
+Groups = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
 
 class Chunk(NamedTuple):
@@ -215,7 +215,7 @@ class RoundRecord:
         return self._drawn[1]
 
     @property
-    def waiting(self) -> int:
+    def arrived(self) -> int:
         return int(np.count_nonzero(self._table[:, COLUMN.here] == self.latest + 1))
 
     def count(self) -> int:
@@ -231,15 +231,15 @@ class RoundRecord:
         """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
-        parts = self._parts(number)
-        if self.blocks.free_count() < len(parts):
-            return len(parts)
+        groups = self._groups_of(number)
+        if self.blocks.free_count() < len(groups):
+            return len(groups)
         cells[head.running] = number
         cells[head.claimed] = cells[head.done] = 0
         cells[self._begun + number % _BEGINNINGS] = now_ns
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks = 0
-        for ranks, index in parts:
+        for ranks, index in groups:
             taken = []
             for rank, block in zip(ranks, table[index, COLUMN.source].tolist(), strict=True):
                 if block == NONE:
@@ -266,7 +266,7 @@ class RoundRecord:
             self.control_block.wake(min(chunks, self._cores) - 1)
         return 0
 
-    def _parts(self, number: int) -> Parts:
+    def _groups_of(self, number: int) -> Groups:
         """The groups of a round, each with the index of its rows."""
         if not self._keeps:
             return self._all
@@ -277,7 +277,7 @@ class RoundRecord:
     def work(self) -> list[Chunk]:
         """The chunks of the running round, in the same order at all ranks. They are valid until the round is over."""
         chunks: list[Chunk] = []
-        for ranks, index in self._parts(self.running):
+        for ranks, index in self._groups_of(self.running):
             blocks, addresses = self._table[index, COLUMN.source : COLUMN.source_at + 1].T.tolist()
             sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
             dest = self.cells[self._row[ranks[0]].block]
@@ -322,7 +322,7 @@ class RoundRecord:
         for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
             blocks.drop(block)
         results[:] = table[:, COLUMN.round : COLUMN.taken + 1]
-        for ranks, _ in self._parts(number):
+        for ranks, _ in self._groups_of(number):
             cells[self._counts + cells[self._row[ranks[0]].active]] += 1
         for rank, waits_for in enumerate(table[:, COLUMN.waits_for].tolist()):
             if waits_for == number:

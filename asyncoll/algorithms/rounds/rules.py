@@ -27,14 +27,14 @@ class RoundView(Protocol):
         """The ranks that are drawn for this round."""
 
     @property
-    def waiting(self) -> int:
-        """How many ranks have a caller that waits for this round."""
+    def arrived(self) -> int:
+        """How many ranks have arrived: a caller has come to wait for this round, even if it was cancelled since."""
 
     def count(self) -> int:
-        """How many ranks have a caller that waits for this round, or are gone."""
+        """How many ranks have arrived, or are gone."""
 
     def has(self, rank: int) -> bool:
-        """Whether `rank` has a caller that waits for this round, or is gone."""
+        """Whether `rank` has arrived, or is gone."""
 
 
 def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the papers' word)
@@ -74,6 +74,6 @@ def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool: 
     return (
         operation.opening is Opening.MAJORITY
         and not operation.is_synchronous(round.number)
-        and 2 * round.waiting >= round.size
+        and 2 * round.arrived >= round.size
         and rank in round.drawn
     )
