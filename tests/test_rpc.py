@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import math
+import mmap
 import random
 import sys
 import threading
@@ -1335,6 +1336,25 @@ def test_the_caller_is_answered_whatever_a_function_raises(run, caplog, function
 
     run(2, main)
     caplog.clear()  # its traceback holds the world
+
+
+def test_a_result_that_does_not_fit_into_memory_is_a_remote_error():
+    memory = mmap.mmap(-1, 1 << 43, mmap.MAP_PRIVATE, mmap.PROT_READ)  # no page of it is ever provided
+
+    async def huge() -> np.ndarray:
+        return np.frombuffer(memory, np.uint8)
+
+    async def act(comm, service, other):
+        with pytest.raises(RemoteError, match="UsageError at rank 1: cannot allocate"), deadline(PATIENCE_S):
+            await comm.rpc.call(other, "huge")
+        assert await comm.rpc.call(other, "add", 1) == 2
+
+    async def main(comm):
+        comm.rpc.register(huge)
+        await comm.barrier()
+        await served(act)(comm)
+
+    run_ranks(2, main, "shm")
 
 
 @looped("name", ["\ud800", "", "a b", "a..b", "x" * 10_000, 5])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import stat
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvloop
+import zmq
 from conftest import FREEZE_S
 
-from asyncoll.testing import Network, check_transport
-from asyncoll.testing.contract import _World
+from asyncoll.testing import Disconnect, Network, check_transport
+from asyncoll.testing.contract import _Recorder, _World
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.simulated import SimulatedWorld
@@ -121,6 +125,63 @@ def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
             assert world.recorders[0].losses == [(1, 1)]
             for transport in transports:
                 await transport.close()
+
+    asyncio.run(main())
+
+
+def test_a_fault_disconnects_both_streams():
+    async def main():
+        with in_two_streams(2) as transports:
+            world = _World(transports)
+            await world.start()
+            endpoint = SimpleNamespace(transport=transports[0])
+            core = SimpleNamespace(member=SimpleNamespace(endpoint=endpoint))
+            Disconnect().strike(SimpleNamespace(comm=SimpleNamespace(_core=core)))
+            for recorder, transport in zip(world.recorders, transports, strict=True):
+                await recorder.until(lambda recorder=recorder: bool(recorder.losses))
+                await transport.close()
+
+    asyncio.run(main())
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_transports_that_were_never_started_are_closed():
+    before = descriptors()
+    with pytest.raises(LookupError), zeromq.local_world(2) as transports:
+        raise LookupError
+    assert descriptors() == before, transports
+
+
+@contextlib.contextmanager
+def descriptors_left(count):
+    """A context manager in which this process can open `count` descriptors."""
+    opened = [os.dup(0) for _ in range(count + 1)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1], limits[1]))
+    for descriptor in opened:
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("left", range(8))
+def test_a_transport_that_could_not_be_started_can_be_closed(tmp_path, left):
+    """Whichever of the sockets for the peers cannot be made."""
+
+    async def main():
+        before = descriptors()
+        transport = zeromq.ZeroMQTransport(0, 8, b"test")
+        transport.peers = [zeromq.ipc_address(tmp_path, rank) for rank in range(8)]
+        transport.bind(transport.peers[0])
+        with descriptors_left(left), pytest.raises(zmq.ZMQError, match="Too many open files") as error:
+            await transport.start(_Recorder())
+        await transport.close()
+        assert descriptors() == before, error  # which keeps sockets alive, as it does in a program
 
     asyncio.run(main())
 

@@ -35,6 +35,16 @@ async def test_errors_come_out_of_the_inner_world():
         run_ranks(3, fail)
 
 
+def test_errors_have_no_context_of_the_test_kit():
+    async def main(comm):
+        try:
+            raise LookupError
+        except LookupError as error:
+            return error.__context__
+
+    assert run_ranks(2, main) == simulate(2, main).results == [None, None]
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_world_has_at_least_one_rank(size):
     for world in (run_ranks, simulate):

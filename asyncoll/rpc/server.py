@@ -219,10 +219,16 @@ class Server:
         await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
-        """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss."""
+        """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss.
+
+        A message that the carrier refuses, because there is no memory for its arrays, is replaced by its UsageError.
+        """
         if not self._closed:
             with contextlib.suppress(AsyncollError):
-                await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
+                try:
+                    await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
+                except UsageError as error:  # nothing was sent
+                    await self._carrier.send(peer, *protocol.encode(protocol.ERROR, call, failure.encode(error)))
 
     def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, Callable[[], Any]]:
         """The function of a call, also with its arguments. Raises CallerError for a wrong call."""

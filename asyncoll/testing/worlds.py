@@ -179,11 +179,12 @@ def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
 
 def _outside_of_any_loop(work: Callable[[], T]) -> T:
     """Run `work`, which runs a loop of its own. It runs in a new thread if a loop runs in this one already."""
-    try:
+    threads = None
+    with contextlib.suppress(RuntimeError):  # if no loop runs
         asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    threads = ThreadPoolExecutor(1, "asyncoll-ranks")
+        threads = ThreadPoolExecutor(1, "asyncoll-ranks")
+    if threads is None:
+        return work()  # outside of any `except`, so that an error of `work` has no false context
     try:
         return threads.submit(work).result()
     finally:

@@ -47,6 +47,11 @@ class SplitTransport:
         self._threshold_bytes = threshold_bytes
         self._reassembly = _Reassembly(self._remote, self._collect)
 
+    @property
+    def peers(self) -> list[str]:
+        """The addresses of the ranks, in both streams."""
+        return [*self._messages.peers, *self._payloads.peers]
+
     async def start(self, receiver: Receiver) -> None:
         self._reassembly.receiver = receiver
         await self._payloads.start(_Payloads(self._reassembly))

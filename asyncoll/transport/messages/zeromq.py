@@ -76,14 +76,23 @@ def ipc_address(folder: Path, rank: int) -> str:
 
 @contextlib.contextmanager
 def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
-    """One transport for each rank of a world inside this process, over real sockets."""
+    """One transport for each rank of a world inside this process, over real sockets.
+
+    At its end this closes the transports that were never started. The caller closes those that it has started.
+    """
+    transports: list[ZeroMQTransport] = []
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:  # made with mode 0700
         addresses = [ipc_address(Path(folder), rank) for rank in range(size)]
-        transports = [ZeroMQTransport(rank, size, b"local", freeze_s=_LOCAL_FREEZE_S) for rank in range(size)]
-        for transport, address in zip(transports, addresses, strict=True):
-            transport.bind(address)
-            transport.peers = addresses
-        yield transports
+        try:
+            for rank, address in enumerate(addresses):
+                transports.append(ZeroMQTransport(rank, size, b"local", freeze_s=_LOCAL_FREEZE_S))
+                transports[rank].bind(address)
+                transports[rank].peers = addresses
+            yield transports
+        finally:
+            for transport in transports:
+                if transport._receiver is None:
+                    transport._close(flush=False)
 
 
 class _Peer:
@@ -202,6 +211,9 @@ class ZeroMQTransport:
             await self._peers[dest].drained.wait()
 
     async def close(self, *, flush: bool = False) -> None:
+        self._close(flush=flush)
+
+    def _close(self, *, flush: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -212,10 +224,10 @@ class ZeroMQTransport:
             peer.monitor.read()  # notes a loss, because queued messages to a lost peer must not delay the end
             self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.is_disconnected else 0)
         self._policy.close()
-        self._router.close(linger=0)
-        # Blocks until queued messages have been sent, for _FLUSH_MS at most. The I/O threads of the peers receive them,
-        # even if the loops of the peers are busy.
-        self._context.term()
+        # Closes the ROUTER, and any socket that was left open when `start` failed. Blocks until queued messages have
+        # been sent, for _FLUSH_MS at most. The I/O threads of the peers receive them, even if the loops of the peers
+        # are busy.
+        self._context.destroy(linger=0)
 
     def abandon(self, parent: int) -> None:
         """Give up the connections in a forked child, so that peers notice the death of the parent."""
@@ -280,9 +292,10 @@ class ZeroMQTransport:
     def _connect(self, rank: int, address: str) -> None:
         dealer = self._dealer(rank, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
-        peer = self._peers[rank] = _Peer(rank, address, dealer)
-        peer.monitor = Monitor(dealer, _EVENTS, partial(self._handle_event, peer))
+        peer = _Peer(rank, address, dealer)
+        peer.monitor = Monitor(dealer, _EVENTS, partial(self._handle_event, peer))  # fails if too many files are open
         peer.closing.callback(peer.monitor.close)
+        self._peers[rank] = peer
         dealer.connect(to_zeromq(address))
         peer.monitor.start()
 
