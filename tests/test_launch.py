@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -605,3 +606,16 @@ def test_a_rank_that_raises_with_a_call_under_way_prints_only_that_error(transpo
     assert done.returncode == 1
     assert not [line for line in done.stderr.splitlines() if line.startswith("1:")]
     assert "RuntimeError: enough" in done.stderr
+
+
+def test_a_template_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check for leaks after each test finds the process otherwise."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="too many open files"):
+        launch_here(1, [str(SCRIPTS / "worlds.py")])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

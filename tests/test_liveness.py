@@ -17,6 +17,7 @@ from conftest import LIGHT, PATIENCE_S, failures
 
 import asyncoll
 from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
+from asyncoll.runtime.failures import WORLD
 from asyncoll.testing import Crash, Network, Pause, simulate
 from asyncoll.transport import Loss
 from asyncoll.world.environment import Environment
@@ -97,6 +98,34 @@ def test_two_locks_that_meet_different_lost_owners_report_one_cause(by_thread):
     assert {rank: (type(error), error.rank) for rank, error in raised.items()} == dict.fromkeys(
         (0, 2), (PeerLostError, 1)
     )
+
+
+def test_a_failure_calls_its_listeners_once_also_at_the_end_of_the_world():
+    heard: list[Any] = []
+
+    async def act(comm: Communicator) -> None:
+        endpoint = comm._core.member.endpoint
+        endpoint.failures.on_failure(WORLD, lambda failure, communicator: heard.append(failure))
+        endpoint.lost(Loss(1, "it has no heartbeat", 0.5))
+        await endpoint.close()
+        endpoint.failures.fail(heard[0])
+
+    failures(1, act, simulate)
+    assert len(heard) == 1
+
+
+def test_a_loss_is_noted_even_if_the_endpoint_has_closed_meanwhile():
+    """A failed call in shared memory waits for all ranks that may use its memory, except the lost ones."""
+
+    async def act(comm: Communicator) -> None:
+        endpoint = comm._core.member.endpoint
+        endpoint.lost_in_memory(Loss(1, "it died while it was changing shared memory"))
+        await endpoint.close()
+        assert not endpoint.membership.lost, "the callback comes later"
+        await asyncio.sleep(0)
+        assert endpoint.membership.lost == {1}
+
+    failures(2, lambda comm: act(comm) if comm.rank == 0 else asyncio.sleep(0), in_shared_memory)
 
 
 def test_a_rank_that_leaves_at_once_tells_the_loss_that_it_has_noticed():

@@ -20,6 +20,7 @@ from asyncoll.testing import Disconnect, Network, check_transport
 from asyncoll.testing.contract import _Recorder, _World
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
+from asyncoll.transport.messages.monitor import Monitor
 from asyncoll.transport.messages.simulated import SimulatedWorld
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -212,3 +213,21 @@ def test_simulated(network):
     check_transport(
         lambda size: contextlib.nullcontext(SimulatedWorld(size, network, seed=3).transports), VirtualTimeLoop
     )
+
+
+def test_a_monitor_that_cannot_be_made_leaves_no_socket_open():
+    made = []
+
+    class Context(zmq.Context):
+        def socket(self, *args, **more):
+            made.append(super().socket(*args, **more))
+            return made[-1]
+
+    with Context() as context:
+        context.socket(zmq.DEALER).close()
+        with pytest.raises(zmq.ZMQError):
+            Monitor(made[0], zmq.EVENT_CONNECTED, lambda event, value: None)
+        left = [socket for socket in made if not socket.closed]
+        context.destroy(linger=0)  # if one is left, the context could not end
+    assert len(made) == 2
+    assert not left

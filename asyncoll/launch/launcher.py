@@ -115,13 +115,15 @@ def _template(
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        death = os.pidfd_open(process.pid)
         try:
-            yield process, ours, death
+            death = os.pidfd_open(process.pid)
+            try:
+                yield process, ours, death
+            finally:
+                os.close(death)
         finally:
-            ours.close()
+            ours.close()  # ends the template
             process.wait()
-            os.close(death)
 
 
 class _Launcher:

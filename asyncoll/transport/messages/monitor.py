@@ -43,15 +43,16 @@ class Monitor:
     def __init__(self, socket: zmq.Socket[bytes], events: int, handle: Callable[[int, int], None]) -> None:
         """Record these `events` of `socket` from now on, to handle them after `start`."""
         self._handle = handle
-        self._closing = contextlib.ExitStack()
-        self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        self._closing.callback(self._events.close)
-        address = f"inproc://monitor-{id(socket)}"
-        socket.monitor(address, events)
-        self._closing.callback(socket.disable_monitor)
-        self._events.setsockopt(zmq.LINGER, 0)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread waits for the reader
-        self._events.connect(address)
+        with contextlib.ExitStack() as undo:
+            self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+            undo.callback(self._events.close)
+            address = f"inproc://monitor-{id(socket)}"
+            socket.monitor(address, events)
+            undo.callback(socket.disable_monitor)
+            self._events.setsockopt(zmq.LINGER, 0)
+            self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread waits for the reader
+            self._events.connect(address)
+            self._closing = undo.pop_all()
 
     def start(self) -> None:
         """Handle the events on the running loop: those that have arrived now, the others as they come."""
