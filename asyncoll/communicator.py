@@ -1266,6 +1266,23 @@ class Communicator:
 
         return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
 
+    def sparse_state(self, name: str = "sparse") -> dict[str, Any] | None:
+        """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
+
+        Plain numbers, strings, lists and dicts. None if the name has had no call. Save it together with the residual.
+        Local: sends nothing. Raises UsageError while a call of the name is under way.
+        """
+        return self._core.sparse.state(name)
+
+    def load_sparse_state(self, name: str, state: dict[str, Any] | None) -> None:
+        """Let the sparse allreduces of `name` go on from a `state` that `sparse_state` has returned; None: from anew.
+
+        Call it at every rank, with states of the same round, before the first call of the name. Local: sends nothing.
+        Raises UsageError if the name has had a call. The first call raises UsageError if its options are others.
+        """
+        if state is not None:
+            self._core.sparse.load(text(name, "name"), state)
+
     # -- memory -----------------------------------------------------------------------------------
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:

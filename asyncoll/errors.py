@@ -90,17 +90,20 @@ class DeadlineError(AsyncollError):
 
 
 class NonFiniteError(AsyncollError):
-    """A tensor holds NaN or infinity. Raised at every rank; nothing was changed, and the next call may follow.
+    """A tensor holds NaN or infinity. Nothing was changed, and the next call may follow.
+
+    A sparse allreduce raises it at every rank; a training, at the rank whose gradient it is.
 
     Attributes:
         ranks: ranks of the world whose tensors hold them; at least one of those, if several do.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], message: str = "") -> None:
         whose = "tensor of rank" if len(ranks) == 1 else "tensors of ranks"
         super().__init__(
-            f"NaN or infinity in the {whose} {', '.join(map(str, ranks))}: nothing has changed, so take it out of the "
-            "tensor there, and skip this step at every rank"
+            message
+            or f"NaN or infinity in the {whose} {', '.join(map(str, ranks))}: nothing has changed, so take it out of "
+            "the tensor there, and skip this step at every rank"
         )
         self.ranks = ranks
 

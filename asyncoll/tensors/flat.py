@@ -41,13 +41,13 @@ class Flat:
         self._parameters = _flat(everything[0], sum(p.numel() for p in everything))
         self._gradients = _flat(everything[0], sum(p.numel() for p in trainable)).zero_()
         self._data_views = _views(self._parameters, everything)
-        self._gradient_views = _views(self._gradients, trainable)
+        self._gradient_views = dict(_views(self._gradients, trainable))
         self._frozen = tuple(frozen)
         for parameter, view in self._data_views:
             view.copy_(parameter.data)
             parameter.data = view
             parameter.grad = None
-        for parameter, view in self._gradient_views:
+        for parameter, view in self._gradient_views.items():
             # An alias of the view: `model.to` changes the object that `grad` holds, and the view must not change.
             parameter.grad = view.detach()
 
@@ -67,7 +67,7 @@ class Flat:
         Raises UsageError if the model no longer uses it.
         """
         self._check_model()
-        for parameter, view in self._gradient_views:
+        for parameter, view in self._gradient_views.items():
             if parameter.grad is None or not _same_memory(parameter.grad, view):
                 raise UsageError(
                     f"the gradient of a parameter of shape {_shape(parameter)} is no longer in the flat "
@@ -81,6 +81,25 @@ class Flat:
         Raises UsageError if the model no longer uses `gradients`.
         """
         self.gradients.zero_()
+
+    def collect_gradients(self) -> None:
+        """Add gradients that `backward()` has put elsewhere, after `zero_grad()`, to the flat tensor; make them views.
+
+        `gradients` then has everything that was computed since the last `zero_gradients()`. Raises UsageError if the
+        model no longer uses the flat tensors.
+        """
+        self._check_model()
+        for parameter in self._gradient_views:
+            self.collect_gradient(parameter)
+
+    def collect_gradient(self, parameter: nn.Parameter) -> None:
+        """As `collect_gradients`, for one trainable parameter; without the check."""
+        view = self._gradient_views[parameter]
+        if parameter.grad is None:
+            parameter.grad = view.detach()
+        elif not _same_memory(parameter.grad, view):
+            view.add_(parameter.grad)
+            parameter.grad = view.detach()
 
     def _check_model(self) -> None:
         """Raise UsageError if the flat tensors lack parameters of the model, or their gradients."""

@@ -16,6 +16,7 @@ from asyncoll.algorithms.sparse.parts import (
     Outcome,
     Packing,
     Part,
+    Stateless,
     Sum,
     check_refusals,
     common,
@@ -29,7 +30,7 @@ from asyncoll.algorithms.sparse.parts import (
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 
-class _ByTopk:
+class _ByTopk(Stateless):
     """Selects exactly k elements, or all elements that are not 0 if there are fewer."""
 
     def __init__(self, count: int, k: int) -> None:
@@ -48,7 +49,7 @@ class TopkA(_ByTopk):
         return await _gather_and_add(collectives, chosen, self._count)
 
 
-class Gaussiank:
+class Gaussiank(Stateless):
     """TopkA with a threshold estimated from a normal distribution that is fitted to the vector."""
 
     def __init__(self, count: int, density: float, feedback: selection.Feedback | None) -> None:
@@ -172,7 +173,7 @@ async def _descend(collectives: Collectives, packing: Packing, mine: Part, size:
     return packing.unpack(raw)
 
 
-class Dense:
+class Dense(Stateless):
     """An allreduce of all elements: 2n(P-1)/P words. No residual is left."""
 
     def choose(self, x: Array) -> Chosen:

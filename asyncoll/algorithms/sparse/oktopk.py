@@ -8,7 +8,7 @@ The sums that reach a global threshold are spread evenly over the ranks, and all
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,6 +88,13 @@ class OkTopk:
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)
         self._global = self._next_threshold(threshold, total.size)
         return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
+
+    def state(self) -> dict[str, Any]:
+        return {"round": self._round, "local": self._local, "global": self._global, "edges": self._edges.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._round, self._local, self._global = state["round"], state["local"], state["global"]
+        self._edges = np.array(state["edges"], np.int64)
 
     async def _cut_regions(self, collectives: Collectives, indices: Array) -> Array:
         """The edges of the regions, on which all ranks agree (section 3.1.1; algorithm 1, line 6)."""

@@ -138,6 +138,20 @@ class SparseOperation:
     def __str__(self) -> str:
         return f"{self._name!r}: {self.specification}"
 
+    def state(self) -> dict[str, Any]:
+        """The state after the last round, as plain values."""
+        return {"specification": str(self.specification), "round": self._round, "method": self._method.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the round at which `state` was taken. Raises UsageError if that was another operation."""
+        if state["specification"] != str(self.specification):
+            raise UsageError(
+                f"the sparse allreduce {self._name!r} was {state['specification']} when its state was saved, and is "
+                f"{self.specification} now: call it with the same options, or do not load its state"
+            )
+        self._round = state["round"]
+        self._method.restore(state["method"])
+
     def choose(self, operand: Operand) -> Chosen:
         """Begin the next round: select the elements that this rank gives.
 
@@ -199,6 +213,7 @@ class SparseOperations:
 
     def __init__(self) -> None:
         self._operations: dict[str, SparseOperation] = {}
+        self._saved: dict[str, dict[str, Any]] = {}  # states of operations that have not been called yet
 
     def get(self, name: str, specification: Specification) -> SparseOperation:
         """The operation `name`, made at its first call.
@@ -208,10 +223,29 @@ class SparseOperations:
         specification.check()
         operation = self._operations.get(name)
         if operation is None:
-            operation = self._operations[name] = SparseOperation(name, specification)
+            operation = SparseOperation(name, specification)
+            if name in self._saved:
+                operation.restore(self._saved[name])
+                del self._saved[name]
+            self._operations[name] = operation
         if operation.specification != specification:
             raise UsageError(
                 f"the sparse allreduce {name!r} is {operation.specification}, and this call is {specification}: "
                 "use another name for it"
             )
         return operation
+
+    def state(self, name: str) -> dict[str, Any] | None:
+        """The state of the operation `name`; None if it has had no call. UsageError while one is under way."""
+        operation = self._operations.get(name)
+        if operation is None:
+            return self._saved.get(name)
+        if operation.is_busy:
+            raise UsageError(f"a sparse allreduce named {name!r} is under way: await it before its state is saved")
+        return operation.state()
+
+    def load(self, name: str, state: dict[str, Any]) -> None:
+        """Let the first call of `name` go on from `state`. Raises UsageError if there was a call."""
+        if name in self._operations:
+            raise UsageError(f"the sparse allreduce {name!r} has begun: load its state before its first call")
+        self._saved[name] = state

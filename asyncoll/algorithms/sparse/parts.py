@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -72,6 +72,22 @@ class Method(Protocol):
 
         Raises NonFiniteError at every rank, and keeps nothing of the round, if any rank's choice is not finite.
         """
+
+    def state(self) -> dict[str, Any]:
+        """What the next rounds take from the past ones, as plain values; empty if they take nothing."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the round at which `state` was taken."""
+
+
+class Stateless:
+    """A method whose rounds do not depend on each other."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        del state
 
 
 # -- how parts travel ----------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """How the ranks' models are made equal: at the start, at the end, and after a rank has lost results for good.
 
-Every trainer treats the parts of a model, and the optimizer, by the same rules:
+Every algorithm treats the parts of a model, and the optimizer, by the same rules:
 
-- Start: all ranks take rank 0's parameters, buffers and optimizer (its state, and the hyper-parameters in its
-  `param_groups`), to the bit. So it is enough that rank 0 loads a checkpoint of the model and the optimizer. A
-  learning-rate scheduler is not part of the optimizer: its state must be loaded at every rank.
+- Start: all ranks take the parameters, the buffers and the optimizer (its state, and the hyper-parameters in its
+  `param_groups`) of one rank, to the bit. So it is enough that rank 0 loads a checkpoint of the model and the
+  optimizer. A learning-rate scheduler is not part of the optimizer: its state must be loaded at every rank.
 - Parameters that are frozen (`requires_grad` False) at the start do not change afterwards.
-- Buffers, such as the statistics of BatchNorm, of all dtypes: while a rank trains, they follow its own batches. At the
-  end, and wherever a trainer waits for all ranks and makes their parameters equal, all ranks take rank 0's, to the bit,
-  as in torch's DistributedDataParallel. They are not averaged: integers have no average, (c + c + c) / 3 may differ
-  from a constant c, and a mask of the lowest finite numbers would overflow.
+- Buffers, such as the statistics of BatchNorm, of all dtypes: while a rank trains, they follow its own batches. Where
+  ranks share them, all take rank 0's, to the bit, as in torch's DistributedDataParallel. An average of them is a choice
+  of the program: integers have none, (c + c + c) / 3 may differ from a constant c, and a mask of the lowest finite
+  numbers would overflow.
 """
 
 from __future__ import annotations
@@ -27,38 +27,50 @@ _PLAIN = (bool, int, float, str, type(None))
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-async def share(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> asyncoll.Flat:
-    """Flatten the model, and give every rank the model and the optimizer of rank 0, to the bit. Collective.
+def flattened(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> asyncoll.Flat:
+    """Flatten the model, whose parameters `optimizer` trains. Local.
 
-    Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer has
-    another type or other parameter groups; and if the optimizer trains a tensor outside of the model, or has a state
-    that cannot be sent.
+    Raises UsageError if the optimizer trains a tensor outside of the model, and as `asyncoll.flatten` does.
     """
     _check_trained(model, optimizer)
     flat = asyncoll.flatten(model)
     _make_contiguous(optimizer)
-    await _check_same(comm, model, optimizer)
-    await comm.broadcast(flat.parameters)
-    await share_buffers(comm, model)
-    await _share_optimizer(comm, optimizer, root=0)
     return flat
 
 
-async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> None:
-    """Give every rank the buffers of rank 0. Collective.
+async def share(
+    comm: asyncoll.Communicator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    flat: asyncoll.Flat,
+    root: int = 0,
+) -> None:
+    """Give every rank the model and the optimizer of rank `root`, to the bit. Collective.
 
-    A buffer that has another shape at this rank, such as a cache, takes rank 0's shape.
+    Raises UsageError at a rank whose model has other parameters or buffers than rank 0's, or whose optimizer has
+    another type or other parameter groups; and if the optimizer has a state that cannot be sent.
+    """
+    await check_same(comm, model, optimizer)
+    await comm.broadcast(flat.parameters, root=root)
+    await share_buffers(comm, model, root)
+    await _share_optimizer(comm, optimizer, root=root)
+
+
+async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module, root: int = 0) -> None:
+    """Give every rank the buffers of rank `root`. Collective.
+
+    A buffer that has another shape at this rank, such as a cache, takes the root's shape.
     """
     buffers = dict(model.named_buffers())  # read at each call, because modules replace buffers by new tensors
     if not buffers:
         return
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
-    packed = torch.cat([_bytes(buffer) for buffer in buffers.values()]) if comm.rank == 0 else _NOTHING
-    layout, packed = await _from_root(comm, layout, packed, root=0)
-    if comm.rank == 0:
+    packed = torch.cat([_bytes(buffer) for buffer in buffers.values()]) if comm.rank == root else _NOTHING
+    layout, packed = await _from_root(comm, layout, packed, root)
+    if comm.rank == root:
         return
     theirs = {f"buffer {name}": dtype for name, (dtype, _) in layout.items()}
-    _compare({f"buffer {name}": _dtype(buffer) for name, buffer in buffers.items()}, theirs, comm.rank)
+    _compare({f"buffer {name}": _dtype(buffer) for name, buffer in buffers.items()}, theirs, comm.rank, root)
     start = 0
     for name, (_, shape) in layout.items():
         stop = start + torch.Size(shape).numel() * buffers[name].itemsize
@@ -69,10 +81,19 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> 
         start = stop
 
 
-async def average(comm: asyncoll.Communicator, model: torch.nn.Module, flat: asyncoll.Flat) -> None:
-    """Make the models of all ranks equal: the mean of their trained parameters, and rank 0's buffers. Collective."""
-    await comm.allreduce(weights(flat), op=asyncoll.AVG)
-    await share_buffers(comm, model)
+async def average_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -> None:
+    """Replace the floating buffers by their mean over all ranks. Collective.
+
+    Raises MismatchError if they have other sizes at another rank.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        mean = await comm.allreduce(torch.cat([buffer.detach().flatten() for buffer in buffers]), op=asyncoll.AVG)
+        for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+            _assign(buffer, part.view(buffer.shape).clone())
 
 
 def weights(flat: asyncoll.Flat) -> Tensor:
@@ -82,18 +103,16 @@ def weights(flat: asyncoll.Flat) -> Tensor:
 
 async def resynchronise(
     comm: asyncoll.Communicator,
-    model: torch.nn.Module,
     flat: asyncoll.Flat,
     optimizer: torch.optim.Optimizer,
     lost: int,
 ) -> None:
-    """Make replicas equal to the bit: all get rank 0's buffers and, if any rank has `lost` results, one state.
+    """Make replicas equal to the bit: if any rank has `lost` results, all get one state of parameters and optimizer.
 
     Collective: every rank calls it at the same round, after at least one step. The parameters and the optimizer are
     those of the lowest of the ranks that have lost least. If a rank has lost nothing, that is the state of a run
     without losses.
     """
-    await share_buffers(comm, model)
     losses = (await comm.allgather(torch.tensor(lost))).tolist()
     if not any(losses):
         return
@@ -128,7 +147,8 @@ def _make_contiguous(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = value.contiguous()  # the same tensor if it is contiguous already
 
 
-async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+async def check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError at a rank whose model or optimizer has another structure than rank 0's. Collective."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = {"the optimizer": type(optimizer).__name__}
     for name, parameter in model.named_parameters():
@@ -139,15 +159,15 @@ async def _check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optim
         members = [names.get(parameter, "a tensor outside of the model") for parameter in group["params"]]
         own[f"parameter group {index}"] = ", ".join(members)
     theirs, _ = await _from_root(comm, own, _NOTHING, root=0)
-    _compare(own, theirs, comm.rank)
+    _compare(own, theirs, comm.rank, 0)
 
 
-def _compare(own: dict[str, str], theirs: dict[str, str], rank: int) -> None:
+def _compare(own: dict[str, str], theirs: dict[str, str], rank: int, root: int) -> None:
     for what in own | theirs:
         here, there = own.get(what, "missing"), theirs.get(what, "missing")
         if here != there:
             raise asyncoll.UsageError(
-                f"{what} is {here} on rank {rank}, but {there} on rank 0: "
+                f"{what} is {here} on rank {rank}, but {there} on rank {root}: "
                 "build the same model, and the same optimizer, on all ranks"
             )
 

@@ -1,0 +1,79 @@
+"""Files with the state of a training, of which a job that was killed at any moment finds the newest complete set."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asyncoll
+
+_NAME = re.compile(r"round-(\d+)-rank-(\d+)-of-(\d+)\.pt")
+
+
+class Checkpoints:
+    """One rank's files in `folder`: one for each saved round, of which the newest `keep` stay.
+
+        checkpoints = Checkpoints(comm, "runs/mine")
+        if saved := await checkpoints.newest():
+            model.load_state_dict(saved["model"])
+            ...
+        checkpoints.save(sgd.round, model=model.state_dict(), optimizer=optimizer.state_dict(), sgd=sgd.state_dict())
+
+    Every rank saves the same rounds. The ranks may use one folder, or each a folder of its own host. Files hold tensors
+    and plain values only; they are read without unpickling other objects.
+    """
+
+    def __init__(self, comm: asyncoll.Communicator, folder: Path | str, *, keep: int = 2) -> None:
+        """Raises UsageError if `keep` is below 2: while one rank saves a round, others may have only the one before."""
+        if keep < 2:
+            raise asyncoll.UsageError(f"keep is a number of rounds, at least 2, not {keep}")
+        self._comm = comm
+        self._folder = Path(folder)
+        self._keep = keep
+
+    def save(self, round_: int, **state: Any) -> Path:
+        """Write `state` as this rank's file of the round. Local. A kill at any moment leaves the older files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(round_)
+        unfinished = path.with_suffix(".new")
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the new name must not be on the disk before the content is
+        unfinished.replace(path)
+        for old in self._rounds()[: -self._keep]:
+            self._path(old).unlink()
+        return path
+
+    async def newest(self) -> dict[str, Any] | None:
+        """This rank's state of the newest round that all ranks have saved; None if there is no such round. Collective.
+
+        Raises UsageError if the folder holds checkpoints of another number of ranks only.
+        """
+        rounds = await self._comm.allgatherv(torch.tensor(self._rounds(), dtype=torch.int64))
+        common = set(rounds[0].tolist()).intersection(*(each.tolist() for each in rounds[1:]))
+        if common:
+            state: dict[str, Any] = torch.load(self._path(max(common)), weights_only=True)
+            return state
+        others = {found[3] for found in self._found() if int(found[3]) != self._comm.size}
+        if others:
+            raise asyncoll.UsageError(
+                f"{self._folder} has checkpoints of {' and '.join(sorted(others))} ranks, and this job has "
+                f"{self._comm.size}: start as many ranks, or use another folder"
+            )
+        return None
+
+    def _path(self, round_: int) -> Path:
+        return self._folder / f"round-{round_}-rank-{self._comm.rank}-of-{self._comm.size}.pt"
+
+    def _rounds(self) -> list[int]:
+        """The rounds that this rank has saved, ascending."""
+        own = str(self._comm.rank), str(self._comm.size)
+        return sorted(int(found[1]) for found in self._found() if found.groups()[1:] == own)
+
+    def _found(self) -> list[re.Match[str]]:
+        return [found for path in self._folder.glob("*.pt") if (found := _NAME.fullmatch(path.name))]

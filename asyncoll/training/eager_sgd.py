@@ -1,0 +1,154 @@
+"""Eager-SGD: SGD that does not wait for slow ranks.
+
+Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
+collective operations", PPoPP 2020, section 5. Line 7 of its algorithm is the only difference from synchronous SGD: a
+partial allreduce takes the gradients of the ranks that have arrived. A gradient that comes too late is not lost: the
+collective keeps it, and it enters a later round.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Literal, Unpack
+
+import torch
+from torch import nn
+
+import asyncoll
+from asyncoll.training import replicas
+from asyncoll.training.trainer import Options, Trainer
+
+Partial = Literal["solo", "majority", "quorum"]
+
+
+class EagerSGD(Trainer):
+    """Average the gradients of the ranks that have arrived, and add late ones to a later round.
+
+    A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
+    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks.
+    A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`, never their own steps.
+
+    With `history`, a rank that is late by no more rounds applies every result that it has missed. So all replicas that
+    have applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
+    round makes all replicas equal again, optimizer state included. Without `sync_every` that loss is a UsageError. (A
+    history of `sync_every` rounds is always enough.) Without history, models drift apart, and are averaged every
+    `average_every` rounds (0: only at the end).
+
+    `op` is AVG, as in the paper: the sum of the gradients of a round is divided by the number of all ranks, so a round
+    with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
+    divided by the weights in the round.
+
+    Ranks may end at different rounds: `finish()` gives all of them the newest one. Where models are equal, at the start
+    and after a round that is `synchronous` with history, a checkpoint of one rank is one of all. A checkpoint of
+    another moment lacks the gradients that are staged and in no round yet. If the ranks have loaded different rounds,
+    all go on from the newest.
+
+    A second training on one communicator needs another `name`. See `Trainer` for the other arguments.
+
+    Memory: the gradients, as one flat tensor, and one more for each result of the history.
+    """
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        partial: Partial = "solo",
+        candidates: int = 1,
+        quorum: int | None = None,
+        history: int = 0,
+        sync_every: int = 0,
+        average_every: int = 0,
+        op: asyncoll.ReduceOp = asyncoll.AVG,
+        seed: int = 0,
+        name: str = "eager-sgd",
+        **options: Unpack[Options],
+    ) -> None:
+        if history and average_every:
+            raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
+        self._allreduce = functools.partial(
+            _partial_allreduce(comm, partial, candidates, quorum, seed),
+            name=name,
+            op=op,
+            sync_every=sync_every,
+            history=history,
+        )
+        super().__init__(comm, model, optimizer, **options)
+        self._history = history
+        self._sync_every = sync_every
+        self._average_every = average_every
+        self._name = name
+        self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._lost = 0  # results that this rank has lost since all replicas were equal
+
+    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+        # G_local = mean gradient of b local samples at w
+        reduction = await self._allreduce(self._flat.gradients, weight=weight)  # line 7: G = U_sum / P
+        if self._history and reduction.skipped and not self._sync_every:
+            raise self._overrun(reduction)
+        await self._apply_results(reduction)
+        if self._history and reduction.synchronous:  # all ranks are here, after the same round
+            await self._resynchronise()
+        return self._at_own_round(reduction)
+
+    async def _apply_results(self, reduction: asyncoll.Reduction) -> None:
+        """Take a step with each result since this rank's last round that `history` has kept: w = w + U(G, w, t)."""
+        self._lost += reduction.skipped
+        before = self.round
+        results = reduction.results()
+        self._skip_to(self._base + reduction.round - len(results))
+        for gradients in results:
+            self._flat.gradients.copy_(gradients)
+            self._apply()
+        # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
+        # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
+        # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
+        # equally often.
+        every = self._average_every
+        for _ in range(before // every, self.round // every) if every else ():
+            await self._average_models()
+
+    async def _finish(self) -> None:
+        reduction = await self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
+        if reduction is not None:
+            await self._apply_results(reduction)
+        if self._history:
+            await self._resynchronise()
+            await self._unite_buffers()
+        else:
+            await self._average_models()
+
+    async def _resynchronise(self) -> None:
+        await self._settle_buffers()
+        await replicas.resynchronise(self.comm, self._flat, self.optimizer, self._lost)
+        self._lost = 0
+
+    async def _average_models(self) -> None:
+        await self.comm.allreduce(replicas.weights(self._flat), op=asyncoll.AVG)
+        await self._unite_buffers()
+
+    async def _resume(self) -> None:
+        self._base = self.round
+
+    def _overrun(self, reduction: asyncoll.Reduction) -> asyncoll.UsageError:
+        late = reduction.skipped + len(reduction.missed)
+        return asyncoll.UsageError(
+            f"rank {self.comm.rank} came {late} rounds late to round {reduction.round}, and history={self._history} "
+            f"keeps too few: {reduction.skipped} results are lost, and its model would differ from the others'. Set "
+            f"sync_every, so that replicas are made equal again, or a history of at least {late}"
+        )
+
+
+def _partial_allreduce(
+    comm: asyncoll.Communicator, partial: Partial, candidates: int, quorum: int | None, seed: int
+) -> Callable[..., Awaitable[asyncoll.Reduction]]:
+    match partial:
+        case "solo":
+            return comm.solo_allreduce
+        case "majority":
+            return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
+        case "quorum":
+            return functools.partial(comm.quorum_allreduce, quorum=quorum, seed=seed)
+    raise asyncoll.UsageError(f"partial is solo, majority or quorum, not {partial!r}")

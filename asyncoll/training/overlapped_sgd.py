@@ -1,0 +1,143 @@
+"""Dense SGD whose allreduces begin during `backward()`: "DenseOvlp" (Li, Hoefler, PPoPP 2022, section 5).
+
+`backward()` computes the gradients of the last layers first. They are averaged in buckets. Each bucket starts as soon
+as it is complete, so only the first layers' bucket is left to wait for when `backward()` ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import nn
+
+import asyncoll
+from asyncoll.training.trainer import Options, Trainer
+
+BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
+
+
+class Bucket(NamedTuple):
+    """Elements [start, stop) of the flat gradients: those of `parameters` consecutive parameters."""
+
+    start: int
+    stop: int
+    parameters: int
+
+
+class OverlappedSGD(Trainer):
+    """Average the gradients of all ranks in buckets, each as soon as `backward()` has computed it.
+
+    The result is that of `AllreduceSGD`, to the bit if a bucket is added up in the same order as the whole: always in
+    shared memory; by message, if both have lengths for which the same algorithm is chosen (up to 32 KiB, for example).
+
+    A bucket is a slice of the flat gradients, of at least `bucket_bytes` (except the last to start) and of whole
+    parameters. Buckets start in the same order at all ranks, from the end of the model to its beginning, whatever the
+    order in which gradients arrive, because calls are numbered as they are made. So a complete bucket waits for those
+    before it. Buckets that lack a gradient when `step()` is called, because `backward()` did not use a parameter, start
+    then, with zeros for it.
+
+    `backward()` runs on the thread of the loop, once for each `step()`; UsageError otherwise. With `accumulate`,
+    buckets start in the last `backward()`. Gradients are sent before they can be looked at: a `weight` is refused, NaN
+    reaches all ranks, and a `scaler` has one scale at all ranks, as in DistributedDataParallel. A step that fails or is
+    cancelled aborts the communicator, because the buckets of the other ranks would wait for ever.
+
+    See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
+    """
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Unpack[Options],
+    ) -> None:
+        if bucket_bytes < 1:
+            raise asyncoll.UsageError(f"a bucket has at least one byte, not {bucket_bytes}")
+        super().__init__(comm, model, optimizer, **options)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]  # in the order of the flat gradients
+        gradients = self._flat.gradients
+        self._buckets = cut([p.numel() for p in self._parameters], -(-bucket_bytes // gradients.itemsize))
+        self._slices = [gradients[bucket.start : bucket.stop] for bucket in self._buckets]
+        buckets = (index for index, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
+        self._bucket_of = dict(zip(reversed(self._parameters), buckets, strict=True))
+        self._thread = threading.get_ident()  # of the loop: calls can only be made there
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
+        self._open()
+
+    def _open(self) -> None:
+        """Wait for the gradients of the next step."""
+        self._lacking = set(self._parameters)  # parameters whose gradient has not arrived in this step
+        self._missing = [bucket.parameters for bucket in self._buckets]  # the numbers of these, by bucket
+        self._started: list[Coroutine[Any, Any, Any]] = []  # the calls of the first buckets, in order
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """The hook of autograd: the gradient of `parameter` is complete."""
+        if self._state != "training" or self._calls + 1 < self._accumulate:
+            return
+        if threading.get_ident() != self._thread:
+            raise asyncoll.UsageError("backward() of an overlapped step must run on the thread of the loop")
+        if parameter not in self._lacking:
+            raise asyncoll.UsageError(
+                "backward() ran twice before one step(), and may have added to gradients that are on their way: add "
+                "the losses up and call it once, or set accumulate"
+            )
+        self._flat.collect_gradient(parameter)
+        self._lacking.remove(parameter)
+        self._missing[self._bucket_of[parameter]] -= 1
+        while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._started.append(self.comm.allreduce(self._slices[len(self._started)], op=asyncoll.AVG))
+
+    def _prepare(self) -> None:
+        """Nothing: the gradients are on their way."""
+
+    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+        try:
+            self._refuse_weight(weight)
+            while len(self._started) < len(self._buckets):
+                self._start_next()
+            await self._end_buckets()
+        finally:
+            self._open()
+        super()._prepare()
+        self._apply()
+        await self._settle_buffers()
+        return self._complete()
+
+    async def _end_buckets(self) -> None:
+        """Wait for every bucket, even if others fail: until it has ended, a call may write into the gradients."""
+        errors: list[BaseException] = []
+        for call in self._started:
+            try:
+                await call
+            except BaseException as error:
+                self.comm.abort(f"a step with overlapped gradients failed: {error!r}")
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def _finish(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        await self._unite_buffers()
+
+
+def cut(sizes: Sequence[int], least: int) -> list[Bucket]:
+    """The buckets of parameters of these `sizes`, from the last to the first, each of `least` elements or more."""
+    buckets: list[Bucket] = []
+    start = stop = sum(sizes)
+    parameters = 0
+    for index, size in reversed(list(enumerate(sizes))):
+        start -= size
+        parameters += 1
+        if stop - start >= least or index == 0:
+            buckets.append(Bucket(start, stop, parameters))
+            stop, parameters = start, 0
+    return buckets

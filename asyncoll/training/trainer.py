@@ -1,0 +1,403 @@
+"""What all training algorithms have in common: the program keeps its loop, and awaits one verb after `backward()`.
+
+    sgd = EagerSGD(comm, model, optimizer, history=64, clip_norm=1.0, scheduler=scheduler)
+    await sgd.start()
+    for batch in batches:
+        loss(model, batch).backward()
+        reduction = await sgd.step()
+    await sgd.finish()
+
+`Trainer` prepares this rank's gradient, takes steps of the optimizer, counts rounds, and writes checkpoints. An
+algorithm is a subclass that says how ranks work together in one step (`_update`) and at the end (`_finish`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+import asyncoll
+from asyncoll.training import replicas
+
+Buffers = Literal["broadcast", "average", "local"]
+
+
+class Options(TypedDict, total=False):
+    """The options that all algorithms have. `Trainer` describes them."""
+
+    clip_norm: float | None
+    accumulate: int
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+    buffers: Buffers
+
+
+class Trainer(ABC):
+    """One rank's part of a data-parallel training. Subclasses are the algorithms.
+
+    Every rank makes one, with a model and an optimizer of the same structure. Making it flattens the model
+    (`asyncoll.flatten`), so the model has its final form, dtype and device before. Then each iteration of the program's
+    loop calls `loss.backward()` once, and awaits `step()`. `step()` clears the gradients; `optimizer.zero_grad()` is
+    not needed, and does no harm.
+
+    Args:
+        comm: the communicator; its ranks train together.
+        model: any module that `asyncoll.flatten` accepts.
+        optimizer: any `torch.optim` optimizer of parameters of the model.
+        clip_norm: the largest norm of a gradient that a step is taken with, as for `torch.nn.utils.clip_grad_norm_`.
+            It is applied to the reduced gradient, so replicas that apply the same one stay equal to the bit. Algorithms
+            that take local steps clip the local gradient. None: no clipping.
+        accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing.
+        scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
+            that this rank has skipped; the program does not step it.
+        scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is
+            sent. A gradient that has overflowed is replaced by zeros, and lowers the scale of this rank only.
+        buffers: what happens to the model's buffers, such as the statistics of BatchNorm, in every round that makes all
+            models equal. "broadcast": all ranks take rank 0's, as in DistributedDataParallel. "average": floating
+            buffers become their mean, others rank 0's. "local": each rank keeps its own. At the end of the training all
+            ranks have rank 0's in any case, or the mean.
+
+    Parameters that are frozen (`requires_grad` False) do not change. A parameter that a step does not use has a
+    gradient of 0, and not None: weight decay and momentum act on it.
+
+    Raises UsageError for impossible options.
+    """
+
+    has_local_state: ClassVar[bool] = False
+    """Whether ranks differ between steps, so that each rank must save and load its own checkpoint."""
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **options: Unpack[Options],
+    ) -> None:
+        self.comm = comm
+        self.model = model
+        self.optimizer = optimizer
+        self.round = 0
+        """The newest round whose result is in the model: the clock of schedules. All ranks count the same rounds."""
+        self._clip_norm = options.get("clip_norm")
+        self._accumulate = options.get("accumulate", 1)
+        self._scheduler = options.get("scheduler")
+        self._scaler = options.get("scaler")
+        self._buffers = options.get("buffers", "broadcast")
+        self._check_options()
+        self._flat = replicas.flattened(model, optimizer)
+        self._calls = 0  # of `step`, since the last gradient was complete
+        self._weight = 0.0  # of these calls
+        self._sum: Tensor | None = None  # of their weighted gradients
+        self._is_weighted: bool | None = None  # the first call decides
+        self._is_loaded = False
+        self._has_scheduled = False
+        self._state = "new"
+
+    # -- the verbs of the program's loop ----------------------------------------------------------
+
+    async def start(self) -> None:
+        """Give all ranks rank 0's parameters, buffers and optimizer, to the bit; or check a checkpoint that was loaded.
+
+        Collective, before the first `backward()`. Without it the first `step()` does the same. Ranks must then have
+        built equal models: a gradient of another model is of no use, and is a UsageError.
+
+        Raises UsageError at a rank whose model or optimizer has another structure than rank 0's, or whose checkpoint is
+        of another round than the others'. A failure, and a cancellation, end the communicator.
+        """
+        if self._state != "new":
+            return
+        self._state = "training"
+        await self._begin()
+
+    async def step(self, *, weight: float | None = None) -> asyncoll.Reduction | None:
+        """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
+
+        Args:
+            weight: the number of samples, or tokens, that the loss is the mean over. Gradients are then averaged by
+                weight: batches of different lengths give the gradient of all of them together. Give it in all calls at
+                all ranks, or in none.
+
+        Returns:
+            The round that the model is at now. `Reduction.round` is `Trainer.round`. None if nothing was reduced: this
+            call has only accumulated, or the algorithm has taken a local step.
+
+        Raises:
+            UsageError: the model has changed since it was flattened; weights are mixed; the training has ended.
+            NonFiniteError: this rank's gradient holds NaN or infinity. Nothing was sent. Without a `scaler` no round
+                can go on, so end the program: the other ranks get AbortedError with the step and the rank.
+            MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
+
+        Cancellation: an algorithm whose rounds wait for no rank goes on; its next step reports the round. Otherwise it
+        ends the communicator, as a cancelled collective does.
+        """
+        if self._state == "finished":
+            raise asyncoll.UsageError("the training has ended: make a new trainer to train the model further")
+        self._flat.collect_gradients()
+        if self._state == "new":
+            await self._start_late()
+        if not self._take(weight):
+            return None
+        try:
+            self._prepare()
+            return await self._update(None if weight is None else self._weight)
+        finally:
+            self._flat.zero_gradients()
+            self._calls, self._weight = 0, 0.0
+
+    async def finish(self) -> None:
+        """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
+
+        Gradients that were only accumulated are dropped. Ranks may come after different numbers of steps where the
+        algorithm's rounds do not wait for all ranks; otherwise all ranks have made the same number.
+        """
+        if self._state == "finished":
+            return
+        if self._state == "new":
+            await self.start()
+        self._state = "finished"
+        self._flat.zero_gradients()
+        await self._finish()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the algorithm at this rank, for `torch.save`. It holds neither the model nor the optimizer.
+
+        Call it between steps that have returned a `Reduction`. Save it together with `model.state_dict()`,
+        `optimizer.state_dict()` and the scheduler's and scaler's. Where `has_local_state` is true, each rank saves its
+        own.
+        """
+        return {
+            "algorithm": type(self).__name__,
+            "ranks": self.comm.size,
+            "rank": self.comm.rank,
+            "round": self.round,
+            "model": self._description(),
+            "own": self._own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was saved. Before `start`; load the model and the optimizer, too. Sends nothing.
+
+        Raises UsageError if `state` is of another algorithm, model or number of ranks, or of another rank where ranks
+        differ.
+        """
+        if self._state != "new":
+            raise asyncoll.UsageError("load a checkpoint before the first step, and before start()")
+        expected = {"algorithm": type(self).__name__, "ranks": self.comm.size, "model": self._description()}
+        if self.has_local_state:
+            expected["rank"] = self.comm.rank
+        for what, here in expected.items():
+            there = state.get(what, "missing")
+            if there != here:
+                shown = "other parameters" if what == "model" else f"{what} {there!r}, and not {here!r}"
+                raise asyncoll.UsageError(
+                    f"the checkpoint of the trainer has {shown}: load the one that this rank of this job has saved, or "
+                    "begin a new training from its model and optimizer alone"
+                )
+        self.round = state["round"]
+        self._load_own_state(state["own"])
+        self._is_loaded = True
+
+    # -- what an algorithm defines ----------------------------------------------------------------
+
+    @abstractmethod
+    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+        """One step, with this rank's mean gradient in the model. `weight` is that of the gradient; None: unweighted."""
+
+    @abstractmethod
+    async def _finish(self) -> None:
+        """Make all models equal. No gradient is there any more."""
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        del own
+
+    async def _resume(self) -> None:  # noqa: B027 (most algorithms have nothing to do)
+        """The training starts, or goes on: all models and optimizers are in place."""
+
+    # -- what algorithms use ----------------------------------------------------------------------
+
+    def _apply(self) -> None:
+        """Take one step of the optimizer; it ends the next round."""
+        self._step_optimizer()
+        self._pass_round()
+
+    def _step_optimizer(self) -> None:
+        """Take one step of the optimizer with the gradients in the model, clipped."""
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
+        self.optimizer.step()
+
+    def _pass_round(self) -> None:
+        self.round += 1
+        if self._scheduler is None:
+            return
+        if self._has_scheduled:
+            self._scheduler.step()
+            return
+        self._has_scheduled = True
+        with warnings.catch_warnings():
+            # torch warns of a schedule that moves before the optimizer. A rank that begins late skips rounds, and an
+            # algorithm may step without the optimizer.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self._scheduler.step()
+
+    def _skip_to(self, round_: int) -> None:
+        """Pass rounds whose results this rank does not have."""
+        while self.round < round_:
+            self._pass_round()
+
+    async def _average_gradients(self, weight: float | None) -> None:
+        """Replace the gradients by their mean over all ranks; with weights, by the weighted mean. Collective."""
+        gradients = self._flat.gradients
+        if weight is None:
+            await self.comm.allreduce(gradients, op=asyncoll.AVG)
+            return
+        total = torch.tensor(weight, dtype=torch.float64)
+        await self.comm.allreduce(total)
+        await self.comm.allreduce(gradients.mul_(weight))
+        if total:
+            gradients.div_(float(total))
+
+    def _refuse_weight(self, weight: float | None) -> None:
+        """Raise UsageError for a weight, in an algorithm that averages models and not gradients."""
+        if weight is not None:
+            raise asyncoll.UsageError(
+                f"{type(self).__name__} averages models, and has no use for a weight of gradients"
+            )
+
+    async def _settle_buffers(self) -> None:
+        """Treat the buffers as the option says, in a round that has made all models equal. Collective."""
+        if self._buffers != "local":
+            await self._unite_buffers()
+
+    async def _unite_buffers(self) -> None:
+        if self._buffers == "average":
+            await replicas.average_buffers(self.comm, self.model)
+        await replicas.share_buffers(self.comm, self.model)  # after an average: those that have none
+
+    def _complete(self) -> asyncoll.Reduction:
+        """The record of a round in which every rank took part."""
+        everyone = tuple(range(self.comm.size))
+        return asyncoll.Reduction(
+            self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone
+        )
+
+    def _at_own_round(self, reduction: asyncoll.Reduction) -> asyncoll.Reduction:
+        """`reduction` with the round of this training, which a checkpoint may have moved ahead of the operation's."""
+        return dataclasses.replace(reduction, round=self.round)
+
+    # -- the start --------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """All ranks get one model and one optimizer, unless each has loaded a state of its own."""
+        own = torch.tensor([self.round, self._is_loaded])
+        rounds, loaded = (await self.comm.allgather(own)).T.tolist()
+        newest = max(rounds)
+        if self.has_local_state and any(loaded):
+            if not all(loaded) or min(rounds) != newest:
+                each = ", ".join(f"rank {rank}: {round_}" for rank, round_ in enumerate(rounds))
+                raise asyncoll.UsageError(
+                    f"the ranks have loaded different rounds ({each}): {type(self).__name__} needs the checkpoint of "
+                    "one round at every rank, such as the newest that all ranks have (`Checkpoints.newest`)"
+                )
+            await replicas.check_same(self.comm, self.model, self.optimizer)
+        else:
+            await replicas.share(self.comm, self.model, self.optimizer, self._flat, root=rounds.index(newest))
+            self.round = newest
+        await self._resume()
+
+    async def _start_late(self) -> None:
+        """Start, although the first gradient is there already: it must be one of the model that all ranks share."""
+        parameters, gradients = self._flat.parameters.clone(), self._flat.gradients.clone()
+        await self.start()
+        if not torch.equal(parameters, self._flat.parameters):
+            raise asyncoll.UsageError(
+                f"the model of rank {self.comm.rank} was not the one that all ranks start with when its first gradient "
+                "was computed: await start() before the first backward(), or build the models from one seed"
+            )
+        self._flat.gradients.copy_(gradients)
+
+    # -- this rank's gradient ---------------------------------------------------------------------
+
+    def _take(self, weight: float | None) -> bool:
+        """Add this call's gradient to the sum of those before. Returns whether the sum is complete."""
+        if self._is_weighted is None:
+            self._is_weighted = weight is not None
+        if self._is_weighted is not (weight is not None):
+            raise asyncoll.UsageError("give a weight in every step at every rank, or in none")
+        self._calls += 1
+        if weight is not None:
+            self._weight += weight
+            if self._accumulate > 1:
+                if self._sum is None:
+                    self._sum = torch.zeros_like(self._flat.gradients)
+                self._sum.add_(self._flat.gradients, alpha=weight)
+                self._flat.zero_gradients()
+        return self._calls == self._accumulate
+
+    def _prepare(self) -> None:
+        """Make the gradients in the model the mean of those that were accumulated, unscaled and finite."""
+        gradients = self._flat.gradients
+        if self._sum is not None:
+            gradients.copy_(self._sum)
+            self._sum.zero_()
+            if self._weight:
+                gradients.div_(self._weight)
+        elif self._accumulate > 1:
+            gradients.div_(self._accumulate)
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scaler.unscale_(self.optimizer)
+            self._scaler.update()
+            if not is_finite(gradients):
+                gradients.zero_()
+        else:
+            self._check_gradient()
+
+    def _check_gradient(self) -> None:
+        """Raise NonFiniteError if this rank's gradient is not finite."""
+        if not is_finite(self._flat.gradients):
+            raise asyncoll.NonFiniteError(
+                (self.comm.rank,),
+                f"the gradient of rank {self.comm.rank} for round {self.round + 1} holds NaN or infinity: look at the "
+                "loss of this step; nothing was sent",
+            )
+
+    def _check_options(self) -> None:
+        if self._clip_norm is not None and not self._clip_norm > 0:
+            raise asyncoll.UsageError(f"clip_norm is a norm above 0, or None, not {self._clip_norm}")
+        if self._accumulate < 1:
+            raise asyncoll.UsageError(f"accumulate is a number of backward passes, at least 1, not {self._accumulate}")
+        if self._buffers not in get_args(Buffers):
+            raise asyncoll.UsageError(f"buffers is one of {', '.join(get_args(Buffers))}, not {self._buffers!r}")
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise asyncoll.UsageError(
+                "ReduceLROnPlateau needs a metric: step it in the program, with one that is equal at all ranks"
+            )
+        if self._scheduler is not None and self._scheduler.optimizer is not self.optimizer:
+            raise asyncoll.UsageError("the scheduler belongs to another optimizer")
+
+    def _description(self) -> str:
+        """A digest of the names, shapes and dtypes of the parameters."""
+        lines = [
+            f"{name} {parameter.dtype} {list(parameter.shape)}" for name, parameter in self.model.named_parameters()
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no element of `x` is NaN or infinite. One pass over `x` in the usual case."""
+    # A finite sum has finite summands. The sum of large finite ones may overflow, which the second pass finds.
+    return bool(torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))) or bool(
+        torch.isfinite(x).all()
+    )

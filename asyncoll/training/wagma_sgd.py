@@ -1,0 +1,114 @@
+"""WAGMA-SGD: models are averaged in changing groups, without waiting for late ranks (algorithm 2).
+
+Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel stochastic
+optimization with wait-avoiding group averaging", IEEE TPDS 2021, section IV. Each rank takes a step of its own, and
+then averages its model with those of its group in this round. Groups change so that every update soon reaches every
+rank; an average over all ranks every τ rounds bounds staleness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, Literal, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+
+import asyncoll
+from asyncoll.training.replicas import weights
+from asyncoll.training.trainer import Options, Trainer
+
+Order = Literal["step-then-average", "average-then-step"]
+
+
+class WagmaSGD(Trainer):
+    """Take a local step, and average the model with those of this round's group, without waiting for late ranks.
+
+    Groups have `group_size` ranks, by default the square root of the number of all, rounded up; `fixed` ones never
+    change (the paper's ablation). Every `sync_every`-th round (τ; 0: none) averages over all ranks and waits for them.
+    A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`.
+
+    `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
+    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
+    after a round that is `synchronous`, with "step-then-average". Ranks may end at different rounds: `finish()` gives
+    all ranks an average of all models.
+
+    `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
+    (both flat). Their distance is this rank's part of the consensus distance.
+
+    A checkpoint is each rank's own, and all ranks load the same round: save it after a `synchronous` round. A second
+    training on one communicator needs another `name`. See `Trainer` for the other arguments; a `weight` is refused,
+    because models are averaged, and not gradients.
+
+    Memory: the gradients, as one flat tensor, and one copy of the parameters.
+    """
+
+    has_local_state: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group_size: int | None = None,
+        sync_every: int = 10,  # τ = 10, section V
+        order: Order = "step-then-average",
+        fixed: bool = False,
+        observe: Callable[[int, Tensor, Tensor], None] = lambda round_, own, mean: None,
+        name: str = "wagma-sgd",
+        **options: Unpack[Options],
+    ) -> None:
+        if order not in get_args(Order):
+            raise asyncoll.UsageError(f"order is {' or '.join(get_args(Order))}, not {order!r}")
+        super().__init__(comm, model, optimizer, **options)
+        self._group_size = math.isqrt(comm.size - 1) + 1 if group_size is None else group_size  # S = sqrt(P)
+        self._sync_every = sync_every
+        self._order = order
+        self._fixed = fixed
+        self._observe = observe
+        self._name = name
+        self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._total = torch.empty_like(weights(self._flat))
+
+    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+        self._refuse_weight(weight)
+        if self._order == "step-then-average":
+            self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
+        own = weights(self._flat)
+        total = self._total.copy_(own)
+        reduction = await self.comm.group_allreduce(
+            total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+        )  # lines 8, 9 and 16
+        average = merge(total, own, reduction)
+        if reduction.synchronous:
+            self._observe(self._base + reduction.round, own, average)
+            await self._settle_buffers()
+        own.copy_(average)
+        if self._order == "average-then-step":
+            self._step_optimizer()
+        self._skip_to(self._base + reduction.round)
+        return self._at_own_round(reduction)
+
+    async def _finish(self) -> None:
+        own = weights(self._flat)
+        reduction = await self.comm.join(self._name, self._total)  # no round waits for this rank any more
+        if reduction is not None:
+            self._skip_to(self._base + reduction.round)
+        mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)
+        self._observe(self.round, own, mean)
+        own.copy_(mean)  # all ranks leave with one model
+        await self._unite_buffers()
+
+    async def _resume(self) -> None:
+        self._base = self.round
+
+
+def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:
+    """The next model. Weights add up to one: S of the paper is the number of models that are in `total`."""
+    if not reduction.active:
+        return own  # no rank of the group, this one included, had made a step when the round began
+    if reduction.included:
+        return total / reduction.active  # line 11, and line 16, where all ranks are active
+    return (total + own) / (reduction.active + 1)  # line 13: `total` has an older model of this rank
