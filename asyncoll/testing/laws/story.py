@@ -320,7 +320,7 @@ class _Trainer:
         if not reduction.active:  # a round without contributors leaves the caller's tensors unchanged
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        reduction = replace(reduction, missed=())
+        reduction = replace(reduction, missed=(), result=None)
         self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
 
     def _fork(self, contribution: Any) -> None:
