@@ -864,7 +864,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
@@ -956,7 +956,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
@@ -1038,7 +1038,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
@@ -1116,7 +1116,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`; AVG and AVG_ACTIVE divide by the number of contributors.
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
@@ -1465,7 +1465,7 @@ class Communicator:
 
         It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
         """
-        reductions.check_reduction(op, contribution.layout[0][0])
+        reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
         exact = {rule: whole(value, rule) for rule, value in rules.items()}
         layout, buckets = contribution.layout, contribution.boundaries
         operation = Operation(text(name, "name"), layout, op, opening, fixed=fixed, buckets=buckets, **exact)
