@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncoll import rpc as rpc
+    from asyncoll.algorithms.gossip.pairwise import Gossip as Gossip
     from asyncoll.algorithms.rounds.operations import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
+    "algorithms.gossip.pairwise": ("Gossip",),
     "algorithms.sparse.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
     "runtime.deadlines": ("deadline",),

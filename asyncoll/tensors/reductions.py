@@ -92,6 +92,11 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
 
 
+def is_divisible(dtype: str) -> bool:
+    """Whether tensors of `dtype` can be divided: not those of integers and bool."""
+    return dtype not in _FORBIDDEN[ReduceOp.AVG]
+
+
 def check_reduction(op: object, dtype: str, *, in_rounds: bool = False) -> ReduceOp:
     """`op`, if it is a reduction that is defined for `dtype`. Raises UsageError otherwise.
 
