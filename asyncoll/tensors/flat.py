@@ -178,8 +178,8 @@ def flatten(model: nn.Module, buffers: bool = False) -> Flat:
 
     Raises:
         UsageError: the model has no parameters, or lazy ones, or several dtypes or devices, or is on the meta device.
-            The model is sharded (FSDP, DTensor): a rank has only a part of each parameter. Its tensors are not dense, or
-            are of a subclass with memory of another form (quantized weights). Two different parameters share memory.
+            The model is sharded (FSDP, DTensor): a rank has only a part of each parameter. Its tensors are not dense,
+            or are of a subclass with memory of another form (quantized weights). Two different parameters share memory.
             The model is not changed.
 
     Example:
