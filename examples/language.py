@@ -6,6 +6,7 @@ sequences of about the same length, so that batches, and training steps, differ 
 
 import re
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -74,3 +75,9 @@ class Transformer(nn.Module):
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy per byte, in nats."""
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def straggle(step: int, rank: int, size: int, seconds: float) -> None:
+    """Sleep at the rank that is drawn for this step, the same at every rank, as a slow machine would compute."""
+    if rank == int(torch.randint(size, (), generator=torch.Generator().manual_seed(step))):
+        time.sleep(seconds)
