@@ -5,13 +5,13 @@ Run `torchrun --nproc-per-node 4 examples/train_ddp.py` or `asyncoll launch -n 4
 
 import argparse
 import math
+import os
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from language import Batches, Transformer, loss_of, straggle
-from torch.nn.parallel import DistributedDataParallel
+from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
 ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(SEED)
     batches = Batches()
     sampler: DistributedSampler[int] = DistributedSampler(batches, size, rank, seed=SEED, drop_last=True)
@@ -42,10 +42,10 @@ def main() -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    ddp = DistributedDataParallel(model)
-    step, due, checkpoint = 0, args.every, args.folder / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    step, due = 0, args.every
+    saved = load(args.folder / "checkpoint.pt")
+    if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
@@ -72,20 +72,20 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            if step >= due and rank == 0:
+            if step >= due:
                 due += args.every
-                with torch.no_grad():
-                    mean = sum(loss_of(model, *batch).item() for batch in validation) / len(validation)
-                print(f"step {step}: validation loss {mean:.4f}, {time.perf_counter() - started:.1f} s", flush=True)
+                if rank == 0:
+                    with torch.no_grad():
+                        mean = sum(loss_of(model, *batch).item() for batch in validation) / len(validation)
+                    print(f"step {step}: validation loss {mean:.4f}, {time.perf_counter() - started:.1f} s", flush=True)
                 state = {
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "scheduler": scheduler.state_dict(),
                     "step": step,
                 }
-                args.folder.mkdir(parents=True, exist_ok=True)
-                torch.save(state, checkpoint.with_suffix(".new"))
-                checkpoint.with_suffix(".new").replace(checkpoint)
+                if rank == 0:
+                    save(args.folder / "checkpoint.pt", state)
             if step >= args.steps:
                 break
     dist.destroy_process_group()

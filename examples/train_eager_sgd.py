@@ -5,15 +5,15 @@ Run `torchrun --nproc-per-node 4 examples/train_eager_sgd.py` or `asyncoll launc
 
 import argparse
 import math
+import os
 import time
 from pathlib import Path
 
 import torch
-from language import Batches, Transformer, loss_of, straggle
+from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-import asyncoll
-from asyncoll.training import EagerSGD
+import asyncoll.training
 
 ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
 
@@ -28,7 +28,7 @@ async def main(comm: asyncoll.Communicator) -> None:
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     args = parser.parse_args()
 
-    rank, size = comm.rank, comm.size
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(SEED)
     batches = Batches()
     sampler: DistributedSampler[int] = DistributedSampler(batches, size, rank, seed=SEED, drop_last=True)
@@ -42,10 +42,12 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = EagerSGD(comm, model, optimizer, clip_norm=CLIP_NORM, accumulate=ACCUMULATE, scheduler=scheduler, history=64)
-    step, due, checkpoint = 0, args.every, args.folder / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+    sgd = asyncoll.training.EagerSGD(
+        comm, model, optimizer, history=64, clip_norm=CLIP_NORM, accumulate=ACCUMULATE, scheduler=scheduler
+    )
+    step, due = 0, args.every
+    saved = load(args.folder / "checkpoint.pt")
+    if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
@@ -65,14 +67,16 @@ async def main(comm: asyncoll.Communicator) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
                 loss = loss_of(model, inputs, targets)
             loss.backward()
-            if await sgd.step() is None:
+            await sgd.step()
+            if (index + 1) % ACCUMULATE:
                 continue
             step = sgd.round
-            if step >= due and rank == 0:
+            if step >= due:
                 due += args.every
-                with torch.no_grad():
-                    mean = sum(loss_of(model, *batch).item() for batch in validation) / len(validation)
-                print(f"step {step}: validation loss {mean:.4f}, {time.perf_counter() - started:.1f} s", flush=True)
+                if rank == 0:
+                    with torch.no_grad():
+                        mean = sum(loss_of(model, *batch).item() for batch in validation) / len(validation)
+                    print(f"step {step}: validation loss {mean:.4f}, {time.perf_counter() - started:.1f} s", flush=True)
                 state = {
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
@@ -80,9 +84,8 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                args.folder.mkdir(parents=True, exist_ok=True)
-                torch.save(state, checkpoint.with_suffix(".new"))
-                checkpoint.with_suffix(".new").replace(checkpoint)
+                if rank == 0:
+                    save(args.folder / "checkpoint.pt", state)
             if step >= args.steps:
                 break
     await sgd.finish()

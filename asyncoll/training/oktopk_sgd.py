@@ -27,7 +27,8 @@ class OkTopkSGD(Trainer):
 
     All ranks make the same number of steps, and have the same model after each, to the bit.
 
-    `residual` says what the residual ε holds, and so how the result u of the allreduce becomes a step:
+    `residual` says what the residual ε holds, and so how the result u of the allreduce becomes a step. By default it is
+    "updates" if the optimizer is plain SGD, and "gradients" otherwise.
 
     - "updates", as in the paper: acc = ε + ηG, w = w - u/P. Residuals keep the learning rate of their own round. The
       optimizer lends its learning rates and takes no step; it must be plain SGD, with all trainable parameters. A
@@ -64,7 +65,7 @@ class OkTopkSGD(Trainer):
         *,
         algorithm: Algorithm = "oktopk",
         density: float = 0.01,
-        residual: Residual = "updates",
+        residual: Residual | None = None,
         thresholds_every: int = 1,
         regions_every: int = 64,
         feedback: asyncoll.Feedback | None = None,
