@@ -269,12 +269,10 @@ class Trainer(ABC):
         if total:
             gradients.div_(float(total))
 
-    def _refuse_weight(self, weight: float | None) -> None:
-        """Raise UsageError for a weight, in an algorithm that averages models and not gradients."""
+    def _refuse_weight(self, weight: float | None, reason: str) -> None:
+        """Raise UsageError for a weight, in an algorithm that cannot average gradients by weight."""
         if weight is not None:
-            raise asyncoll.UsageError(
-                f"{type(self).__name__} averages models, and has no use for a weight of gradients"
-            )
+            raise asyncoll.UsageError(f"{type(self).__name__} takes no weight: {reason}")
 
     async def _settle_buffers(self) -> None:
         """Treat the buffers as the option says, in a round that has made all models equal. Collective."""
