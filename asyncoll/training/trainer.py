@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
@@ -334,6 +335,8 @@ class Trainer(ABC):
             self._is_weighted = weight is not None
         if self._is_weighted is not (weight is not None):
             raise asyncoll.UsageError("give a weight in every step at every rank, or in none")
+        if weight is not None and not 0 <= weight < math.inf:
+            raise asyncoll.UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         self._calls += 1
         if weight is not None:
             self._weight += weight
