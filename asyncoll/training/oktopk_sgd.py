@@ -91,7 +91,7 @@ class OkTopkSGD(Trainer):
         self._residual = comm.empty(gradients.numel(), gradients.dtype).zero_()  # ε = 0
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
-        self._refuse_weight(weight)
+        self._refuse_weight(weight, "a residual holds gradients of several rounds")
         if self._holds_updates:
             self._scale_by_rate()  # ηG
         method = self._algorithm if self.round >= self._warm_up else "dense"
