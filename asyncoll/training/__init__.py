@@ -14,11 +14,26 @@
 
 from asyncoll.training.allreduce_sgd import AllreduceSGD
 from asyncoll.training.checkpoints import Checkpoints
+from asyncoll.training.dc_asgd import DCASGD
 from asyncoll.training.dc_s3gd import DCS3GD
 from asyncoll.training.eager_sgd import EagerSGD
+from asyncoll.training.local_sgd import LocalSGD
 from asyncoll.training.oktopk_sgd import OkTopkSGD
 from asyncoll.training.overlapped_sgd import OverlappedSGD
+from asyncoll.training.parameter_server import ParameterServerSGD
 from asyncoll.training.trainer import Trainer
 from asyncoll.training.wagma_sgd import WagmaSGD
 
-__all__ = ["DCS3GD", "AllreduceSGD", "Checkpoints", "EagerSGD", "OkTopkSGD", "OverlappedSGD", "Trainer", "WagmaSGD"]
+__all__ = [
+    "DCASGD",
+    "DCS3GD",
+    "AllreduceSGD",
+    "Checkpoints",
+    "EagerSGD",
+    "LocalSGD",
+    "OkTopkSGD",
+    "OverlappedSGD",
+    "ParameterServerSGD",
+    "Trainer",
+    "WagmaSGD",
+]
