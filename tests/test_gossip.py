@@ -1,9 +1,10 @@
-"""Gossip: averages with neighbours, push-sum, and pairwise averages. Laws for any number of ranks, and their failures."""
+"""Gossip: averages with neighbours, push-sum and pairwise averages. Laws for any number of ranks, and failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from functools import partial
 
 import numpy as np
@@ -522,17 +523,18 @@ def test_a_rank_that_leaves_without_closing_is_a_mismatch():
         simulate(3, act, JITTERY)
 
 
-async def averages_for_ever(comm):
-    x = np.ones(3)
+async def for_ever(call):
     while True:
-        await comm.neighbor_average(x)
+        await call()
+
+
+async def averages_for_ever(comm):
+    await for_ever(lambda: comm.neighbor_average(np.ones(3)))
 
 
 async def pushes_for_ever(comm):
-    x, weight = np.ones(3), np.ones(1)
-    for iteration in range(1 << 30):
-        x, weight = x + 0, weight + 0
-        await comm.push_sum(x, weight, iteration=iteration)
+    iterations = itertools.count()
+    await for_ever(lambda: comm.push_sum(np.ones(3), np.ones(1), iteration=next(iterations)))
 
 
 async def gossips_for_ever(comm):
@@ -583,8 +585,7 @@ def test_a_push_that_is_never_awaited_aborts_the_communicator():
         await comm.barrier()
         del calling
         with pytest.raises(AbortedError, match="the mass that it received is lost"):
-            while True:
-                await part.barrier()
+            await for_ever(part.barrier)
         await comm.barrier()
 
     with pytest.warns(RuntimeWarning, match="never awaited"):
@@ -597,11 +598,9 @@ def test_an_average_has_a_deadline():
     async def main(comm):
         gossip = await comm.gossip(np.ones(3))
         await asyncio.sleep(2.0)
+        with deadline(5.0 if comm.rank == 0 else 50.0):
+            call = gossip.exchange() if comm.rank == 0 else gossip.close()
         with pytest.raises(DeadlineError, match="an average of rank 0 with rank 1"):
-            if comm.rank == 0:
-                with deadline(5.0):
-                    await gossip.exchange()
-            else:
-                await gossip.close()
+            await call
 
     simulate(2, main, Network(faults=[Pause(1, 1.0, 60.0)]))
