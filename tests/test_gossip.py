@@ -523,6 +523,25 @@ def test_a_late_rank_raises_the_same_mismatch(kind, late, memory):
     assert len(raised) == 4
 
 
+@memory
+@pytest.mark.parametrize("other", [push(iteration=0), lambda c: c.barrier()], ids=["iteration", "barrier"])
+def test_ranks_that_are_done_notice_another_call_of_late_ranks(other, memory):
+    """Ranks 1 and 3 exchange with each other and are done, before ranks 0 and 2 make another call and send to them."""
+
+    async def act(comm):
+        if comm.rank % 2:
+            await comm.push_sum(np.ones(3), np.ones(1), iteration=1)
+            await comm.barrier()
+        else:
+            await asyncio.sleep(1.0)
+            await other(comm)
+
+    raised = failures(4, act, partial(simulate, network=JITTERY, shared_memory=memory), 0)
+    assert {type(error) for error in raised.values()} == {MismatchError}
+    assert len(raised) == 4
+    assert all("push_sum #1 of 3 float64, exponential graph, peers 1, iteration 1" in str(e) for e in raised.values())
+
+
 def test_a_rank_that_leaves_without_closing_is_a_mismatch():
     async def act(comm):
         gossip = await comm.gossip(np.ones(3))
