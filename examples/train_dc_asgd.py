@@ -1,6 +1,8 @@
-"""Train a language model with DC-ASGD: `train_ddp.py`, a parameter server that compensates for the delay of gradients.
+"""Train a language model with DC-ASGD: `train_ddp.py`,
+a parameter server that compensates for the delay of gradients.
 
-Run `torchrun --nproc-per-node 4 examples/train_dc_asgd.py` or `asyncoll launch -n 4 examples/train_dc_asgd.py`.
+Run `torchrun --nproc-per-node 4 examples/train_dc_asgd.py`
+or `asyncoll launch -n 4 examples/train_dc_asgd.py`.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
+ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -42,9 +44,7 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.DCASGD(
-        comm, model, optimizer, clip_norm=CLIP_NORM, accumulate=ACCUMULATE, scheduler=scheduler
-    )
+    sgd = asyncoll.training.DCASGD(comm, model, optimizer, clip_norm=CLIP, accumulate=ACCUMULATE, scheduler=scheduler)
     step, due = 0, args.every
     saved = load(args.folder / "checkpoint.pt")
     if saved is not None:
@@ -84,8 +84,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                if rank == 0:
-                    save(args.folder / "checkpoint.pt", state)
+                save(args.folder / "checkpoint.pt", rank, state)
             if step >= args.steps:
                 break
     await sgd.finish()

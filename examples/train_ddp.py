@@ -14,7 +14,7 @@ import torch.distributed as dist
 from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
+ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
             loss.backward()
             if (index + 1) % ACCUMULATE:
                 continue
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -84,8 +84,7 @@ def main() -> None:
                     "scheduler": scheduler.state_dict(),
                     "step": step,
                 }
-                if rank == 0:
-                    save(args.folder / "checkpoint.pt", state)
+                save(args.folder / "checkpoint.pt", rank, state)
             if step >= args.steps:
                 break
     dist.destroy_process_group()

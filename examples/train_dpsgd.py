@@ -1,6 +1,8 @@
-"""Train a language model with D-PSGD: `train_ddp.py`, in which a rank averages its model with those of two neighbours.
+"""Train a language model with D-PSGD: `train_ddp.py`,
+in which a rank averages its model with those of two neighbours.
 
-Run `torchrun --nproc-per-node 4 examples/train_dpsgd.py` or `asyncoll launch -n 4 examples/train_dpsgd.py`.
+Run `torchrun --nproc-per-node 4 examples/train_dpsgd.py`
+or `asyncoll launch -n 4 examples/train_dpsgd.py`.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
+ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -42,12 +44,9 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.DPSGD(
-        comm, model, optimizer, clip_norm=CLIP_NORM, accumulate=ACCUMULATE, scheduler=scheduler
-    )
+    sgd = asyncoll.training.DPSGD(comm, model, optimizer, clip_norm=CLIP, accumulate=ACCUMULATE, scheduler=scheduler)
     step, due = 0, args.every
-    checkpoints = asyncoll.training.Checkpoints(comm, args.folder)
-    saved = await checkpoints.newest()
+    saved = await asyncoll.training.Checkpoints(comm, args.folder).newest()
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -85,7 +84,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                checkpoints.save(step, **state)
+                asyncoll.training.Checkpoints(comm, args.folder).save(step, **state)
             if step >= args.steps:
                 break
     await sgd.finish()

@@ -1,6 +1,8 @@
-"""Train a language model with Ok-Topk SGD: `train_ddp.py`, in which a rank sends the largest elements of its gradients, and keeps the others.
+"""Train a language model with Ok-Topk SGD: `train_ddp.py`,
+in which a rank sends the largest elements of its gradients, and keeps the others.
 
-Run `torchrun --nproc-per-node 4 examples/train_oktopk_sgd.py` or `asyncoll launch -n 4 examples/train_oktopk_sgd.py`.
+Run `torchrun --nproc-per-node 4 examples/train_oktopk_sgd.py`
+or `asyncoll launch -n 4 examples/train_oktopk_sgd.py`.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
+ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -43,18 +45,10 @@ async def main(comm: asyncoll.Communicator) -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sgd = asyncoll.training.OkTopkSGD(
-        comm,
-        model,
-        optimizer,
-        residual="gradients",
-        density=0.05,
-        clip_norm=CLIP_NORM,
-        accumulate=ACCUMULATE,
-        scheduler=scheduler,
+        comm, model, optimizer, clip_norm=CLIP, accumulate=ACCUMULATE, scheduler=scheduler
     )
     step, due = 0, args.every
-    checkpoints = asyncoll.training.Checkpoints(comm, args.folder)
-    saved = await checkpoints.newest()
+    saved = await asyncoll.training.Checkpoints(comm, args.folder).newest()
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -92,7 +86,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                checkpoints.save(step, **state)
+                asyncoll.training.Checkpoints(comm, args.folder).save(step, **state)
             if step >= args.steps:
                 break
     await sgd.finish()

@@ -1,6 +1,8 @@
-"""Train a language model with synchronous SGD in buckets: `train_ddp.py`, whose buckets start in `backward()`, as in DistributedDataParallel.
+"""Train a language model with synchronous SGD in buckets: `train_ddp.py`,
+whose buckets start in `backward()`, as in DistributedDataParallel.
 
-Run `torchrun --nproc-per-node 4 examples/train_overlapped_sgd.py` or `asyncoll launch -n 4 examples/train_overlapped_sgd.py`.
+Run `torchrun --nproc-per-node 4 examples/train_overlapped_sgd.py`
+or `asyncoll launch -n 4 examples/train_overlapped_sgd.py`.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-ACCUMULATE, CLIP_NORM, WARM_UP, SEED = 4, 1.0, 10, 0
+ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -43,7 +45,7 @@ async def main(comm: asyncoll.Communicator) -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sgd = asyncoll.training.OverlappedSGD(
-        comm, model, optimizer, clip_norm=CLIP_NORM, accumulate=ACCUMULATE, scheduler=scheduler
+        comm, model, optimizer, clip_norm=CLIP, accumulate=ACCUMULATE, scheduler=scheduler
     )
     step, due = 0, args.every
     saved = load(args.folder / "checkpoint.pt")
@@ -84,8 +86,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                if rank == 0:
-                    save(args.folder / "checkpoint.pt", state)
+                save(args.folder / "checkpoint.pt", rank, state)
             if step >= args.steps:
                 break
     await sgd.finish()

@@ -64,7 +64,7 @@ class DCS3GD(Trainer):
         self._averaged: UnderWay[Tensor] | None = None
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
-        self._refuse_weight(weight, "it averages models, and not gradients")
+        self._refuse_weight(weight)
         is_averaged = await self._take_average()  # w_i = w̄, and D_i
         if is_averaged:
             compensate(self._flat.gradients, self._distance, self._lambda0)  # g̃_i (equation 10)

@@ -270,7 +270,7 @@ class Trainer(ABC):
         if total:
             gradients.div_(float(total))
 
-    def _refuse_weight(self, weight: float | None, reason: str) -> None:
+    def _refuse_weight(self, weight: float | None, reason: str = "it averages models, and not gradients") -> None:
         """Raise UsageError for a weight, in an algorithm that cannot average gradients by weight."""
         if weight is not None:
             raise asyncoll.UsageError(f"{type(self).__name__} takes no weight: {reason}")

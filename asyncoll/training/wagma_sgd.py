@@ -73,7 +73,7 @@ class WagmaSGD(Trainer):
         self._total = torch.empty_like(weights(self._flat))
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
-        self._refuse_weight(weight, "it averages models, and not gradients")
+        self._refuse_weight(weight)
         if self._order == "step-then-average":
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = weights(self._flat)
