@@ -14,7 +14,7 @@ import torch.distributed as dist
 from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
+MICRO, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 def main() -> None:
@@ -51,21 +51,21 @@ def main() -> None:
         scheduler.load_state_dict(saved["scheduler"])
         step, due = saved["step"], saved["step"] + args.every
 
-    steps_per_epoch = len(loader) // ACCUMULATE
+    steps_per_epoch = len(loader) // MICRO
     started = time.perf_counter()
     while step < args.steps:
         epoch, done = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
         for index, (inputs, targets) in enumerate(loader):
-            if index < done * ACCUMULATE or index >= steps_per_epoch * ACCUMULATE:
+            if index < done * MICRO or index >= steps_per_epoch * MICRO:
                 continue  # the run that saved the checkpoint has used it, or it is not enough for a step
-            if index % ACCUMULATE == 0:
+            if index % MICRO == 0:
                 straggle(step, rank, size, args.straggle_s)
-            ddp.require_backward_grad_sync = (index + 1) % ACCUMULATE == 0
+            ddp.require_backward_grad_sync = (index + 1) % MICRO == 0
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                loss = loss_of(ddp, inputs, targets) / ACCUMULATE
+                loss = loss_of(ddp, inputs, targets) / MICRO
             loss.backward()
-            if (index + 1) % ACCUMULATE:
+            if (index + 1) % MICRO:
                 continue
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-ACCUMULATE, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
+MICRO, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -44,7 +44,7 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.DPSGD(comm, model, optimizer, clip_norm=CLIP, accumulate=ACCUMULATE, scheduler=scheduler)
+    sgd = asyncoll.training.DPSGD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
     step, due = 0, args.every
     saved = await asyncoll.training.Checkpoints(comm, args.folder).newest()
     if saved is not None:
@@ -54,21 +54,21 @@ async def main(comm: asyncoll.Communicator) -> None:
         sgd.load_state_dict(saved["sgd"])
         step, due = saved["step"], saved["step"] + args.every
 
-    steps_per_epoch = len(loader) // ACCUMULATE
+    steps_per_epoch = len(loader) // MICRO
     started = time.perf_counter()
     while step < args.steps:
         epoch, done = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
         for index, (inputs, targets) in enumerate(loader):
-            if index < done * ACCUMULATE or index >= steps_per_epoch * ACCUMULATE:
+            if index < done * MICRO or index >= steps_per_epoch * MICRO:
                 continue  # the run that saved the checkpoint has used it, or it is not enough for a step
-            if index % ACCUMULATE == 0:
+            if index % MICRO == 0:
                 straggle(step, rank, size, args.straggle_s)
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
                 loss = loss_of(model, inputs, targets)
             loss.backward()
             await sgd.step()
-            if (index + 1) % ACCUMULATE:
+            if (index + 1) % MICRO:
                 continue
             step += 1
             if step >= due:
