@@ -61,6 +61,9 @@ def main() -> None:
         for index, (inputs, targets) in enumerate(loader):
             if index < done * ACCUMULATE or index >= steps_per_epoch * ACCUMULATE:
                 continue  # the run that saved the checkpoint has used it, or it is not enough for a step
+            straggler = int(torch.randint(size, (), generator=torch.Generator().manual_seed(step)))
+            if index % ACCUMULATE == 0 and rank == straggler:
+                time.sleep(args.straggle_s)
             is_last = (index + 1) % ACCUMULATE == 0
             with contextlib.nullcontext() if is_last else model.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
@@ -68,9 +71,6 @@ def main() -> None:
                 loss.backward()
             if not is_last:
                 continue
-            straggler = int(torch.randint(size, (), generator=torch.Generator().manual_seed(step)))
-            if rank == straggler:
-                time.sleep(args.straggle_s)
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             scheduler.step()
