@@ -32,7 +32,8 @@ from asyncoll.training.replicas import weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(__file__).parent / "scripts" / "server.py"
-PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,asyncoll"}  # loaded once, and not by each rank
+# Launched ranks load these once, and not each. The first step of an optimizer imports torch._dynamo.
+PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch._dynamo,asyncoll.training"}
 SIZES = [1, 2, 3, 4, 5, 8]
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
 Optimizing = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -264,6 +265,24 @@ def test_a_loop_over_rounds_ends_at_every_rank(trainer: str, size: int) -> None:
         assert results[0][0] > results[-1][0]  # the slowest rank has made fewer steps
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_frozen_models_and_empty_trainings_end_well(trainer: str) -> None:
+    async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).requires_grad_(False)
+        sgd = TRAINERS[trainer](comm, model, torch.optim.SGD(model.parameters(), lr=1.0), clip_norm=1.0, name="first")
+        await sgd.start()
+        for _ in range(comm.rank):
+            model(torch.randn(3, 2))
+            await sgd.step()
+        await sgd.finish()
+        empty = TRAINERS[trainer](comm, model, torch.optim.SGD(model.parameters(), lr=1.0), name="second")
+        await empty.finish()
+        return torch.cat([parameters(model), *(buffer.flatten() for buffer in model.buffers())])
+
+    results = run_ranks(3, main)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 # -- staleness -----------------------------------------------------------------------------------
 
 
@@ -300,7 +319,7 @@ def race(size: int, seed: int, staleness: int | None) -> Observed:
         sgd = Observing(comm, model, torch.optim.SGD(model.parameters(), lr=1.0), staleness=staleness)
         await sgd.start()
         mean_s = draw.choice([0.1, 1.0, 5.0])
-        for _ in range(draw.randrange(8)):
+        for _ in range(draw.randrange(6)):
             await asyncio.sleep(draw.expovariate(1 / mean_s))
             model.weight.grad.fill_(1.0)
             await sgd.step()
@@ -458,14 +477,15 @@ def test_the_checkpoint_of_rank_0_is_the_servers_state_of_one_moment(trainer: st
         updates = state[2]["own"]["updates"]
         assert state[2]["round"] == updates // size
 
-    for everyone in (False, True):
+    for others_load in ("nothing", "rank 0's", "their own"):
 
-        async def second(comm: asyncoll.Communicator, everyone: bool = everyone) -> Any:
+        async def second(comm: asyncoll.Communicator, others_load: str = others_load) -> Any:
             model = network(comm.rank)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
             sgd = TRAINERS[trainer](comm, model, optimizer)
-            if everyone or comm.rank == 0:
-                for part, state in zip((model, optimizer, sgd), saved[0][3], strict=True):
+            loaded = saved[0][3] if comm.rank == 0 or others_load == "rank 0's" else saved[comm.rank][-1]
+            if comm.rank == 0 or others_load != "nothing":
+                for part, state in zip((model, optimizer, sgd), loaded, strict=True):
                     part.load_state_dict(state)
             await sgd.start()
             began = sgd.round, parameters(model), optimizer.param_groups[0]["lr"]
@@ -485,7 +505,7 @@ def test_the_checkpoint_of_rank_0_is_the_servers_state_of_one_moment(trainer: st
             assert ended == (state["own"]["updates"] + 2 * size) // size
 
 
-def test_a_checkpoint_without_the_server_is_refused() -> None:
+def test_the_checkpoint_of_a_worker_is_refused_at_the_server() -> None:
     async def main(comm: asyncoll.Communicator) -> Any:
         model = network()
         sgd = ParameterServerSGD(comm, model, momentum(model))
@@ -496,22 +516,16 @@ def test_a_checkpoint_without_the_server_is_refused() -> None:
         await sgd.finish()
         return state
 
-    of_rank_0, of_worker = run_ranks(2, main)
+    _, of_worker = run_ranks(2, main)
 
-    async def resume(comm: asyncoll.Communicator, loaded: Any, at: int, adaptive: bool | None = None) -> None:
+    async def resume(comm: asyncoll.Communicator) -> None:
         model = network()
-        kind = ParameterServerSGD if adaptive is None else functools.partial(DCASGD, adaptive=adaptive)
-        sgd = kind(comm, model, momentum(model))
-        if comm.rank == at:
-            sgd.load_state_dict(loaded)
-        await sgd.start()
+        with pytest.raises(asyncoll.UsageError, match="algorithm 'ParameterServerSGD', and not 'DCASGD'"):
+            DCASGD(comm, model, momentum(model)).load_state_dict(of_worker)
+        ParameterServerSGD(comm, model, momentum(model)).load_state_dict(of_worker)
 
-    with pytest.raises(asyncoll.UsageError, match="is that of a worker: load the one that rank 0 has saved"):
-        run_ranks(2, functools.partial(resume, loaded=of_worker, at=1))
-    with pytest.raises(asyncoll.UsageError, match="rank 0 has the server, and has not loaded the checkpoint of round"):
-        run_ranks(2, functools.partial(resume, loaded=of_rank_0, at=1))
-    with pytest.raises(asyncoll.UsageError, match="algorithm 'ParameterServerSGD', and not 'DCASGD'"):
-        run_ranks(2, functools.partial(resume, loaded=of_rank_0, at=0, adaptive=False))
+    with pytest.raises(asyncoll.UsageError, match="is that of another rank: load the one that rank 0 has saved"):
+        run_ranks(2, resume)
 
 
 def test_a_checkpoint_of_another_lambda_is_refused() -> None:
@@ -614,7 +628,7 @@ def test_a_cancelled_step_ends_the_communicator(victim: int) -> None:
     raised = outcomes(3, act)
     assert raised[victim].startswith("CancelledError")
     others = [text for rank, text in enumerate(raised) if rank != victim]
-    assert all(re.match(rf"AbortedError: rank {victim} aborted: a step with the parameter", text) for text in others)
+    assert all(re.match(rf"AbortedError: rank {victim} aborted: a call of the parameter", text) for text in others)
 
 
 @looped("victim, staleness", [(rank, bound) for rank in range(3) for bound in (None, 0)])
@@ -673,7 +687,7 @@ def test_the_loss_falls(trainer: str) -> None:
         sgd = TRAINERS[trainer](comm, model, torch.optim.SGD(model.parameters(), lr=0.2))
         await sgd.start()
         before, step = loss(model, 50, 0).item(), 0
-        while sgd.round < 100:
+        while sgd.round < 60:
             await asyncio.sleep(draw.random())
             loss(model, comm.rank, step).backward()
             await sgd.step()
@@ -700,15 +714,14 @@ def test_processes_end_with_one_model(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_a_killed_process_is_an_error_at_the_survivors(victim: int, transport: str) -> None:
+@pytest.mark.parametrize(("victim", "transport"), [(0, "zmq"), (1, "shm")])
+def test_a_killed_process_is_an_error_at_the_survivor(victim: int, transport: str) -> None:
     """The ranks have no launcher, because it would stop the others soon after the first death."""
     with ExitStack() as stack:
         port = stack.enter_context(reserve_port()).getsockname()[1]
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
-        for rank in range(3):
+        for rank in range(2):
             env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": transport}
             command = [sys.executable, "-W", "error", SCRIPT, str(victim)]
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
