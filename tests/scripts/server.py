@@ -3,7 +3,6 @@
 With an argument, that rank kills itself after some steps, and each survivor prints the rank whose loss it is told of.
 """
 
-import asyncio
 import hashlib
 import os
 import signal
@@ -41,7 +40,6 @@ async def main(comm: asyncoll.Communicator) -> None:
     for kind in (ParameterServerSGD, DCASGD):
         sgd = kind(comm, model, torch.optim.SGD(model.parameters(), lr=0.01), staleness=3)
         await train(comm, sgd, victim)
-    assert len(asyncio.all_tasks()) <= 3
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *model.buffers()])
     print(f"model {hashlib.sha256(bits).hexdigest()} after {sgd.round} rounds")
 
