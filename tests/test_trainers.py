@@ -24,23 +24,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import PATIENCE_S, looped
+from trainers.allreduce_sgd import allreduce_sgd
+from trainers.dc_s3gd import compensate, dc_s3gd
+from trainers.eager_sgd import Partial, eager_sgd
+from trainers.replicas import resynchronise
+from trainers.wagma_sgd import Order, merge, wagma_sgd
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from trainers.__main__ import main as cli
-from trainers.allreduce_sgd import allreduce_sgd
 from trainers.consensus import Consensus
-from trainers.dc_s3gd import compensate, dc_s3gd
 from trainers.demo import PRELOAD
-from trainers.eager_sgd import Partial, eager_sgd
 from trainers.experiment import experiment, learning_rate
 from trainers.imbalance import AllSkewed, Balanced, OneRandom, parse_duration, parse_imbalance
-from trainers.replicas import resynchronise
 from trainers.report import Report
 from trainers.settings import TRAINERS, Settings
 from trainers.time_model import expected_round_s, least_round_s
-from trainers.wagma_sgd import Order, merge, wagma_sgd
 from trainers.workloads import WORKLOADS, Digits, Hyperplane
 
 SIZES = [1, 3, 4]
