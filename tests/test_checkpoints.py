@@ -25,7 +25,7 @@ from asyncoll.training import DCS3GD, AllreduceSGD, Checkpoints, OkTopkSGD, Wagm
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
 PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
-ROUNDS = 13
+ROUNDS = 11
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,14 +55,13 @@ def train(size: int, algorithm: str, folder: Path, killed: tuple[int, int] | Non
 def test_a_training_that_is_killed_and_goes_on_ends_with_the_bits_of_an_unbroken_one(
     algorithm: str, size: int, tmp_path: Path
 ) -> None:
-    """Killed in the first round, and twice in the middle of the periods of thresholds and regions."""
+    """Killed twice, in the middle of the periods of thresholds and of regions."""
     unbroken = train(size, algorithm, tmp_path / f"unbroken {size}")
     folder = tmp_path / f"killed {size}"
-    for killed in [(0, 1), (size - 1, 6), (size // 2, 12)]:
+    for killed in [(size - 1, 6), (0, 10)]:
         with pytest.raises(KilledError):
             train(size, algorithm, folder, killed)
     assert train(size, algorithm, folder) == unbroken
-    assert train(size, algorithm, folder) == unbroken  # the last round was saved
 
 
 @pytest.mark.slow
