@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from asyncoll.world.join import connect as connect
     from asyncoll.world.join import run as run
 
-    SUM, AVG, PROD, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
+    SUM, AVG, AVG_ACTIVE, PROD = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.AVG_ACTIVE, ReduceOp.PROD
+    MIN, MAX = ReduceOp.MIN, ReduceOp.MAX
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
@@ -75,7 +76,7 @@ _HOMES = {
     "tensors.reductions": ("ReduceOp",),
     "world.join": ("connect", "run"),
 }
-_REDUCTIONS = ("SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_REDUCTIONS = ("SUM", "AVG", "AVG_ACTIVE", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDUCTIONS, "__version__"])
 

@@ -7,6 +7,7 @@ order in which tasks run does not matter. The docstring of each method states it
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -826,7 +827,14 @@ class Communicator:
     # -- wait-avoiding ----------------------------------------------------------------------------
 
     def solo_allreduce(
-        self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0, history: int = 0
+        self,
+        x: object,
+        *,
+        name: str = "solo",
+        op: ReduceOp = ReduceOp.SUM,
+        sync_every: int = 0,
+        history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: the first rank to arrive starts the round for all (a quorum of 1).
 
@@ -864,10 +872,14 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -901,7 +913,7 @@ class Communicator:
                     pass  # apply it: one step of the optimizer for each round
                 newest = reduction.round
         """
-        return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
+        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, sync_every=sync_every, history=history)
 
     def majority_allreduce(
         self,
@@ -913,6 +925,7 @@ class Communicator:
         seed: int = 0,
         sync_every: int = 0,
         history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when one of the ranks arrives that were drawn for it.
 
@@ -956,10 +969,14 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -990,24 +1007,25 @@ class Communicator:
             print(reduction.round, reduction.active, reduction.included)
         """
         rules: dict[str, Any] = {"candidates": candidates, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.MAJORITY, **rules)
+        return self._wait_avoiding(x, name, op, Opening.MAJORITY, weight, **rules)
 
     def quorum_allreduce(
         self,
         x: object,
         *,
-        quorum: int,
+        quorum: int | None = None,
         name: str = "quorum",
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
         history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when `quorum` ranks have arrived, always.
 
-        A quorum of 1 is `solo_allreduce`, a quorum of `size` waits for all ranks like `allreduce`. By message a rank
-        that is drawn for each round from `seed` counts the arrivals; its own caller need not have arrived. Ranks that
-        have left their program count as arrived.
+        By default the quorum is a true majority, `size // 2 + 1`. A quorum of 1 is `solo_allreduce`, a quorum of `size`
+        waits for all ranks like `allreduce`. By message a rank that is drawn for each round from `seed` counts the
+        arrivals; its own caller need not have arrived. Ranks that have left their program count as arrived.
 
         Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
         of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
@@ -1034,14 +1052,18 @@ class Communicator:
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
-            quorum: number of ranks whose arrival starts a round, from 1 to `size`.
+            quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -1068,11 +1090,12 @@ class Communicator:
         Example:
 
             weight, bias = np.ones((3, 2), "f4"), np.ones(2)
-            reduction = await comm.quorum_allreduce([weight, bias], quorum=comm.size // 2 + 1)
+            reduction = await comm.quorum_allreduce([weight, bias])
             assert reduction.active > comm.size // 2
         """
-        rules: dict[str, Any] = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
+        needed = self.size // 2 + 1 if quorum is None else quorum
+        rules: dict[str, Any] = {"quorum": needed, "seed": seed, "sync_every": sync_every, "history": history}
+        return self._wait_avoiding(x, name, op, Opening.QUORUM, weight, **rules)
 
     def group_allreduce(
         self,
@@ -1083,6 +1106,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         fixed: bool = False,
         sync_every: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce within the groups of a round, which the first rank to arrive starts for all.
 
@@ -1115,10 +1139,14 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`; AVG and AVG_ACTIVE divide by the number of contributors.
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round and group `x` holds, and whether this contribution is in it.
@@ -1155,7 +1183,63 @@ class Communicator:
         size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
-        return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
+        rules: dict[str, Any] = {"group_size": size, "sync_every": sync_every}
+        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, fixed=bool(fixed), **rules)
+
+    def join(self, name: str, x: object) -> Coroutine[Any, Any, Reduction | None]:
+        """This rank has no more contributions for the rounds of `name`: wait until no rank has.
+
+        From this call on no round waits for this rank: it counts as arrived. Rounds still take what it has staged. When
+        all ranks have joined, one more round takes what is still staged at any of them. So all contributions are in
+        exactly one round, and every rank is told of the same newest round, with the same bits. Ranks that leave their
+        training loops at different rounds so end with equal models.
+
+        Every rank calls it once for a `name`, after its last call of that name, at any point of its program: it is not
+        numbered among the collective calls. It starts at once, and takes its turn after the earlier calls of that name.
+        A rank that has left its program counts as joined. The name cannot be used again on this communicator.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, as that of a collective.
+
+        Args:
+            name: of solo, majority or quorum allreduces of which this rank has made at least one call.
+            x: a tensor, or a list of tensors, as in those calls. It is overwritten with the newest result; its content
+                is not a contribution.
+
+        Returns:
+            A `Reduction`, as of a late call: with the rounds since this rank's last one, and `x` as their newest
+            result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
+
+        Raises:
+            UsageError: when called: this rank has not called `name`, or in groups, or `x` is not as in those calls; or
+                this thread runs no event loop. Nothing has been sent.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for another operation at another rank.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call or a
+                `join`, or has left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Source: the name is that of Horovod's `join` and of the context manager of torch.distributed.algorithms, which
+        let ranks with fewer batches shadow the collectives of the others.
+
+        Example:
+
+            gradients, applied = np.ones(1000), 0
+            for _ in range(3 + comm.rank):  # a different number of batches at each rank
+                reduction = await comm.quorum_allreduce(gradients, op=asyncoll.AVG, history=100)
+                applied += len(reduction.results())  # one step of the optimizer each
+            if (last := await comm.join("quorum", gradients)) is not None:
+                applied += len(last.results())
+        """
+        if self._core.memory.unused:
+            self._core.memory.give_back()
+        return self._core.operations.join(text(name, "name"), x, _site())
 
     # -- sparse -----------------------------------------------------------------------------------
 
@@ -1453,18 +1537,28 @@ class Communicator:
             raise
 
     def _wait_avoiding(
-        self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
+        self,
+        x: object,
+        name: str,
+        op: ReduceOp,
+        opening: Opening,
+        weight: float | None,
+        *,
+        fixed: bool = False,
+        **rules: int,
     ) -> Coroutine[Any, Any, Reduction]:
-        core, contribution = self._core, bundle(x, op)
+        core, weighted = self._core, weight is not None
+        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
         if core.memory.unused:
             core.memory.give_back()
-        given = (name, op, opening, fixed, contribution.layout, contribution.boundaries, *rules, *rules.values())
+        kind = (name, op, opening, fixed, weighted, contribution.layout, contribution.boundaries)
+        given: tuple[object, ...] = (*kind, *rules, *rules.values())
         try:
             spec = core.plans.get((given, *map(type, given)))
         except TypeError:  # an array without dimensions, for one, is a number, too, and has no hash
             spec = None
         if spec is None:
-            spec = self._plan(given, name, op, opening, fixed, contribution, rules)
+            spec = self._plan(given, name, op, opening, fixed, weighted, contribution, rules)
         return core.operations.start(spec, contribution, _site())
 
     def _plan(
@@ -1474,6 +1568,7 @@ class Communicator:
         op: ReduceOp,
         opening: Opening,
         fixed: bool,
+        weighted: bool,
         contribution: Bundle | Single,
         rules: dict[str, int],
     ) -> Operation:
@@ -1481,10 +1576,11 @@ class Communicator:
 
         It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
         """
-        reductions.check_reduction(op, contribution.layout[0][0])
+        reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
         exact = {rule: whole(value, rule) for rule, value in rules.items()}
         layout, buckets = contribution.layout, contribution.boundaries
-        operation = Operation(text(name, "name"), layout, op, opening, fixed=fixed, buckets=buckets, **exact)
+        options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
+        operation = Operation(text(name, "name"), layout, op, opening, **options)
         check_operation(operation, self.size)
         if {*map(type, rules.values())} <= {int} and type(name) is str:
             self._core.remember((given, *map(type, given)), operation)
@@ -1523,6 +1619,14 @@ class Communicator:
         if rank == self.rank:
             raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
         return rank
+
+
+def _weight(value: object) -> float:
+    """`value` as the weight of a contribution."""
+    weight = real(value, "weight")
+    if not 0 <= weight < math.inf:
+        raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
+    return weight
 
 
 def _site() -> Site:

@@ -19,9 +19,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
-from asyncoll.algorithms.rounds.engine import Engine
+from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord
@@ -118,7 +119,45 @@ class OneSidedRounds:
             self._over.add(turn)
             self._end_turn(turn)
 
-    async def _queue(self, turn: int, contribution: Contribution) -> None:
+    async def join(self) -> Delivery | None:
+        """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
+        turn = self._calls
+        self._calls += 1
+        try:
+            if turn != self._turn:
+                await self._queue(turn, None)
+            rounds, engine = self._rounds, self._engine
+            with self._control_block:
+                rounds.join()
+            while not await self._close():
+                await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
+            with self._control_block:
+                latest = rounds.latest
+                if not engine.has_news(latest):
+                    return None
+                *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
+                ticket = rounds.staged()[2]
+            return self._answer(engine.conclude(ticket, newest, missed), newest)
+        finally:
+            self._over.add(turn)
+            self._end_turn(turn)
+
+    def _is_work_left(self) -> bool:
+        return self._rounds.is_help_wanted() or self._rounds.may_close()
+
+    async def _close(self) -> bool:
+        """Open the last round if all ranks have joined, and reduce chunks of it. Returns whether it is over."""
+        rounds = self._rounds
+        while True:
+            with self._control_block:
+                missing, is_over = rounds.close(self._now_ns()), rounds.is_over()
+                running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
+            rounds.blocks.provide(missing)
+            await self._help(running, work)
+            if not missing:
+                return is_over
+
+    async def _queue(self, turn: int, contribution: Contribution | None) -> None:
         """Wait for turn `turn`. If that is cancelled, the contribution is staged without waiting for a round."""
         mine = self._turns[turn] = Turn()
         try:
@@ -127,7 +166,8 @@ class OneSidedRounds:
             if self._turn != turn:
                 await turn_of(mine)
         except asyncio.CancelledError:
-            await self._put(contribution, None)
+            if contribution is not None:
+                await self._put(contribution, None)
             raise
         finally:
             self._turns.pop(turn, None)
@@ -254,13 +294,14 @@ class OneSidedRounds:
         address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
             return False
+        contribution.scale_lent()
         rounds = self._rounds
         with self._control_block:
             # Since `_begin` a round may have begun, which does not take this contribution any more. And older staged
             # contributions have to be added up, in a block.
             if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
                 return False
-            call.ticket = rounds.put(LENT, address)
+            call.ticket = rounds.put(LENT, address, contribution.weight)
             self._come(call)
         return True
 
@@ -280,14 +321,16 @@ class OneSidedRounds:
         ticket = 0
         while not ticket:
             contribution.read(parts)
+            weight = contribution.weight
             if before[0] != NONE and not self._keeps:
+                weight += before[3]
                 for combine, part, staged in zip(self._combines, parts, self._parts(before[1]), strict=True):
                     combine(part, staged)
             interrupted = await self._pause() or interrupted
             with self._control_block:
                 now = rounds.staged()
                 if self._keeps or now == before:
-                    ticket = rounds.put(block, address)
+                    ticket = rounds.put(block, address, weight)
                     if call is not None:
                         call.ticket = ticket
                         self._come(call)
@@ -311,7 +354,7 @@ class OneSidedRounds:
             self._views[address] = parts
         return parts
 
-    def _new_block(self) -> tuple[int, tuple[int, int, int]]:
+    def _new_block(self) -> tuple[int, tuple[int, int, int, float]]:
         """A free block to fill, and the staged contribution as of `RoundRecord.staged`."""
         rounds = self._rounds
         while True:
@@ -361,17 +404,23 @@ class OneSidedRounds:
 
     def _deliver(self, call: _Call) -> Delivery:
         assert call.kept is not None
-        told = self._engine.deliver(call.ticket, call.kept, call.missed)
+        return self._answer(self._engine.deliver(call.ticket, call.kept, call.missed), call.kept)
+
+    def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, call.kept))), told.included, told.skipped)
+        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped, told.lag)
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
-        number, block, active, taken = kept
-        parts = self._parts(self._rounds.blocks.address(block)) if block else []
+        number, block, _, taken = kept
+        blocks = self._rounds.blocks
+        parts = self._parts(blocks.address(block)) if block else []
+        ranks = _ranks_of(blocks.contributors(block)) if block else ()
         members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        return Result(number, parts, active, members, taken, self.operation.is_synchronous(number), block=block)
+        weight = blocks.weight(block) if block else 0.0
+        synchronous = self.operation.is_synchronous(number)
+        return Result(number, parts, ranks, members, taken, synchronous, weight, block=block)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
@@ -389,7 +438,7 @@ class OneSidedRounds:
             numbers = [result.number for result in delivery.results]
             with contextlib.suppress(AsyncollError), self._control_block:
                 kept = [record for number in numbers for record in self._rounds.keep(number, number)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
 
     def statistics(self) -> OperationStatistics:
         with self._control_block:
@@ -397,3 +446,9 @@ class OneSidedRounds:
 
     def _now_ns(self) -> int:
         return int(self._arena.now_s() * 1e9)
+
+
+@lru_cache(maxsize=256)
+def _ranks_of(bitmap: int) -> tuple[int, ...]:
+    """The ranks of a bitmap, which has bit r for rank r, in order."""
+    return tuple([rank for rank in range(bitmap.bit_length()) if bitmap >> rank & 1])

@@ -6,21 +6,22 @@ call of the others.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.rounds.directory import Rounds
-from asyncoll.algorithms.rounds.operation import Operation, RoundCall
+from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.errors import UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
-from asyncoll.tensors.operands import Bundle, Single
+from asyncoll.tensors.operands import Bundle, Single, bundle, copy_of
 from asyncoll.tensors.reductions import ReduceOp
 
 
@@ -54,6 +55,40 @@ class Reduction:
 
     group: tuple[int, ...] = ()
     """The ranks that were reduced over, with or without a contribution: all, or this rank's group in the round."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks whose contribution, new or staged before, is in the result, in ascending order: `active` of them."""
+
+    lag: int = 0
+    """The number of rounds between the one that the call aimed at and this one. 0: the call was in time."""
+
+    waited_s: float = 0.0
+    """The seconds from the call until its result was in `x`. Virtual seconds in a simulated world."""
+
+    result: Any = field(default=None, repr=False, compare=False)
+    """The caller's `x` itself, which has the result; None if the round had no contributors, and left `x` as it was."""
+
+    def results(self) -> tuple[Any, ...]:
+        """The results of all rounds since this rank's last one that there are, oldest first: `missed`, then `x`.
+
+        Each may be read while `x` is overwritten: if there are missed results, the last one is a copy of `x`, made now.
+        So call it before `x` is used for anything else.
+
+        Returns:
+            Tensors like `x`, or lists of tensors if `x` is a list.
+
+        Example:
+
+            gradients, newest = np.ones(1000), 0
+            while newest < 10:
+                reduction = await comm.solo_allreduce(gradients, op=asyncoll.AVG, history=10)
+                for result in reduction.results():
+                    gradients[:] = result  # and a step of the optimizer, which reads `gradients`
+                newest = reduction.round
+        """
+        if self.result is None:
+            return self.missed
+        return (*self.missed, copy_of(self.result)) if self.missed else (self.result,)
 
 
 class Receipt:
@@ -90,27 +125,32 @@ class Operations:
         self._member = member
         self._backend = backend
         self._pending = pending
+        self._called: dict[str, Operation] = {}  # by name: those that this rank has called
+        self._joined: set[str] = set()  # the names of those that this rank has joined
 
-    def start(self, spec: Operation, bundle: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
+    def start(self, spec: Operation, given: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
         """Start a call of the operation `spec`. Returns a coroutine that waits for the result.
 
-        `bundle` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
-        contribution in, and waits until no round uses the memory of `bundle`.
+        `given` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
+        contribution in, and waits until no round uses the memory of `given`.
         """
         self._member.check_caller()
+        if spec.name in self._joined:
+            raise UsageError(f"this rank has joined {spec.name!r}, and contributes no more: use another name")
+        self._called[spec.name] = spec
         call, receipt = RoundCall(spec, site), Receipt()
         pending = self._pending.enter(call)
         try:
-            work = self.contribute(call, bundle, receipt, pending)
+            work = self.contribute(call, given, receipt, pending)
             return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
             self._pending.leave(pending)
             raise
 
     async def contribute(
-        self, call: RoundCall, bundle: Bundle | Single, receipt: Receipt, pending: PendingCall
+        self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall
     ) -> Reduction:
-        """The whole call, on whichever loop drives it. `receipt` has the delivery before `bundle` is written.
+        """The whole call, on whichever loop drives it. `receipt` has the delivery before `given` is written.
 
         Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. An
         exception that the other ranks do not know aborts the communicator.
@@ -121,15 +161,13 @@ class Operations:
             rounds = self._backend.operations.known.get(spec.name)
             # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
             if rounds is None or rounds.operation is not spec:
-                site = str(call.site)
-                known = self._backend.operations.find(spec, self._member.group.rank, site)
-                rounds = known if known is not None else await self._backend.open(spec, site)
-            delivery = await rounds.call(bundle)
+                rounds = await self._find_or_open(call)
+            delivery = await rounds.call(given)
             # Signed here and not at the end: the caller may be cancelled from now on, when the call is over for the
             # operation and only the caller can lose its rounds.
             receipt.sign(rounds, delivery)
             try:
-                return self._hand_over(spec, delivery, bundle)
+                return self._hand_over(spec, delivery, given, pending)
             finally:
                 rounds.release(delivery)
         except UsageError:  # this host has no room for the contribution: the rounds of the other ranks can go on
@@ -140,31 +178,91 @@ class Operations:
         finally:
             self._pending.leave(pending)
 
-    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle | Single) -> Reduction:
-        """Write the result into `bundle`, and copy the missed results: `release` ends their memory's use."""
+    async def _find_or_open(self, call: RoundCall | JoinCall) -> Rounds:
+        site = str(call.site)
+        known = self._backend.operations.find(call.operation, self._member.group.rank, site)
+        return known if known is not None else await self._backend.open(call.operation, site)
+
+    def join(self, name: str, x: object, site: Site) -> Coroutine[Any, Any, Reduction | None]:
+        """Start the call by which this rank joins the operation `name`. Returns a coroutine that waits for the others.
+
+        `x` is overwritten with the newest result.
+        """
+        self._member.check_caller()
+        spec = self._called.get(name)
+        if spec is None:
+            raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
+        if spec.group_size:
+            raise UsageError(f"{spec} is in groups, which have no newest result of all ranks: reduce once more instead")
+        given = bundle(x, spec.op)
+        if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
+            raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
+        self._joined.add(name)
+        call = JoinCall(spec, site)
+        pending = self._pending.enter(call)
+        try:
+            return self._backend.start(self._conclude(call, given, pending), call.__str__, spec.nbytes, _nothing)
+        except BaseException:
+            self._pending.leave(pending)
+            raise
+
+    async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
+        """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
+        try:
+            self._member.check()
+            rounds = await self._find_or_open(call)
+            delivery = await rounds.join()
+            if delivery is None:
+                return None
+            try:
+                return self._hand_over(call.operation, delivery, given, pending)
+            finally:
+                rounds.release(delivery)
+        except (Exception, asyncio.CancelledError) as error:
+            self._member.failed(call, error)
+            raise
+        finally:
+            self._pending.leave(pending)
+
+    def _hand_over(
+        self, spec: Operation, delivery: Delivery, given: Bundle | Single, pending: PendingCall
+    ) -> Reduction:
+        """Write the result into `given`, and copy the missed results: `release` ends their memory's use."""
         *missed, result = delivery.results
-        if result.active:  # a round without contributors has no result, and leaves `bundle` as it is
-            bundle.write(result.parts, self._divisor(spec, result))
+        active = len(result.ranks)
+        if active:  # a round without contributors has no result, and leaves `given` as it is
+            given.write(result.parts, self._divisor(spec, result))
         return Reduction(
             round=result.number,
-            active=result.active,
+            active=active,
             included=delivery.included,
             skipped=delivery.skipped,
             synchronous=result.synchronous,
-            missed=tuple([bundle.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
+            missed=tuple([given.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
             group=result.members,
+            ranks=result.ranks,
+            lag=delivery.lag,
+            waited_s=self._pending.age_s(pending),
+            result=given.given if active else None,
         )
 
     def statistics(self) -> dict[str, OperationStatistics]:
         """The totals of each operation that this rank knows, by name."""
         return {rounds.operation.name: rounds.statistics() for rounds in self._backend.operations}
 
-    def _divisor(self, spec: Operation, result: Result) -> int:
-        """The divisor of AVG, and 1 for other reductions.
+    def _divisor(self, spec: Operation, result: Result) -> float:
+        """The divisor of AVG and AVG_ACTIVE, and 1 for other reductions.
 
-        In groups it is the number of models in the result. Otherwise it is the number of ranks, contributing or not, as
-        in the algorithm of section 5 of the PPoPP 2020 paper.
+        If all weights of a round are 0, its sum is 0, and so is its average.
+        AVG in groups divides by the number of models in the result. Otherwise it divides by the number of ranks,
+        contributing or not, as in the algorithm of section 5 of the PPoPP 2020 paper.
         """
-        if spec.op is not ReduceOp.AVG:
-            return 1
-        return result.active if spec.group_size else self._member.group.size
+        if spec.weighted:
+            return result.weight or 1.0
+        if spec.op is ReduceOp.AVG and not spec.group_size:
+            return self._member.group.size
+        return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1
+
+
+def _nothing() -> None:
+    pass

@@ -25,12 +25,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, Engine, Instruction, NextRound, Tell
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, Engine, Instruction, NextRound, Tell, Told
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
-from asyncoll.tensors.reductions import Array, combiner, storage
+from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 
 EARLY_MAX = 1 << 16  # rounds that another rank may be ahead of this one; bounds the signals that are kept for later
@@ -39,7 +39,11 @@ Parts = list[Array]  # a contribution or a result: one flat array for each entry
 
 
 class Contribution(Protocol):
-    """The contribution of one call."""
+    """The contribution of one call: the caller's tensors, multiplied by its weight."""
+
+    @property
+    def weight(self) -> float:
+        """Added up over the contributions of a round, if the operation is weighted."""
 
     def read(self, into: Parts) -> None:
         """Copy the contribution into these arrays."""
@@ -47,16 +51,20 @@ class Contribution(Protocol):
     def lend(self) -> Parts | None:
         """The caller's own memory, to be reduced in place; None if it is not flat arrays of the operation's layout."""
 
+    def scale_lent(self) -> None:
+        """Make the memory of `lend` the contribution. Before, it is not multiplied by the weight."""
+
 
 class Result(NamedTuple):
     """The result of a round. `parts` do not change any more, until their memory is used again."""
 
     number: int
     parts: Parts
-    active: int
-    members: tuple[int, ...]  # the ranks that reduced together, as ranks of the communicator
+    ranks: tuple[int, ...]  # those with a contribution in it, in order; ranks of the communicator, as `members`
+    members: tuple[int, ...]  # the ranks that reduced together
     taken: int  # the ticket of this rank's newest contribution when the round took the staged one
     synchronous: bool
+    weight: float  # the sum of the weights of its contributions, if the operation is weighted
     deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
     lent: bool = False  # `parts` are the memory of the caller that waits for the round
     block: int = 0  # in memory: the block that has `parts`; 0: none
@@ -68,6 +76,7 @@ class Delivery(NamedTuple):
     results: tuple[Result, ...]  # that of the call comes last, after those that it has missed, oldest first
     included: bool  # whether the contribution of the call is in the result of the call
     skipped: int  # rounds before that one that the caller is given no result of
+    lag: int  # rounds from the one that the call aimed at to that one
 
 
 class WaitAvoiding(ABC):
@@ -80,15 +89,19 @@ class WaitAvoiding(ABC):
         self._group = group = port.group
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._turn = asyncio.Lock()  # fair: the calls of this rank run one after another, in their order
-        self._tally = Tally(group.size)
+        self._tally = Tally(group.size, weighted=operation.weighted)
         self._staged: Parts | None = None
+        self._staged_weight = 0.0  # of `staged`; undefined without it
         self._spare: Parts | None = None  # arrays that are free to be used again
         self._submitted = 0  # contributions staged here so far
         self._engine: Engine[Result] = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
-        self._latest = Result(0, [], 0, (), 0, synchronous=False)
+        self._latest = Result(0, [], (), (), 0, synchronous=False, weight=0.0)
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
+        self._has_joined = False  # this rank makes no more calls of this operation
+        self._is_over = False  # the same holds of all ranks
+        self._joining: asyncio.Future[None] | None = None  # the caller that waits for that
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
         # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left takes part.
         self._round = self._arm()
@@ -122,11 +135,32 @@ class WaitAvoiding(ABC):
                 self._follow(self._round.here(LATE))
                 result = self._latest
             self._tally.returned(next_has_begun=self._round.has_begun)
-            kept = [old for old in self._history if self._engine.aim <= old.number < result.number]
-            told = self._engine.deliver(ticket, result, kept)
-            return Delivery((*told.missed, result), told.included, told.skipped)
+            return _delivery(self._engine.deliver(ticket, result, self._missed(result)), result)
         finally:
             self._turn.release()
+
+    def _missed(self, result: Result) -> list[Result]:
+        """The results that history has of the rounds from the aim of this call to `result`."""
+        return [old for old in self._history if self._engine.aim <= old.number < result.number]
+
+    async def join(self) -> Delivery | None:
+        """Contribute no more, and wait until no rank does. Returns the rounds that this rank was not told of, if any.
+
+        A rank of which all calls are over takes part in each round as one that is gone. The first round in which all
+        ranks are gone is the last one, and the list of participation tells all ranks so. A last round without
+        contributors is none.
+        """
+        async with self._turn:
+            self._port.check()
+            self._handed, self._has_joined = None, True
+            if not self._is_over:
+                with self._port.watch(f"{self.describe()}: ranks that have not joined") as self._joining:
+                    self._take_part_if_gone()
+                    await self._joining
+            result = self._latest
+            if not self._engine.has_news(result.number):
+                return None
+            return _delivery(self._engine.conclude(self._submitted, result, self._missed(result)), result)
 
     async def _wait(self, number: int) -> Result:
         """The caller waits for round `number`; its contribution is staged."""
@@ -161,7 +195,7 @@ class WaitAvoiding(ABC):
         # By identity: the parts of a result that history has dropped may be another contribution already.
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
         """The results of `delivery` have been read."""
@@ -180,11 +214,12 @@ class WaitAvoiding(ABC):
         fresh = self._memory()
         contribution.read(fresh)
         if self._staged is None:
-            self._staged = fresh
+            self._staged, self._staged_weight = fresh, contribution.weight
         elif self.operation.group_size:
-            self._staged, self._spare = fresh, self._staged
+            self._staged, self._staged_weight, self._spare = fresh, contribution.weight, self._staged
         else:
             self._combine(self._staged, fresh)
+            self._staged_weight += contribution.weight
             self._spare = fresh
         self._submitted += 1
         return self._submitted
@@ -192,6 +227,13 @@ class WaitAvoiding(ABC):
     def _combine(self, into: Parts, other: Parts) -> None:
         for combine, mine, theirs in zip(self._combines, into, other, strict=True):
             combine(mine, theirs)
+
+    def _neutral(self) -> Parts:
+        """The contribution of a rank that has none."""
+        parts = self._memory()
+        for part, (dtype, _) in zip(parts, self.operation.layout, strict=True):
+            fill_neutral(part, self.operation.op, dtype)
+        return parts
 
     def _memory(self) -> Parts:
         """Arrays for a contribution, used ones if possible: page faults of new ones cost more than the reduction."""
@@ -205,8 +247,21 @@ class WaitAvoiding(ABC):
         """The round that is armed or running here."""
         return self._latest.number + 1
 
+    @property
+    def _is_gone(self) -> bool:
+        """Whether this rank makes no more calls."""
+        return self._has_joined or self._port.departed
+
+    def _end_round(self, result: Result, gone: int) -> None:
+        """The round that was armed is over, and so many ranks made no more calls."""
+        self._is_over = self._has_joined and gone == self._group.size
+        if result.ranks or not self._is_over:
+            self._publish(result)
+        if self._is_over and self._joining is not None and not self._joining.done():
+            self._joining.set_result(None)
+
     def _publish(self, result: Result) -> None:
-        """The round that was armed is over: give `result` to its caller, and arm the next round."""
+        """Give `result` of the armed round to its caller, and arm the next round."""
         self._retire(self._latest)
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
@@ -235,12 +290,12 @@ class WaitAvoiding(ABC):
     def _take_part_if_gone(self) -> None:
         """If this rank makes no more calls: take its part in the armed round, with the staged contribution.
 
-        Called when the rank makes its last call, and after each round. After a synchronous round in which all ranks
-        were gone it does nothing. Otherwise the gone ranks would carry out one synchronous round after another, without
-        any caller, as long as the world exists.
+        Called when the rank joins or makes its last call, and after each round. After the last round, and after a
+        synchronous round in which all ranks were gone, it does nothing. Otherwise the gone ranks would carry out one
+        synchronous round after another, without any caller, as long as the world exists.
         """
-        if self._port.departed and not self._latest.deserted:
-            self._follow(self._round.here(GONE))
+        if self._is_gone and not self._is_over and not self._latest.deserted:
+            self._follow(self._round.here(JOINED if self._has_joined else GONE))
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
@@ -293,3 +348,7 @@ class WaitAvoiding(ABC):
 
     async def _reclaim(self, number: int) -> None:  # noqa: B027 (only one of the carriers borrows memory)
         """The caller stops waiting for round `number`: return when no round uses its memory any more."""
+
+
+def _delivery(told: Told[Result], result: Result) -> Delivery:
+    return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
