@@ -8,7 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +20,10 @@ from training_loops import (
     Digits,
     Optimizing,
     adam,
+    bits,
+    loss,
     momentum,
+    network,
     parameters,
     state,
     straggle,
@@ -71,7 +74,7 @@ def test_eager_sgd_ends_with_one_model_at_the_last_round(size: int, partial: Par
 def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, average_every: int) -> None:
     rounds = 23
 
-    async def main(comm: asyncoll.Communicator) -> tuple[int, list[int], torch.Tensor]:
+    async def main(comm: asyncoll.Communicator) -> tuple[int, int, list[int], torch.Tensor]:
         averages = 0
         allreduce = comm.allreduce
 
@@ -91,15 +94,16 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
 
         sgd = EagerSGD(comm, model, optimizer, partial=partial, average_every=average_every)
         seen = [step.round async for step in train(sgd, gradient, rounds)]
-        return averages, seen, parameters(model)
+        return averages, sgd.round, seen, parameters(model)
 
     results = simulate(size, main).results
-    for averages, seen, model in results:
-        assert averages == rounds // average_every + 1
+    for averages, end, seen, model in results:
+        assert rounds <= end <= rounds + 1  # the last round takes gradients that were too late
+        assert averages == end // average_every + 1
         assert seen[-1] == rounds
-        assert torch.equal(model, results[0][2])
+        assert (end, bits(model)) == (results[0][1], bits(results[0][3]))
     if average_every == 100 and partial == "solo":
-        assert len(results[-1][1]) < rounds == len(results[0][1])
+        assert len(results[-1][2]) < rounds == len(results[0][2])
 
 
 @dataclass
@@ -260,3 +264,47 @@ def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() 
     assert len(lines) == 3
     assert len({digest for digest, _, _ in lines}) == 1
     assert max(int(lost) for _, lost, _ in lines) > 0
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+def ends(size: int, seed: int, stop: Callable[[int], int], **rules: Any) -> list[tuple[int, Any, str]]:
+    """The newest round, the model and the optimizer at ranks that leave after round `stop(rank)`, or a later one."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[int, Any, str]:
+        model = network()
+        optimizer = momentum(model)
+        sgd = EagerSGD(comm, model, optimizer, **rules)
+        await sgd.start()
+        while sgd.round < stop(comm.rank):
+            loss(model, comm.rank, sgd.round + 1).backward()
+            await asyncio.sleep(straggle(seed, comm, sgd.round))
+            await sgd.step()
+        await sgd.finish()
+        return sgd.round, whole(model), state(optimizer)
+
+    results: list[tuple[int, Any, str]] = simulate(size, main, Network(jitter_s=1e-3), seed=seed).results
+    return results
+
+
+@pytest.mark.parametrize("partial", PARTIALS)
+@looped("history", [0, 30])
+@looped("seed", range(6))
+def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial, history: int, seed: int) -> None:
+    results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, partial=partial, history=history)
+    assert len({round_ for round_, _, _ in results}) == 1
+    assert all(model == results[0][1] for _, model, _ in results)
+    if history:
+        assert all(kept == results[0][2] for _, _, kept in results)
+
+
+@pytest.mark.parametrize("partial", PARTIALS)
+@looped("history", [1, 30])
+@looped("seed", range(6))
+def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
+    partial: Partial, history: int, seed: int
+) -> None:
+    rules: dict[str, Any] = {"partial": partial, "history": history, "sync_every": 4}
+    results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
+    assert all(result == results[0] for result in results)
