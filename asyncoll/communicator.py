@@ -996,7 +996,7 @@ class Communicator:
         self,
         x: object,
         *,
-        quorum: int,
+        quorum: int | None = None,
         name: str = "quorum",
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
@@ -1005,9 +1005,9 @@ class Communicator:
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when `quorum` ranks have arrived, always.
 
-        A quorum of 1 is `solo_allreduce`, a quorum of `size` waits for all ranks like `allreduce`. By message a rank
-        that is drawn for each round from `seed` counts the arrivals; its own caller need not have arrived. Ranks that
-        have left their program count as arrived.
+        By default the quorum is a true majority, `size // 2 + 1`. A quorum of 1 is `solo_allreduce`, a quorum of `size`
+        waits for all ranks like `allreduce`. By message a rank that is drawn for each round from `seed` counts the
+        arrivals; its own caller need not have arrived. Ranks that have left their program count as arrived.
 
         Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
         of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
@@ -1034,7 +1034,7 @@ class Communicator:
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
-            quorum: number of ranks whose arrival starts a round, from 1 to `size`.
+            quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
@@ -1068,10 +1068,11 @@ class Communicator:
         Example:
 
             weight, bias = np.ones((3, 2), "f4"), np.ones(2)
-            reduction = await comm.quorum_allreduce([weight, bias], quorum=comm.size // 2 + 1)
+            reduction = await comm.quorum_allreduce([weight, bias])
             assert reduction.active > comm.size // 2
         """
-        rules: dict[str, Any] = {"quorum": quorum, "seed": seed, "sync_every": sync_every, "history": history}
+        needed = self.size // 2 + 1 if quorum is None else quorum
+        rules: dict[str, Any] = {"quorum": needed, "seed": seed, "sync_every": sync_every, "history": history}
         return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
 
     def group_allreduce(

@@ -45,8 +45,8 @@ def deliver(engine, number, missed=()):
     return engine.deliver(1, Result(number), list(missed))
 
 
-def told(missed=(), skipped=0, dropped=()):
-    return Told(True, list(missed), skipped, list(dropped))
+def told(missed=(), skipped=0, dropped=(), lag=None):
+    return Told(True, list(missed), skipped, list(dropped), len(missed) + skipped if lag is None else lag)
 
 
 def no():
@@ -96,7 +96,7 @@ def test_an_answer_that_is_lost_is_owed_to_the_next_call():
     assert engine.owes(lost)
     assert not engine.owes(Result(1)), "another result of the same number is other memory"
     assert engine.aim == 2, "the aim does not move"
-    assert deliver(engine, 2) == told([lost])
+    assert deliver(engine, 2) == told([lost], lag=0)
     assert not engine.owes(lost)
 
 
@@ -104,14 +104,14 @@ def test_without_history_a_lost_answer_counts_as_skipped():
     engine = calls()
     deliver(engine, 3)
     engine.take_back([], rounds=3)  # its own round, and the two that it had skipped
-    assert deliver(engine, 4) == told(skipped=3)
+    assert deliver(engine, 4) == told(skipped=3, lag=0)
 
 
 def test_a_result_owed_too_long_is_dropped_and_counted_as_skipped():
     engine = calls(history=1)
     deliver(engine, 1)
     engine.take_back(results(1), rounds=1)
-    assert deliver(engine, 3, results(2)) == told(results(2), skipped=1, dropped=results(1))
+    assert deliver(engine, 3, results(2)) == told(results(2), skipped=1, dropped=results(1), lag=1)
 
 
 def test_every_round_is_reported_once_although_answers_are_lost():

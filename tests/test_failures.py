@@ -638,7 +638,6 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "a bucket of objects": (lambda c: c.solo_allreduce([ones, "x"]), "numpy|torch"),
     "average of whole buckets": (lambda c: c.solo_allreduce([ones, np.ones(2, int)], op=AVG), "use SUM"),
     "quorum: 1.5": (lambda c: c.quorum_allreduce(ones, quorum=1.5), "quorum"),
-    "quorum: None": (lambda c: c.quorum_allreduce(ones, quorum=None), "quorum"),
 }
 
 

@@ -158,6 +158,15 @@ async def alters_the_result_at_one_rank(call, comm, x):
     return reduction
 
 
+async def names_another_contributor(call, comm, x):
+    reduction = await call(x)
+    return replace(reduction, ranks=tuple((rank + 1) % comm.size for rank in reduction.ranks))
+
+
+async def says_it_is_in_time(call, comm, x):
+    return replace(await call(x), lag=0)
+
+
 async def inverts_included(call, comm, x):
     reduction = await call(x)
     return replace(reduction, included=not reduction.included)
@@ -218,6 +227,8 @@ LIES = [
     ("staleness", "group", never_waits),
     ("inclusion", "quorum", inverts_included),
     ("contributors", "solo", counts_one_too_many),
+    ("contributors", "quorum", names_another_contributor),
+    ("lag", "solo", says_it_is_in_time),
     ("quorum", "quorum", opens_for_the_first),
     ("synchrony", "full", says_nothing_of_synchrony),
     ("history", "solo", reverses_history),

@@ -12,10 +12,8 @@ import re
 import runpy
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +33,7 @@ from trainers.dc_s3gd import compensate, dc_s3gd
 from trainers.demo import PRELOAD
 from trainers.eager_sgd import Partial, eager_sgd
 from trainers.experiment import experiment, learning_rate
-from trainers.imbalance import AllSkewed, Balanced, OneRandom, parse_duration, parse_imbalance
+from trainers.imbalance import OneRandom
 from trainers.replicas import resynchronise
 from trainers.report import Report
 from trainers.settings import TRAINERS, Settings
@@ -63,54 +61,6 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = [momentum, adam]
-
-
-# -- imbalance -----------------------------------------------------------------------------------
-
-
-def test_durations_and_schedules_are_parsed() -> None:
-    assert parse_duration("100ms") == pytest.approx(0.1)
-    assert parse_duration("0.2s") == pytest.approx(0.2)
-    assert parse_imbalance("none") == Balanced()
-    assert parse_imbalance("one-random:200ms") == OneRandom(0.2)
-    assert parse_imbalance("all-skewed:50ms-0.4s") == AllSkewed(0.05, 0.4)
-
-
-@looped("text", ["100", "ms", "-1s", "1 s", "1m", "", "1e3ms", "nans"])
-def test_bad_durations_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a duration such as 100ms"):
-        parse_duration(text)
-
-
-@looped("text", ["", "some", "none:1s", "all-skewed:400ms-50ms", "all-skewed:50ms", "one-random"])
-def test_bad_schedules_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"none of|not a duration|longer to a shorter"):
-        parse_imbalance(text)
-
-
-@looped("imbalance", [Balanced(), OneRandom(0.2), AllSkewed(0.05, 0.4)])
-def test_a_schedule_prints_as_it_is_parsed(imbalance: Balanced | OneRandom | AllSkewed) -> None:
-    assert parse_imbalance(str(imbalance)) == imbalance
-
-
-def test_one_random_delays_exactly_one_rank_and_all_equally_often() -> None:
-    late: Counter[int] = Counter()
-    rounds, size = 2000, 5
-    for round_ in range(1, rounds + 1):
-        delays = [OneRandom(0.2).delay_s(7, round_, rank, size) for rank in range(size)]
-        assert sorted(delays) == [0.0] * (size - 1) + [0.2]
-        late[delays.index(0.2)] += 1
-    # Binomial(2000, 1/5): mean 400, deviation 18.
-    assert all(abs(late[rank] - rounds / size) < 5 * 18 for rank in range(size))
-
-
-def test_all_skewed_spreads_evenly_and_shifts_by_one_rank() -> None:
-    skew, size = AllSkewed(0.05, 0.4), 8
-    rounds = [[skew.delay_s(0, round_, rank, size) for rank in range(size)] for round_ in range(1, size + 1)]
-    for before, after in pairwise(rounds):
-        assert sorted(before) == pytest.approx([0.05 * (1 + k) for k in range(size)])
-        assert after == before[1:] + before[:1]
-    assert [sum(of_rank) / size for of_rank in zip(*rounds, strict=True)] == pytest.approx([0.225] * size)
 
 
 # -- the time model ------------------------------------------------------------------------------

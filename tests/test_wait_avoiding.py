@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from conftest import SIZES, looped
 
 from asyncoll import AVG, MAX, SUM, AbortedError, Reduction
 from asyncoll.testing import Network, run_ranks, simulate
@@ -67,6 +68,15 @@ def test_quorum_guarantees_and_majority_expects_half_of_the_ranks(simulated):
     assert all(active >= 5 for seen in quorum for active in seen)
     majority = simulated(8, lambda comm: main(comm, lambda c: c.majority_allreduce(fresh(1)))).results[0]
     assert min(majority) < 4 < max(majority)
+
+
+@looped("size", SIZES)
+def test_the_default_quorum_is_more_than_half_of_the_ranks(size, simulated):
+    async def main(comm):
+        await asyncio.sleep(comm.rank)
+        return (await comm.quorum_allreduce(np.ones(1))).active
+
+    assert simulated(size, main).results[0] == size // 2 + 1
 
 
 def test_sync_every_waits_for_all_and_flushes_what_was_stale(simulated):

@@ -41,13 +41,13 @@ def expected_round_s(
     initiators = np.random.default_rng(0).integers(ranks, size=rounds + 1)
     newest, end_s = 0, 0.0
     aims = [1] * ranks
-    calls_s = [compute_s + imbalance.delay_s(0, 1, rank, ranks) for rank in range(ranks)]
+    calls_s = [compute_s + imbalance.delay_s(0, 1, rank, ranks, compute_s) for rank in range(ranks)]
     waiting: set[int] = set()
 
     def step(rank: int) -> None:
         """`rank` starts the step for the next round when its own step and the newest round are over."""
         aims[rank] = newest + 1
-        step_s = compute_s + imbalance.delay_s(0, newest + 1, rank, ranks)
+        step_s = compute_s + imbalance.delay_s(0, newest + 1, rank, ranks, compute_s)
         calls_s[rank] = max(calls_s[rank], end_s) + step_s
 
     while newest < rounds:

@@ -90,6 +90,10 @@ class PendingCalls:
             self._post(self._check_overdue)
         return pending
 
+    def age_s(self, pending: PendingCall) -> float:
+        """The seconds since the call began."""
+        return self._now_s() - pending.since_s
+
     def leave(self, pending: PendingCall) -> None:
         """The call has ended, in any way. Idempotent."""
         self._pending.pop(pending, None)

@@ -71,6 +71,13 @@ def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> A
     return torch_view(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
 
 
+def copy_of(x: Any) -> Any:
+    """A copy of the tensor `x`, or a list of copies if `x` is a list or tuple of tensors."""
+    if isinstance(x, (list, tuple)):
+        return [copy_of(part) for part in x]
+    return x.copy() if isinstance(x, np.ndarray) else x.detach().clone()
+
+
 def is_tensor(x: object) -> bool:
     """Whether `x` is a torch tensor or a numpy array. Subclasses that mean more than their elements are none."""
     if isinstance(x, np.ndarray):
@@ -154,12 +161,13 @@ def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
 class Single:
     """A caller's tensor that needs no packing: it is reduced as the dtype that it has. Methods as of `Bundle`."""
 
-    __slots__ = ("_operand", "layout")
+    __slots__ = ("_operand", "given", "layout")
 
     boundaries = ""
 
     def __init__(self, operand: Operand) -> None:
         self._operand = operand
+        self.given = operand.source
         self.layout = ((operand.dtype, operand.flat.size),)
 
     def read(self, into: Iterable[Array]) -> None:
@@ -190,10 +198,10 @@ class Single:
 class Bundle:
     """The tensors of one call, packed by dtype in the order in which the dtypes first appear."""
 
-    def __init__(self, operands: list[Operand], op: ReduceOp, *, alone: bool) -> None:
+    def __init__(self, operands: list[Operand], op: ReduceOp, given: Any) -> None:
+        self.given = given  # by the caller: a tensor, or a list or tuple of tensors
         self._operands = operands
         self._op = op
-        self._alone = alone  # the caller gave a tensor, not a list
         self._packs: dict[str, list[Operand]] = {}
         for operand in operands:
             self._packs.setdefault(self._carried(operand), []).append(operand)
@@ -257,7 +265,7 @@ class Bundle:
             put(flat, operand.dtype, values, divisor)
             made[id(operand)] = operand.like(flat, operand.shape)
         tensors = [made[id(operand)] for operand in self._operands]
-        return tensors[0] if self._alone else tensors
+        return tensors if isinstance(self.given, (list, tuple)) else tensors[0]
 
     def _pieces(self, parts: Iterable[Array]) -> Iterator[tuple[Operand, Array]]:
         """Each operand with its piece of the array that it is packed in."""
@@ -276,7 +284,7 @@ def bundle(x: object, op: ReduceOp) -> Bundle | Single:
         operand = as_operand(x, writable=True)
         if op is not ReduceOp.AVG or accumulator(op, operand.dtype) == operand.dtype:
             return Single(operand)
-        return Bundle([operand], op, alone=True)
+        return Bundle([operand], op, x)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
-    return Bundle([as_operand(part, writable=True) for part in x], op, alone=False)
+    return Bundle([as_operand(part, writable=True) for part in x], op, x)

@@ -12,6 +12,8 @@ from asyncoll.transport import Arena, ControlBlock
 _FREE, _MADE = range(2)  # cells of the head: the number of free blocks, and of all blocks
 _HEAD = 2
 
+_BITS = 63  # of a bitmap in one cell: all but the sign
+
 NONE = 0  # instead of a block: no memory
 LENT = -1  # instead of a block: the memory of a caller that waits
 
@@ -20,9 +22,11 @@ class BlockTable:
     """The blocks of one control block. All methods but `provide` are called under its lock."""
 
     # The memory is allocated on demand, because most operations use a few blocks of the many that they may need. Each
-    # of the three tables has `limit` entries, because control blocks have a fixed number of cells.
+    # of the four tables has `limit` entries, because control blocks have a fixed number of cells.
 
-    def __init__(self, arena: Arena, control_block: ControlBlock, first_cell: int, limit: int, nbytes: int) -> None:
+    def __init__(
+        self, arena: Arena, control_block: ControlBlock, first_cell: int, limit: int, nbytes: int, size: int
+    ) -> None:
         self._arena = arena
         self._control_block = control_block
         self._cells = control_block.cells
@@ -30,13 +34,15 @@ class BlockTable:
         self._stack = first_cell + _HEAD  # of free blocks
         self._addresses = self._stack + limit - 1  # less 1, as blocks count from 1
         self._keepers = self._addresses + limit
+        self._words = _words(size)
+        self._bitmaps = self._keepers + limit + 1 - self._words
         self._limit = limit
         self._nbytes = nbytes
 
     @staticmethod
-    def cells(limit: int) -> int:
-        """How many cells of a control block a table of `limit` blocks needs."""
-        return _HEAD + 3 * limit
+    def cells(limit: int, size: int) -> int:
+        """How many cells of a control block a table of `limit` blocks among `size` ranks needs."""
+        return _HEAD + (3 + _words(size)) * limit
 
     def free_count(self) -> int:
         """The number of free blocks."""
@@ -91,3 +97,19 @@ class BlockTable:
     def address(self, block: int) -> int:
         """Where `block` lies in the arena. It never moves."""
         return self._cells[self._addresses + block]
+
+    def sign(self, block: int, ranks: int) -> None:
+        """`block` is a result with the contributions of `ranks`, a bitmap with bit r for rank r. None for NONE."""
+        at = self._bitmaps + block * self._words
+        for word in range(self._words if block else 0):
+            self._cells[at + word] = ranks >> word * _BITS & (1 << _BITS) - 1
+
+    def contributors(self, block: int) -> int:
+        """The bitmap of the ranks whose contributions are in the result `block`. Keepers need no lock."""
+        at = self._bitmaps + block * self._words
+        return sum([self._cells[at + word] << word * _BITS for word in range(self._words)])
+
+
+def _words(size: int) -> int:
+    """The number of cells of a bitmap of `size` ranks."""
+    return -(-size // _BITS)

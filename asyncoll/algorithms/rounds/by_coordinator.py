@@ -146,9 +146,9 @@ class CoordinatedRounds(WaitAvoiding):
         del self._sent[: int(included)]
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
-        active, _ = self._tally.count_round(self._all_ranks, participation)
+        ranks, _ = self._tally.count_round(self._all_ranks, participation)
         synchronous = self.operation.is_synchronous(self._number)
-        self._publish(Result(self._number, parts, active, self._all_ranks, taken, synchronous))
+        self._publish(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous))
 
     def _coordinator_of(self, number: int) -> int:
         return (self._round.drawn if number == self._number else self.operation.drawn(number, self._group.size))[0]

@@ -152,10 +152,10 @@ class ActivatedRounds(WaitAvoiding):
             for part, combine in zip(parts, self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)
                 lane.next_phase()
-        active, gone = self._tally.count_round(members, participation)
+        ranks, gone = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and gone == group.size
-        self._publish(Result(number, parts, active, members, taken, synchronous, deserted, lent))
+        self._publish(Result(number, parts, ranks, members, taken, synchronous, deserted, lent))
 
     def _take(self) -> tuple[Parts, bool]:
         """This rank's part of a round: arrays that only the round uses, and whether they are its caller's memory.

@@ -50,6 +50,7 @@ class Told(NamedTuple, Generic[R]):
     missed: Sequence[R]  # results of rounds before, oldest first
     skipped: int  # rounds before that it has no results of
     dropped: Sequence[R]  # results that were owed, are too old to be told, and count as skipped
+    lag: int  # rounds from the one that the call aimed at to the one of its result
 
 
 class Engine(Generic[R]):
@@ -86,7 +87,7 @@ class Engine(Generic[R]):
         self._stale += not included
         skipped = lag - len(missed)
         if not self._owed:
-            return Told(included, missed, skipped, [])
+            return Told(included, missed, skipped, [], lag)
         results = list(missed)
         while self._owed:
             owed, others = self._owed.popleft()
@@ -95,7 +96,7 @@ class Engine(Generic[R]):
         results.sort(key=lambda result: result.number)
         told = [old for old in results if old.number >= result.number - self._operation.history]
         dropped = results[: len(results) - len(told)]
-        return Told(included, told, skipped + len(dropped), dropped)
+        return Told(included, told, skipped + len(dropped), dropped, lag)
 
     def take_back(self, results: Sequence[R], rounds: int) -> None:
         """An answer of `rounds` rounds did not reach its caller. The `results` of some of them can be told again."""

@@ -19,6 +19,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
 from asyncoll.algorithms.rounds.engine import Engine
@@ -364,14 +365,16 @@ class OneSidedRounds:
         told = self._engine.deliver(call.ticket, call.kept, call.missed)
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, call.kept))), told.included, told.skipped)
+        return Delivery(tuple(map(self._result, (*told.missed, call.kept))), told.included, told.skipped, told.lag)
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
-        number, block, active, taken = kept
-        parts = self._parts(self._rounds.blocks.address(block)) if block else []
+        number, block, _, taken = kept
+        blocks = self._rounds.blocks
+        parts = self._parts(blocks.address(block)) if block else []
+        ranks = _ranks_of(blocks.contributors(block)) if block else ()
         members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        return Result(number, parts, active, members, taken, self.operation.is_synchronous(number), block=block)
+        return Result(number, parts, ranks, members, taken, self.operation.is_synchronous(number), block=block)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
@@ -397,3 +400,9 @@ class OneSidedRounds:
 
     def _now_ns(self) -> int:
         return int(self._arena.now_s() * 1e9)
+
+
+@lru_cache(maxsize=256)
+def _ranks_of(bitmap: int) -> tuple[int, ...]:
+    """The ranks of a bitmap, which has bit r for rank r, in order."""
+    return tuple([rank for rank in range(bitmap.bit_length()) if bitmap >> rank & 1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncoll.algorithms.backend import Backend
@@ -20,7 +20,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
-from asyncoll.tensors.operands import Bundle, Single
+from asyncoll.tensors.operands import Bundle, Single, copy_of
 from asyncoll.tensors.reductions import ReduceOp
 
 
@@ -54,6 +54,40 @@ class Reduction:
 
     group: tuple[int, ...] = ()
     """The ranks that were reduced over, with or without a contribution: all, or this rank's group in the round."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks whose contribution, new or staged before, is in the result, in ascending order: `active` of them."""
+
+    lag: int = 0
+    """The number of rounds between the one that the call aimed at and this one. 0: the call was in time."""
+
+    waited_s: float = 0.0
+    """The seconds from the call until its result was in `x`. Virtual seconds in a simulated world."""
+
+    result: Any = field(default=None, repr=False, compare=False)
+    """The caller's `x` itself, which has the result; None if the round had no contributors, and left `x` as it was."""
+
+    def results(self) -> tuple[Any, ...]:
+        """The results of all rounds since this rank's last one that there are, oldest first: `missed`, then `x`.
+
+        Each may be read while `x` is overwritten: if there are missed results, the last one is a copy of `x`, made now.
+        So call it before `x` is used for anything else.
+
+        Returns:
+            Tensors like `x`, or lists of tensors if `x` is a list.
+
+        Example:
+
+            gradients, newest = np.ones(1000), 0
+            while newest < 10:
+                reduction = await comm.solo_allreduce(gradients, op=asyncoll.AVG, history=10)
+                for result in reduction.results():
+                    gradients[:] = result  # and a step of the optimizer, which reads `gradients`
+                newest = reduction.round
+        """
+        if self.result is None:
+            return self.missed
+        return (*self.missed, copy_of(self.result)) if self.missed else (self.result,)
 
 
 class Receipt:
@@ -129,7 +163,7 @@ class Operations:
             # operation and only the caller can lose its rounds.
             receipt.sign(rounds, delivery)
             try:
-                return self._hand_over(spec, delivery, bundle)
+                return self._hand_over(spec, delivery, bundle, pending)
             finally:
                 rounds.release(delivery)
         except UsageError:  # this host has no room for the contribution: the rounds of the other ranks can go on
@@ -140,19 +174,26 @@ class Operations:
         finally:
             self._pending.leave(pending)
 
-    def _hand_over(self, spec: Operation, delivery: Delivery, bundle: Bundle | Single) -> Reduction:
+    def _hand_over(
+        self, spec: Operation, delivery: Delivery, bundle: Bundle | Single, pending: PendingCall
+    ) -> Reduction:
         """Write the result into `bundle`, and copy the missed results: `release` ends their memory's use."""
         *missed, result = delivery.results
-        if result.active:  # a round without contributors has no result, and leaves `bundle` as it is
+        active = len(result.ranks)
+        if active:  # a round without contributors has no result, and leaves `bundle` as it is
             bundle.write(result.parts, self._divisor(spec, result))
         return Reduction(
             round=result.number,
-            active=result.active,
+            active=active,
             included=delivery.included,
             skipped=delivery.skipped,
             synchronous=result.synchronous,
             missed=tuple([bundle.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
             group=result.members,
+            ranks=result.ranks,
+            lag=delivery.lag,
+            waited_s=self._pending.age_s(pending),
+            result=bundle.given if active else None,
         )
 
     def statistics(self) -> dict[str, OperationStatistics]:
@@ -167,4 +208,4 @@ class Operations:
         """
         if spec.op is not ReduceOp.AVG:
             return 1
-        return result.active if spec.group_size else self._member.group.size
+        return len(result.ranks) if spec.group_size else self._member.group.size

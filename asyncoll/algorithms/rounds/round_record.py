@@ -139,9 +139,9 @@ class RoundRecord:
         # as results are kept. It may hold as many again for the call after one that was cancelled.
         limit = size * (3 * operation.history + 12) + 16
         context = digest(group.communicator, "rounds", operation.name)
-        self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit))
+        self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit, size))
         self.cells = self.control_block.cells
-        self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes)
+        self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes, size)
         # The same cells as arrays: with many ranks, a loop over all cells of their rows would be most of a round.
         self._gone = np.frombuffer(self.cells[:size], np.int64)
         self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, len(COLUMN))
@@ -240,11 +240,12 @@ class RoundRecord:
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks = 0
         for ranks, index in groups:
-            taken = []
+            taken, contributors = [], 0
             for rank, block in zip(ranks, table[index, COLUMN.source].tolist(), strict=True):
                 if block == NONE:
                     continue
                 taken.append(block)
+                contributors |= 1 << rank
                 row = self._row[rank]
                 cells[row.taken] = cells[row.ticket]
                 if self._keeps:  # it stays staged for later rounds too, so the block has another keeper
@@ -258,6 +259,7 @@ class RoundRecord:
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
                 chunks += self._chunks_of_block
+            self.blocks.sign(dest, contributors)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken)
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round

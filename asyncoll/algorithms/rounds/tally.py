@@ -92,18 +92,20 @@ class Tally:
         self._own_times_s = [0.0, 0.0]
         return participation.reshape(-1)
 
-    def count_round(self, members: tuple[int, ...], participation: Array) -> tuple[int, int]:
-        """Add the summed list of a finished round. Returns how many contributed, and how many make no more calls."""
+    def count_round(self, members: tuple[int, ...], participation: Array) -> tuple[tuple[int, ...], int]:
+        """Add the summed list of a finished round. Returns the ranks that contributed, in order, and how many of the
+        members make no more calls."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(4, len(members))
-        active, gone = int(np.count_nonzero(rows[_PRESENT])), int(np.count_nonzero(rows[_GONE]))
+        ranks, gone = tuple(np.flatnonzero(rows[_PRESENT]).tolist()), int(np.count_nonzero(rows[_GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
             self.times_s += rows[_TIMES_S]
         else:
+            ranks = tuple([members[place] for place in ranks])
             self.times_s[:, members] += rows[_TIMES_S]
         self.rounds += 1
-        self.active[active] += 1
-        return active, gone
+        self.active[len(ranks)] += 1
+        return ranks, gone
 
     def returned(self, *, next_has_begun: bool) -> None:
         """The call of this rank returns."""

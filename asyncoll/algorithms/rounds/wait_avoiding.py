@@ -53,8 +53,8 @@ class Result(NamedTuple):
 
     number: int
     parts: Parts
-    active: int
-    members: tuple[int, ...]  # the ranks that reduced together, as ranks of the communicator
+    ranks: tuple[int, ...]  # those with a contribution in it, in order; ranks of the communicator, as `members`
+    members: tuple[int, ...]  # the ranks that reduced together
     taken: int  # the ticket of this rank's newest contribution when the round took the staged one
     synchronous: bool
     deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
@@ -68,6 +68,7 @@ class Delivery(NamedTuple):
     results: tuple[Result, ...]  # that of the call comes last, after those that it has missed, oldest first
     included: bool  # whether the contribution of the call is in the result of the call
     skipped: int  # rounds before that one that the caller is given no result of
+    lag: int  # rounds from the one that the call aimed at to that one
 
 
 class WaitAvoiding(ABC):
@@ -86,7 +87,7 @@ class WaitAvoiding(ABC):
         self._submitted = 0  # contributions staged here so far
         self._engine: Engine[Result] = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
-        self._latest = Result(0, [], 0, (), 0, synchronous=False)
+        self._latest = Result(0, [], (), (), 0, synchronous=False)
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
@@ -124,7 +125,7 @@ class WaitAvoiding(ABC):
             self._tally.returned(next_has_begun=self._round.has_begun)
             kept = [old for old in self._history if self._engine.aim <= old.number < result.number]
             told = self._engine.deliver(ticket, result, kept)
-            return Delivery((*told.missed, result), told.included, told.skipped)
+            return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
         finally:
             self._turn.release()
 

@@ -40,8 +40,9 @@ def agreement(story: Story) -> Iterator[Breach]:
                 yield Breach(number, call.rank, f"its group was {group}")
             if not np.array_equal(call.sum, first.sum):
                 yield Breach(number, call.rank, f"it got another value than rank {first.rank}")
-            if call.reduction.active != first.reduction.active:
-                yield Breach(number, call.rank, f"it got another number of contributors than rank {first.rank}")
+            given, expected = call.reduction, first.reduction
+            if (given.active, given.ranks) != (expected.active, expected.ranks):
+                yield Breach(number, call.rank, f"it got other contributors than rank {first.rank}")
 
 
 def wholeness(story: Story) -> Iterator[Breach]:
@@ -136,10 +137,12 @@ def inclusion(story: Story) -> Iterator[Breach]:
 
 
 def contributors(story: Story) -> Iterator[Breach]:
-    """`active` is the number of ranks with a contribution in the sum."""
+    """`ranks` are the ranks with a contribution in the sum, and `active` is their number."""
     for call in _calls(story):
-        if (count := np.count_nonzero(call.sum[0].any(0))) != call.reduction.active:
-            yield Breach(call.round, call.rank, f"active={call.reduction.active}, but {count} ranks are in the sum")
+        found = np.flatnonzero(call.sum[0].any(0)).tolist()
+        if (found, len(found)) != (list(call.reduction.ranks), call.reduction.active):
+            given = f"ranks={call.reduction.ranks}, active={call.reduction.active}"
+            yield Breach(call.round, call.rank, f"{given}, but ranks {found} are in the sum")
 
 
 def quorum(story: Story) -> Iterator[Breach]:
@@ -232,6 +235,20 @@ def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"up to call {call.index} it got reports of {count} rounds")
 
 
+def lag(story: Story) -> Iterator[Breach]:
+    """`lag` is the number of rounds from the one that the call aimed at to the one that it was given.
+
+    The call after a cancelled one may aim at a later round than its caller knows.
+    """
+    for calls in story.calls:
+        gave_up = any(each.rank == call.rank for call in calls[:1] for each in story.cancelled)
+        for call in calls:
+            late = call.round - call.aim
+            least = 0 if gave_up else late
+            if not least <= call.reduction.lag <= late:
+                yield Breach(call.round, call.rank, f"call {call.index}, {late} rounds late, got {call.reduction.lag}")
+
+
 def liveness(story: Story) -> Iterator[Breach]:
     """A sleeping trainer delays only synchronous and full rounds, and rounds that it alone may open."""
     for call in _calls(story):
@@ -239,7 +256,7 @@ def liveness(story: Story) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"call {call.index} waited for {call.wait_s:.0f} s")
 
 
-_ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, liveness)
+_ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, lag, liveness)
 _CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum)
 _STAYING: tuple[Law, ...] = (one_each, never_back, newest, staleness)
 

@@ -120,5 +120,5 @@ def _call(**fields: Any) -> Call:
     fields["sum"] = np.array(fields["sum"], np.int64)
     fields["missed"] = tuple([np.array(result, np.int64) for result in fields["missed"]])
     reduction = fields["reduction"]
-    fields["reduction"] = Reduction(**reduction | {"group": tuple(reduction["group"])})
+    fields["reduction"] = Reduction(**reduction | {name: tuple(reduction[name]) for name in ("group", "ranks")})
     return Call(**fields)

@@ -65,7 +65,7 @@ class Case:
     @property
     def quorum(self) -> int:
         """The number of ranks that must arrive before a round opens."""
-        return {"quorum": (self.size + 1) // 2, "full": self.size}.get(self.kind, 1)
+        return {"quorum": self.size // 2 + 1, "full": self.size}.get(self.kind, 1)
 
     @property
     def candidates(self) -> int:
@@ -84,7 +84,9 @@ class Case:
         return _STRINGS[(rank + self.seed) % len(_STRINGS)](self.kind)
 
     def number(self, rank: int) -> Any:
-        """The quorum, as a numpy integer at every other rank: numbers of equal value must match."""
+        """The quorum, as a numpy integer at every other rank, or by default: numbers of equal value must match."""
+        if self.kind == "quorum" and rank % 3 == 2:
+            return None
         return np.int64(self.quorum) if rank % 2 else self.quorum
 
 
@@ -318,7 +320,7 @@ class _Trainer:
         if not reduction.active:  # a round without contributors leaves the caller's tensors unchanged
             value -= given
         missed = tuple(_counts(result, case) for result in reduction.missed)
-        reduction = replace(reduction, missed=())
+        reduction = replace(reduction, missed=(), result=None)
         self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
 
     def _fork(self, contribution: Any) -> None:

@@ -1,0 +1,138 @@
+"""What a wait-avoiding call tells of its round (`Reduction`), and the averages that depend on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from conftest import looped
+
+MANY = 70  # ranks: their bitmap takes more than one cell of shared memory
+LONG = 200_000  # elements: by message more than a coordinator takes
+
+
+# -- contributors, lag and time -------------------------------------------------------------------
+
+
+@looped("size, count", [(1, 3), (2, 3), (5, 3), (8, LONG), (MANY, 3), (MANY, 4000)])
+def test_a_reduction_tells_contributors_lag_and_wait(size, count, simulated):
+    """The even ranks come at 0 s. The odd ones come late, and stay for the next round, to which they do not come."""
+    even, odd = tuple(range(0, size, 2)), tuple(range(1, size, 2))
+
+    async def main(comm):
+        is_late = comm.rank % 2
+        await asyncio.sleep(5.0 * is_late)
+        told = [await comm.quorum_allreduce(np.ones(count), quorum=len(even))]
+        if not is_late:
+            await asyncio.sleep(10.0 + comm.rank)
+            told.append(await comm.quorum_allreduce(np.ones(count), quorum=len(even)))
+        await comm.barrier()
+        return [(each.ranks, each.active, each.lag, round(each.waited_s, 1)) for each in told]
+
+    results = simulated(size, main).results
+    both = tuple(range(size))
+    for rank in even:
+        first, second = (even, len(even), 0, 0.0), (both, size, 0, float(even[-1] - rank))
+        assert results[rank] == [first, second]
+    assert [results[rank] for rank in odd] == [[(even, len(even), 0, 0.0)]] * len(odd)
+
+
+def test_lag_counts_the_rounds_that_have_begun_meanwhile(simulated):
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+            late = await comm.solo_allreduce(np.ones(1))
+            return late.round, late.lag, late.skipped
+        for _ in range(4):
+            newest = await comm.solo_allreduce(np.ones(1))
+            assert newest.lag == 0
+        return newest.round
+
+    assert simulated(2, main).results == [4, (4, 3, 3)]
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def copies(x):
+    return [copies(part) for part in x] if isinstance(x, list | tuple) else x.tolist()
+
+
+KINDS = {
+    "array": lambda value: np.full((2, 2), value),
+    "strided": lambda value: np.full((2, 4), value)[:, ::2],
+    "tensor": lambda value: torch.full((3,), value, dtype=torch.bfloat16),
+    "parameter": lambda value: torch.nn.Parameter(torch.full((3,), value)),
+    "list": lambda value: [np.full(3, value), torch.full((2,), value), np.full(2, value, "f2")],
+    "tuple": lambda value: (np.full(3, value), np.full(2, value, "f4")),
+}
+
+
+@looped("kind", KINDS)
+def test_results_are_those_of_all_rounds_and_stay_while_x_is_overwritten(kind, simulated):
+    async def main(comm):
+        if comm.rank == 1:
+            await asyncio.sleep(10)
+        applied, newest = [], 0
+        while newest < 4:
+            x = KINDS[kind](float(newest + 1))
+            reduction = await comm.solo_allreduce(x, history=8)
+            results = reduction.results()
+            assert len(results) == 1 + len(reduction.missed)
+            assert (results[-1] is x) == (not reduction.missed)
+            expected = [copies(result) for result in results]
+            for part in x if isinstance(x, list | tuple) else [x]:
+                part.detach().zero_() if isinstance(part, torch.Tensor) else part.fill(0)
+            if reduction.missed:
+                assert [copies(result) for result in results] == expected
+            applied += expected
+            newest = reduction.round
+        return applied
+
+    prompt, late = simulated(2, main).results
+    assert prompt == late
+    assert len(prompt) == 4
+
+
+def test_results_without_history_are_the_callers_tensor(run):
+    async def main(comm):
+        x = comm.empty(5, np.float32)
+        x.fill(1)
+        (result,) = (await comm.solo_allreduce(x, sync_every=1)).results()
+        assert result is x
+        return result[0]
+
+    assert run(3, main) == [3] * 3
+
+
+def test_a_group_without_contributors_has_no_result(simulated):
+    """Rank 0 opens the round of its own group. Rank 1 comes late for it, and its group had no contribution."""
+
+    async def main(comm):
+        await asyncio.sleep(comm.rank)
+        reduction = await comm.group_allreduce(np.ones(2), group_size=1)
+        return reduction.active, reduction.ranks, len(reduction.results())
+
+    assert simulated(2, main).results == [(1, (0,), 1), (0, (), 0)]
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+def test_contributors_of_a_group_are_its_members_with_a_model(group_size, simulated):
+    async def main(comm):
+        await asyncio.sleep(comm.rank * 1e-3)
+        told = []
+        for _ in range(12):
+            await asyncio.sleep(0.5 if comm.rank == 3 else 0.01)
+            x = np.zeros(comm.size)
+            x[comm.rank] = 1
+            reduction = await comm.group_allreduce(x, group_size=group_size)
+            assert set(reduction.ranks) <= set(reduction.group)
+            if reduction.active:
+                assert np.flatnonzero(x).tolist() == list(reduction.ranks)
+            told.append(reduction.active)
+        return told
+
+    told = simulated(7, main).results
+    assert max(max(actives) for actives in told) >= group_size - 1
