@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncoll import rpc as rpc
+    from asyncoll.algorithms.gossip.pairwise import Gossip as Gossip
     from asyncoll.algorithms.rounds.operations import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
     from asyncoll.world.join import connect as connect
     from asyncoll.world.join import run as run
 
-    SUM, AVG, PROD, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
+    SUM, AVG, AVG_ACTIVE, PROD = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.AVG_ACTIVE, ReduceOp.PROD
+    MIN, MAX = ReduceOp.MIN, ReduceOp.MAX
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
+    "algorithms.gossip.pairwise": ("Gossip",),
     "algorithms.sparse.selection": ("Feedback",),
     "communicator": ("Communicator", "Statistics"),
     "runtime.deadlines": ("deadline",),
@@ -75,7 +78,7 @@ _HOMES = {
     "tensors.reductions": ("ReduceOp",),
     "world.join": ("connect", "run"),
 }
-_REDUCTIONS = ("SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_REDUCTIONS = ("SUM", "AVG", "AVG_ACTIVE", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDUCTIONS, "__version__"])
 

@@ -7,7 +7,6 @@ order in which tasks run does not matter. The docstring of each method states it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
@@ -17,6 +16,9 @@ import numpy as np
 from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.gossip import graphs, neighbors
+from asyncoll.algorithms.gossip.graphs import Graph
+from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -27,7 +29,7 @@ from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.signature import Signature, Site
+from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
@@ -864,7 +866,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
@@ -956,7 +958,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
@@ -1038,7 +1040,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
@@ -1116,7 +1118,7 @@ class Communicator:
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
-            op: the reduction, as for `allreduce`.
+            op: the reduction, as for `allreduce`; AVG and AVG_ACTIVE divide by the number of contributors.
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
@@ -1283,6 +1285,244 @@ class Communicator:
         """
         if state is not None:
             self._core.sparse.load(text(name, "name"), state)
+
+    # -- gossip -----------------------------------------------------------------------------------
+
+    def neighbor_average(
+        self, x: T, *, graph: str = "ring", iteration: int = 0, peers: int = 1
+    ) -> Coroutine[Any, Any, T]:
+        """Replace `x` by the mean of this rank's `x` and those of its neighbours in a graph, in place.
+
+        This is the exchange of D-PSGD. Each rank has as many sources as destinations, and all weights are 1 / (number
+        of sources + 1), so the weights are doubly stochastic: the mean of `x` over all ranks stays the same, up to
+        rounding. Sums are in the order of ranks. Those of float16 and bfloat16 are computed in float32, and the mean is
+        rounded once.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
+        a rank waits for its neighbours only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
+        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
+        once; the coroutine only waits for its end. A call that is never awaited runs to its end all the same.
+
+        Leave `x` alone from the call until the coroutine has ended. The call takes memory for one more `x` for each
+        source.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
+        is undefined.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
+                elements are the same at every rank.
+            graph: "ring": the ranks before and after this one; one rank if there are only two. "exponential": see
+                `push_sum`. The same at every rank, and so are `iteration` and `peers`.
+            iteration: the number of the iteration, from 0; it selects the distances in the exponential graph.
+            peers: the number of sources of a rank in the exponential graph.
+
+        Returns:
+            `x` itself, which holds the mean.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, there is no such graph, `iteration` is negative, or
+                `peers` is below 1, or not 1 for a ring; or this thread runs no event loop. Nothing has been sent, and
+                this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements, graph, iteration or peers.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Source: Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can decentralized algorithms outperform centralized algorithms?
+        A case study for decentralized parallel stochastic gradient descent" (D-PSGD), NeurIPS 2017, algorithm 1.
+
+        Example:
+
+            weights = np.full(1000, float(comm.rank))
+            for _ in range(3):
+                gradient = 0.1 * weights  # at the weights before the average
+                await comm.neighbor_average(weights)
+                weights -= gradient
+        """
+        operand = as_operand(x, writable=True)
+        neighbors.check_dtype(operand, "neighbor_average")
+        chosen = self._graph(graph, iteration, peers)
+
+        async def body(collectives: Collectives) -> T:
+            await neighbors.average(collectives, operand.flat, operand.dtype, chosen)
+            operand.write_back()
+            return x
+
+        return self._calls.start(self._call("neighbor_average", operand, str(chosen)), body, operand.flat.nbytes)
+
+    def push_sum(
+        self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
+    ) -> Coroutine[Any, Any, tuple[T, float]]:
+        """Keep a part of (`x`, `weight`), push equal parts to the destinations in a graph, and return what is received.
+
+        This is the exchange of SGP. `x` is the numerator of push-sum and `weight` its weight; x / weight is the
+        de-biased value. With d destinations, `x` and `weight` are divided by d + 1, in place, before this call returns
+        its coroutine. The destinations get a copy of the result. So `x` and `weight` are the part that is kept, and may
+        be used and changed while the call is under way. The caller adds what the coroutine returns: at once, or some
+        iterations later, to overlap the exchange with computation.
+
+        Mass is conserved: the sums over all ranks of `x` and of `weight`, together with what is under way, stay the
+        same. They do so to the bit if no quotient and no sum is rounded, as for multiples of (d + 1)^(iterations) that
+        are small enough. Sums of what comes from several sources are in the order of ranks; those of float16 and
+        bfloat16 are computed in float32 and rounded once. In both graphs each rank has as many sources as destinations,
+        so weights that begin as 1 stay 1 up to rounding, if all ranks add what they receive in the same iteration.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
+        a rank waits for its sources only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
+        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
+        once; the coroutine only waits for its end, so several calls may be under way, and may be awaited in any order.
+
+        Await every call: a call that is never awaited loses the mass that it receives, and aborts the communicator when
+        its coroutine is destroyed. The division takes place in the caller's thread. The call takes memory for one more
+        `x`, and one for each source.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
+                elements are the same at every rank.
+            weight: numpy array or torch CPU tensor of one element of float64, writable. Begin with 1.
+            graph: "exponential": the directed exponential graph: rank r sends to r + j * (peers + 1)^i, modulo the
+                number of ranks, for j = 1 to `peers`, where i is `iteration` modulo the number of powers of peers + 1
+                that are below the number of ranks. With one peer the distances are 1, 2, 4 and so on in turn. "ring":
+                to the ranks before and after this one. A rank that two distances reach gets one part. The same at every
+                rank, and so are `iteration` and `peers`.
+            iteration: the number of the iteration, from 0.
+            peers: the number of destinations of a rank in the exponential graph; from the number of other ranks on, all
+                of them.
+
+        Returns:
+            The sum of the parts of `x` that came, a new tensor of the kind, dtype and shape of `x`, and the sum of the
+            weights that came. Zeros if there is only one rank.
+
+        Raises:
+            UsageError: when called: `x` or `weight` is not such a tensor, there is no such graph, `iteration` is
+                negative, or `peers` is below 1, or not 1 for a ring; or this thread runs no event loop. Nothing has
+                been sent, `x` and `weight` are as before, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements, graph, iteration or peers.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Source: Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for distributed deep learning" (SGP), ICML
+        2019, algorithm 1; the overlap: algorithm 2 of its appendix.
+
+        Example:
+
+            x, weight = np.full(1000, float(comm.rank)), np.ones(1)
+            for iteration in range(3):
+                pushing = comm.push_sum(x, weight, iteration=iteration)
+                gradient = 0.1 * x / weight  # this rank computes while the parts are under way
+                received, received_weight = await pushing
+                x += received
+                weight += received_weight
+                x -= gradient
+            print(x / weight)
+        """
+        operand, scalar = as_operand(x, writable=True), as_operand(weight, writable=True)
+        neighbors.check_dtype(operand, "push_sum")
+        if scalar.dtype != "float64" or scalar.flat.size != 1:
+            raise UsageError(
+                f"weight must be one float64, got {scalar.flat.size} of {scalar.dtype}: pass numpy.ones(1)"
+            )
+        chosen = self._graph(graph, iteration, peers)
+        push = neighbors.Push(operand, scalar)
+        call = self._call("push_sum", operand, str(chosen))
+        # After the number: from here on the call takes place, and the mass that leaves `x` arrives.
+        push.take(len(chosen.destinations(self.size, self.rank)) + 1)
+
+        async def body(collectives: Collectives) -> tuple[T, float]:
+            received, received_weight = await push.exchange(collectives, chosen)
+            return operand.like(received, operand.shape), received_weight
+
+        def discarded() -> None:
+            self._core.member.abort(f"{call} was cancelled, or never awaited: the mass that it received is lost")
+
+        return self._calls.start(call, body, push.nbytes, discarded)
+
+    def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
+        """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
+
+        This is the exchange of AD-PSGD. Ranks average in pairs of an active rank, which is even, and a passive one,
+        which is odd. So no circle of ranks waits.
+
+        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
+        calls of the gossip itself are not, except `close`. The gossip takes memory for three more `x`. In shared memory
+        its averages go by message, too.
+
+        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
+        pending and later calls raise AbortedError.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, of a float or complex dtype: the model. Dtype and number
+                of elements are the same at every rank. It is only read, before this call returns its coroutine.
+            graph: "ring": a rank averages with the ranks before and after it. "exponential": with those at distance 1
+                and 1 + 2^i, for i from 1 on. If the number of ranks is odd, no edge goes across the end of the ranks,
+                because it would join two even ranks. The same at every rank, and so is `seed`.
+            seed: a 64-bit integer: which passive rank an active one averages with next is drawn from it.
+
+        Returns:
+            A `Gossip` of this rank.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, there is no such graph, or `seed` is no such integer; or
+                this thread runs no event loop. Nothing has been sent, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: another rank has made a different call at this position: other operation,
+                dtype, number of elements, graph or seed.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Source: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD),
+        ICML 2018. The distances of the exponential graph are those of the authors of SGP.
+
+        Example:
+
+            gossip = await comm.gossip(np.full(1000, float(comm.rank)), seed=7)
+            await gossip.exchange()
+            model = await gossip.close()
+        """
+        operand = as_operand(x)
+        neighbors.check_dtype(operand, "gossip")
+        chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
+        call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
+        gossip = Gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
+
+        async def body(collectives: Collectives) -> Gossip:
+            await collectives.barrier()
+            return gossip
+
+        return self._calls.start(call, body)
+
+    def neighbors(self, *, graph: str = "ring", iteration: int = 0, peers: int = 1) -> tuple[int, ...]:
+        """The ranks that this rank receives from in a graph of `neighbor_average` or `push_sum`, ascending.
+
+        Local: sends nothing. Raises UsageError for arguments that those calls do not take.
+        """
+        return self._graph(graph, iteration, peers).sources(self.size, self.rank)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -1482,7 +1722,7 @@ class Communicator:
 
         It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
         """
-        reductions.check_reduction(op, contribution.layout[0][0])
+        reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
         exact = {rule: whole(value, rule) for rule, value in rules.items()}
         layout, buckets = contribution.layout, contribution.boundaries
         operation = Operation(text(name, "name"), layout, op, opening, fixed=fixed, buckets=buckets, **exact)
@@ -1511,6 +1751,10 @@ class Communicator:
         rows = operand.shape[0]
         return rows, operand.flat.size // rows if rows else 0
 
+    def _graph(self, name: object, iteration: object, peers: object) -> Graph:
+        """The graph of these arguments. Raises UsageError if there is none."""
+        return graphs.graph_of(text(name, "graph"), whole(iteration, "iteration"), whole(peers, "peers"))
+
     def _rank(self, value: object, what: str) -> int:
         """`value` as a rank of this communicator. `what` names the argument in the UsageError for any other value."""
         rank = whole(value, what)
@@ -1527,8 +1771,4 @@ class Communicator:
 
 
 def _site() -> Site:
-    """The place of the call in the user's code: the first frame outside this module."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return Site(frame.f_code.co_filename, frame.f_lineno)
+    return site_outside(__file__)

@@ -24,6 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncoll import (
     AVG,
+    AVG_ACTIVE,
     MAX,
     SUM,
     AbortedError,
@@ -637,6 +638,10 @@ BAD: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "no buckets": (lambda c: c.solo_allreduce([]), "at least one"),
     "a bucket of objects": (lambda c: c.solo_allreduce([ones, "x"]), "numpy|torch"),
     "average of whole buckets": (lambda c: c.solo_allreduce([ones, np.ones(2, int)], op=AVG), "use SUM"),
+    "AVG_ACTIVE of integers": (lambda c: c.solo_allreduce(np.ones(2, int), op=AVG_ACTIVE), "use SUM"),
+    "allreduce: AVG_ACTIVE": (lambda c: c.allreduce(ones, AVG_ACTIVE), "use AVG"),
+    "reduce: AVG_ACTIVE": (lambda c: c.reduce(ones, 0, AVG_ACTIVE), "use AVG"),
+    "reduce_scatter: AVG_ACTIVE": (lambda c: c.reduce_scatter(ones, AVG_ACTIVE), "use AVG"),
     "quorum: 1.5": (lambda c: c.quorum_allreduce(ones, quorum=1.5), "quorum"),
 }
 

@@ -68,6 +68,11 @@ class ToyCollectives:
         if into is not None:
             into[...] = values[source]
 
+    async def exchange(self, mine, dests, incoming, sources):
+        values = await self._exchange(mine.copy())
+        for source, into in zip(sources, incoming, strict=True):
+            into[...] = values[source]
+
 
 class ToyBackend(MessageBackend):
     """Rounds and RPC are those by message. `table` holds the values: by communicator, call and step, then by rank."""

@@ -85,6 +85,14 @@ class Collectives(Protocol):
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
 
+    async def exchange(
+        self, mine: Array, dests: Sequence[int], incoming: Sequence[Array], sources: Sequence[int]
+    ) -> None:
+        """Send `mine` to each of `dests`, and receive `incoming[i]` from `sources[i]`, all of the size of `mine`.
+
+        It waits for these ranks and for no others, and it is the only collective of its call.
+        """
+
 
 Body = Callable[[Collectives], Coroutine[Any, Any, T]]
 

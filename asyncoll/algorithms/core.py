@@ -34,7 +34,7 @@ class Core:
         self.rpcs: list[Rpc] = [] if rpcs is None else rpcs
         self._choose = choose
         self.backend = choose(member)
-        pending = PendingCalls(member.endpoint, member.group, member.post)
+        self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
         self.calls = Calls(member, self.backend, pending)
         self.memory = RegisteredMemory(self.backend.memory)
         self.operations = Operations(member, self.backend, pending)

@@ -299,6 +299,12 @@ class Executions:
         key = (header.context, header.number)
         if key in self._abandoned:
             return None
+        if key in self._finished:
+            # A rank that exchanges with some ranks only may be done when one that it did not wait for sends to it: that
+            # one has made another call, and would wait for ever.
+            if self._finished[key].fingerprint != header.fingerprint:
+                self._dispute(source, self._finished[key])
+            return None
         execution = self._get_or_create(key)
         self._last_heard[source] = key
         if execution.identity is None:

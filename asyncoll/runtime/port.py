@@ -26,16 +26,19 @@ class Port:
     All methods but `post`, and all callbacks, run on the runtime's loop.
     """
 
-    def __init__(self, member: Member, name: str, fingerprint: int) -> None:
-        """`fingerprint` is the hash of the operation called `name`. Signals with another fingerprint are dropped."""
+    def __init__(self, member: Member, name: str, fingerprint: int, kind: str = "persistent") -> None:
+        """`fingerprint` is the hash of the operation called `name`. Signals with another fingerprint are dropped.
+
+        Operations of different `kind` may have the same name.
+        """
         self.group = member.group
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
-        self._context = digest(member.communicator, "persistent", name)
+        self._context = digest(member.communicator, kind, name)
         self._fingerprint = fingerprint
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(member.group.ranks)}
 
-    def open(self, heard: Heard, departed: Callable[[], None]) -> None:
+    def open(self, heard: Heard, departed: Callable[[], None] | None = None) -> None:
         """Call `heard` for every signal of the operation, and `departed` when this rank has made its last call.
 
         `heard` is called at once for the signals that have come before. The handler raises ProtocolError for a signal
@@ -51,17 +54,22 @@ class Port:
             heard(group_rank, number, step, payload)
 
         self._endpoint.router.on_signal(self._context, signalled)
-        self._endpoint.on_depart(departed)
+        if departed is not None:
+            self._endpoint.on_depart(departed)
+
+    def close(self) -> None:
+        """The operation has ended at all ranks: no signal of it comes any more."""
+        self._endpoint.router.off_signal(self._context)
 
     def send(self, dest: int, number: int, step: int, payload: Buffer = b"") -> None:
         """Send a signal to group rank `dest`, with `payload`. Returns at once."""
         rank = self.group.ranks[dest]
         self._endpoint.router.signal(rank, self._context, number, step, self._fingerprint, payload)
 
-    def lane(self, group: Group, number: int, describe: Callable[[], str], piggyback: Array) -> Lane:
+    def lane(self, group: Group, number: int, describe: Callable[[], str], piggyback: Array | None = None) -> Lane:
         """A lane between the ranks of `group` for the reduction of round `number`.
 
-        `describe` gives the text for errors. `piggyback` is the short array that each message carries (`Lane`).
+        `describe` gives the text for errors. `piggyback` is the short array that each message carries (`Lane`), if any.
         """
         executions = self._endpoint.executions
         return Lane(executions, group, self._context, number, self._fingerprint, describe, piggyback)

@@ -63,6 +63,10 @@ class Router:
             self._early_count -= 1
             handler(*signal)
 
+    def off_signal(self, context: int) -> None:
+        """Forget the handler of `context`: no signal for it is under way."""
+        del self._handlers[context]
+
     def on_control(self, kind: type[Handled], communicator: int, listener: Callable[[int, Handled], None]) -> None:
         """Pass control messages of type `kind` for `communicator` to `listener`, beginning with the early ones."""
         self._listeners[kind, communicator] = listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +17,14 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path.rpartition('/')[2]}:{self.line}"
+
+
+def site_outside(path: str) -> Site:
+    """The place of the call in the user's code: the first frame outside the module at `path`, which calls this."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == path and frame.f_back is not None:
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno)
 
 
 class Signature(NamedTuple):

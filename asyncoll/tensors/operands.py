@@ -282,7 +282,7 @@ def bundle(x: object, op: ReduceOp) -> Bundle | Single:
     """
     if not isinstance(x, (list, tuple)):
         operand = as_operand(x, writable=True)
-        if op is not ReduceOp.AVG or accumulator(op, operand.dtype) == operand.dtype:
+        if accumulator(op, operand.dtype) == operand.dtype:
             return Single(operand)
         return Bundle([operand], op, x)
     if not x:

@@ -43,6 +43,9 @@ class ReduceOp(enum.Enum):
     AVG is the sum divided by the number of ranks; it is not defined for integers and bool. MIN and MAX are not defined
     for complex numbers. BAND, BOR and BXOR are defined for integers and bool. On bool, SUM is "or" and PROD is "and".
 
+    AVG_ACTIVE is for wait-avoiding rounds only: the sum divided by the number of ranks that are active in the round,
+    those with a contribution. In groups AVG does the same. Otherwise it is as AVG.
+
     AVG of half types (float16, bfloat16) is computed in float32 and rounded once, so an average that fits into a half
     is never infinite; by message, and in wait-avoiding rounds, each element then takes 4 bytes. Every other reduction
     of half types may be rounded, and overflow, at each step by message and in rounds.
@@ -50,6 +53,7 @@ class ReduceOp(enum.Enum):
 
     SUM = "sum"
     AVG = "avg"
+    AVG_ACTIVE = "avg_active"
     PROD = "prod"
     MIN = "min"
     MAX = "max"
@@ -63,6 +67,7 @@ class ReduceOp(enum.Enum):
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVG: np.add,
+    ReduceOp.AVG_ACTIVE: np.add,
     ReduceOp.PROD: np.multiply,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
@@ -70,8 +75,10 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
+_AVERAGES = (ReduceOp.AVG, ReduceOp.AVG_ACTIVE)
 _FORBIDDEN = {
     ReduceOp.AVG: (*_INTEGERS, "bool"),
+    ReduceOp.AVG_ACTIVE: (*_INTEGERS, "bool"),
     ReduceOp.MIN: _COMPLEX,
     ReduceOp.MAX: _COMPLEX,
     ReduceOp.BAND: (*_FLOATS, *_COMPLEX),
@@ -85,14 +92,24 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
 
 
-def check_reduction(op: object, dtype: str) -> ReduceOp:
-    """`op`, if it is a reduction that is defined for `dtype`. Raises UsageError otherwise."""
+def is_divisible(dtype: str) -> bool:
+    """Whether tensors of `dtype` can be divided: not those of integers and bool."""
+    return dtype not in _FORBIDDEN[ReduceOp.AVG]
+
+
+def check_reduction(op: object, dtype: str, *, in_rounds: bool = False) -> ReduceOp:
+    """`op`, if it is a reduction that is defined for `dtype`. Raises UsageError otherwise.
+
+    `in_rounds`: of a wait-avoiding operation, in which not every rank is active.
+    """
     if not isinstance(op, ReduceOp):
         names = ", ".join(op.name for op in ReduceOp)
         raise UsageError(f"unknown reduction {op!r}: use one of asyncoll.{{{names}}}")
     if dtype in _FORBIDDEN.get(op, ()):
-        advice = "use SUM, or convert to a float" if op is ReduceOp.AVG else "choose another reduction or dtype"
+        advice = "use SUM, or convert to a float" if op in _AVERAGES else "choose another reduction or dtype"
         raise UsageError(f"{op.name} is not defined for {dtype}: {advice}")
+    if op is ReduceOp.AVG_ACTIVE and not in_rounds:
+        raise UsageError("AVG_ACTIVE is for wait-avoiding rounds, and every rank is active in this call: use AVG")
     return op
 
 
@@ -187,7 +204,7 @@ def widened(flat: Array, dtype: str) -> Array:
 
 def accumulator(op: ReduceOp, dtype: str) -> str:
     """The dtype of partial results of `dtype`, where these are sent or kept."""
-    return "float32" if op is ReduceOp.AVG and dtype in _HALVES else dtype
+    return "float32" if op in _AVERAGES and dtype in _HALVES else dtype
 
 
 def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
@@ -211,7 +228,7 @@ def divide(flat: Array, dtype: str, divisor: int) -> None:
 
 @lru_cache(maxsize=256)
 def _neutral_value(op: ReduceOp, dtype: str) -> Any:
-    if op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.BOR, ReduceOp.BXOR):
+    if op in (ReduceOp.SUM, *_AVERAGES, ReduceOp.BOR, ReduceOp.BXOR):
         return 0
     if op is ReduceOp.PROD:
         return 0x3F80 if dtype == BFLOAT16 else 1

@@ -12,13 +12,28 @@
 `Trainer` states what all algorithms have in common. Each file of an algorithm follows its paper's pseudocode.
 """
 
+from asyncoll.training.adpsgd import ADPSGD
 from asyncoll.training.allreduce_sgd import AllreduceSGD
 from asyncoll.training.checkpoints import Checkpoints
 from asyncoll.training.dc_s3gd import DCS3GD
+from asyncoll.training.dpsgd import DPSGD
 from asyncoll.training.eager_sgd import EagerSGD
 from asyncoll.training.oktopk_sgd import OkTopkSGD
 from asyncoll.training.overlapped_sgd import OverlappedSGD
+from asyncoll.training.sgp import SGP
 from asyncoll.training.trainer import Trainer
 from asyncoll.training.wagma_sgd import WagmaSGD
 
-__all__ = ["DCS3GD", "AllreduceSGD", "Checkpoints", "EagerSGD", "OkTopkSGD", "OverlappedSGD", "Trainer", "WagmaSGD"]
+__all__ = [
+    "ADPSGD",
+    "DCS3GD",
+    "DPSGD",
+    "SGP",
+    "AllreduceSGD",
+    "Checkpoints",
+    "EagerSGD",
+    "OkTopkSGD",
+    "OverlappedSGD",
+    "Trainer",
+    "WagmaSGD",
+]

@@ -97,11 +97,13 @@ class EagerSGD(Trainer):
         """Take a step with each result since this rank's last round that `history` has kept: w = w + U(G, w, t)."""
         self._lost += reduction.skipped
         before = self.round
+        newest = self._base + reduction.round
         results = reduction.results()
-        self._skip_to(self._base + reduction.round - len(results))
+        self._skip_to(newest - len(results) - (reduction.result is None))
         for gradients in results:
             self._flat.gradients.copy_(gradients)
             self._apply()
+        self._skip_to(newest)
         # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
         # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
         # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
@@ -124,10 +126,6 @@ class EagerSGD(Trainer):
         await self._settle_buffers()
         await replicas.resynchronise(self.comm, self._flat, self.optimizer, self._lost)
         self._lost = 0
-
-    async def _average_models(self) -> None:
-        await self.comm.allreduce(replicas.weights(self._flat), op=asyncoll.AVG)
-        await self._unite_buffers()
 
     async def _resume(self) -> None:
         self._base = self.round

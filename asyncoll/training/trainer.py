@@ -286,16 +286,31 @@ class Trainer(ABC):
             await replicas.average_buffers(self.comm, self.model)
         await replicas.share_buffers(self.comm, self.model)  # after an average: those that have none
 
+    async def _average_models(self) -> None:
+        """Give all ranks the mean of their models. Frozen parameters are equal already. Collective."""
+        await self.comm.allreduce(replicas.weights(self._flat), op=asyncoll.AVG)
+        await self._unite_buffers()
+
     def _complete(self) -> asyncoll.Reduction:
         """The record of a round in which every rank took part."""
         everyone = tuple(range(self.comm.size))
         return asyncoll.Reduction(
-            self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone
+            self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone, ranks=everyone
+        )
+
+    def _exchanged(self, others: tuple[int, ...]) -> asyncoll.Reduction:
+        """The record of a step whose model is an average of this rank's and those of `others`."""
+        ranks = tuple(sorted((self.comm.rank, *others)))
+        return asyncoll.Reduction(
+            self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks
         )
 
     def _at_own_round(self, reduction: asyncoll.Reduction) -> asyncoll.Reduction:
-        """`reduction` with the round of this training, which a checkpoint may have moved ahead of the operation's."""
-        return dataclasses.replace(reduction, round=self.round)
+        """`reduction` with the round of this training, and without the results, which are in the model.
+
+        A checkpoint may have moved the training's round ahead of the operation's.
+        """
+        return dataclasses.replace(reduction, round=self.round, missed=(), result=None)
 
     # -- the start --------------------------------------------------------------------------------
 

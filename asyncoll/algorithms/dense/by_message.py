@@ -99,6 +99,18 @@ class MessageCall:
             await self._lane.wait(receive)
         self._lane.next_phase()
 
+    async def exchange(
+        self, mine: Array, dests: Sequence[int], incoming: Sequence[Array], sources: Sequence[int]
+    ) -> None:
+        """Send `mine` to each of `dests`, and receive `incoming[i]` from `sources[i]`."""
+        lane = self._lane
+        receives = [lane.post(source, 0, into) for source, into in zip(sources, incoming, strict=True)]
+        # At the same time: a long array waits for its receiver, which must not hold up the other receivers.
+        await asyncio.gather(*(lane.send(dest, 0, mine) for dest in dests))
+        for receive in receives:
+            await lane.wait(receive)
+        lane.next_phase()
+
     def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
         """The array to reduce in place, and its combiner: `x`, or a copy of `x` in float32.
 

@@ -298,6 +298,34 @@ class SharedCall:
         take = _into([into.view(np.uint8)] * self.size) if into is not None else _keep_nothing
         await self._show(mine.view(np.uint8) if mine is not None else None, take, wanted)
 
+    async def exchange(
+        self, mine: Array, dests: Sequence[int], incoming: Sequence[Array], sources: Sequence[int]
+    ) -> None:
+        """Show a copy of `mine` to all ranks, and read those of `sources`. Other ranks may come later.
+
+        A short copy is in a slot. A long one is in a block of its own, which is free when all `dests` have read it.
+        """
+        rendezvous = await self._next()
+        staging, arena, total = self._staging, self._staging.arena, mine.nbytes
+        is_long = total > staging.sizes.window
+        if is_long:
+            address = arena.allocate(total)
+            room = arena.view(address, total)
+        else:
+            address, room = staging.slot(rendezvous.turn, total)
+        room[...] = mine.view(np.uint8)
+        self.traffic.sent(total)
+        rendezvous.arrive_for_neighbors(address, total)
+        for source, raw in zip(sources, _bytes(incoming), strict=True):
+            theirs = await rendezvous.shown_by(source)
+            for start in range(0, total, staging.sizes.window):
+                end = min(start + staging.sizes.window, total)
+                await self._take(rendezvous, _into([raw] * self.size), source, theirs + start, start, end)
+        rendezvous.leave_neighbors()
+        if is_long:
+            await rendezvous.left_by(dests)
+            arena.free(address)
+
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
         """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.
 

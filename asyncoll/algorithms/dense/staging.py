@@ -17,7 +17,7 @@ leaves a rendezvous before all ranks have arrived at it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,9 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 #   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
 _HEAD = 9
-_PART = 3  # address of the memory that the rank shows, negated if it is the caller's own; its bytes; 1 while it reduces
+# The part of a rank: the address of the memory that it shows, negated if it is the caller's own; its bytes; 1 while the
+# rank reduces; at a rendezvous of neighbours the tag when the rank has arrived, negated when it has left.
+_PART = 4
 
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
@@ -266,6 +268,45 @@ class Rendezvous:
         """Wait until all ranks have arrived."""
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         await until(self.control_block, lambda: cells[arrived] == size)
+
+    # -- neighbours: no rank waits for all ------------------------------------------------------------
+
+    def arrive_for_neighbors(self, address: int, nbytes: int) -> None:
+        """Show `nbytes` bytes of memory at `address`. Ranks that wait for this rank wake, whoever else is missing.
+
+        Raises DisagreementError if another rank has made another call with the same number.
+        """
+        cells, part = self._cells, self._part(self._staging.rank)
+        with self.control_block as control_block:
+            self._enter()
+            cells[part] = address
+            cells[part + 1] = nbytes
+            cells[part + 3] = self.tag
+            control_block.wake()
+
+    async def shown_by(self, rank: int) -> int:
+        """Wait until `rank` has arrived. Returns the address of the memory that it shows."""
+        cells, part = self._cells, self._part(rank)
+        await until(self.control_block, lambda: abs(cells[part + 3]) == self.tag)
+        return cells[part]
+
+    def leave_neighbors(self) -> None:
+        """Leave, and wake the ranks that wait for this one to have read their memory."""
+        with self.control_block as control_block:
+            self._cells[self._part(self._staging.rank) + 3] = -self.tag
+            control_block.wake()
+        self.leave()
+
+    async def left_by(self, ranks: Sequence[int]) -> None:
+        """Wait until `ranks` have left: they read the memory of this rank no longer. This rank has left before."""
+        cells, tag, base = self._cells, self.tag, self._base
+        marks = [self._part(rank) + 3 for rank in ranks]
+        # Another tag: all ranks have left, and a later rendezvous uses the record.
+        await until(self.control_block, lambda: cells[base + _TAG] != tag or all(cells[mark] == -tag for mark in marks))
+
+    def _part(self, rank: int) -> int:
+        """The first cell of the part of `rank`."""
+        return self._base + _HEAD + _PART * rank
 
     # -- the memory that the ranks show, once all have arrived ------------------------------------
 

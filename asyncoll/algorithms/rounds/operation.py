@@ -113,7 +113,7 @@ def check_operation(spec: Operation, size: int) -> None:
     if not isinstance(spec.name, str) or len(spec.name) > _MAX_NAME:
         raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
     for dtype, count in spec.layout:
-        reductions.check_reduction(spec.op, dtype)
+        reductions.check_reduction(spec.op, dtype, in_rounds=True)
         if dtype not in reductions.DTYPES or count < 0:
             raise UsageError(f"{count} elements of {dtype}")
     if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:

@@ -201,11 +201,11 @@ class Operations:
         return {rounds.operation.name: rounds.statistics() for rounds in self._backend.operations}
 
     def _divisor(self, spec: Operation, result: Result) -> int:
-        """The divisor of AVG, and 1 for other reductions.
+        """The divisor of AVG and AVG_ACTIVE, and 1 for other reductions.
 
-        In groups it is the number of models in the result. Otherwise it is the number of ranks, contributing or not, as
-        in the algorithm of section 5 of the PPoPP 2020 paper.
+        AVG in groups divides by the number of models in the result. Otherwise it divides by the number of ranks,
+        contributing or not, as in the algorithm of section 5 of the PPoPP 2020 paper.
         """
-        if spec.op is not ReduceOp.AVG:
-            return 1
-        return len(result.ranks) if spec.group_size else self._member.group.size
+        if spec.op is ReduceOp.AVG and not spec.group_size:
+            return self._member.group.size
+        return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1

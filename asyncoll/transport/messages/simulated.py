@@ -61,17 +61,20 @@ class Network:
     """The links between simulated ranks.
 
     The jitter of a message is uniform between 0 and `jitter_s` seconds. The bandwidth is that of each rank, in each
-    direction. Raises UsageError for negative times and for a bandwidth that is not positive.
+    direction. Each byte of payload takes the time of `payload_scale` bytes, so that a short tensor can stand for one
+    that a thousand ranks have no memory for. Headers are not scaled, and counts of words are of the short tensor.
+    Raises UsageError for negative times and for a bandwidth or a scale that is not positive.
     """
 
     latency_s: float = 10e-6
     jitter_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
+    payload_scale: float = 1.0
     faults: Sequence[Fault] = ()
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.jitter_s < 0 or not self.bandwidth_bytes_per_s > 0:
-            raise UsageError("latency and jitter must be at least 0 s, and bandwidth above 0 bytes/s")
+        if self.latency_s < 0 or self.jitter_s < 0 or not self.bandwidth_bytes_per_s > 0 or not self.payload_scale > 0:
+            raise UsageError("latency and jitter must be at least 0 s, bandwidth and payload_scale above 0")
 
 
 class SimulatedWorld:
@@ -97,8 +100,8 @@ class SimulatedWorld:
         """The words of payload that have arrived, with the payload of each message rounded up."""
         return sum(-(-payload // WORD_BYTES) for *_, payload in self.trace)
 
-    def arrival_s(self, source: int, dest: int, length: int, now: float) -> float:
-        """Return the time at which a message of `length` bytes, sent `now`, arrives; infinity if never."""
+    def arrival_s(self, source: int, dest: int, length: float, now: float) -> float:
+        """Return when a message that occupies a port like `length` bytes, sent `now`, arrives; infinity if never."""
         network = self.network
         occupied = length / network.bandwidth_bytes_per_s
         leaves = now + occupied
@@ -173,7 +176,7 @@ class SimulatedTransport:
         loop = self._loop
         copies = [bytes(frame) for frame in frames]
         payload = len(copies[1]) if len(copies) > 1 else 0
-        length = sum(map(len, copies))
+        length = sum(map(len, copies)) + payload * (self._world.network.payload_scale - 1)
         arrives = self._world.arrival_s(self.rank, dest, length, loop.time())
         if arrives < math.inf:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)

@@ -1,0 +1,82 @@
+"""AD-PSGD: each rank averages its model with one other rank's at a time, and waits for no rank's computation.
+
+Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018, algorithm 1. Even
+ranks begin averages, odd ranks answer, also while they compute: on this bipartite graph no circle of ranks waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, ClassVar, Literal, Unpack
+
+import torch
+from torch import nn
+
+import asyncoll
+from asyncoll.training.replicas import weights
+from asyncoll.training.trainer import Options, Trainer
+
+
+class ADPSGD(Trainer):
+    """Add local steps to a model that other ranks average with theirs at any time.
+
+    An even rank begins one average in each of its steps, with an odd rank that `seed` draws from its neighbours in
+    `graph`. The average takes place while the next gradient is computed. So a gradient belongs to a model that is up to
+    an average, or several, older than the one it is added to.
+
+    Ranks make steps at their own pace, and may end after different numbers of steps: `Trainer.round` is the number of
+    this rank's own steps. `finish()` gives all ranks the mean of all models. Buffers are each rank's own until then,
+    and so is the state of the optimizer. Clipping applies to the local gradient.
+
+    A checkpoint is each rank's own, and all ranks load the same round. It is the model after that step of the rank;
+    averages that ranks had with it since are not in it, so a resumed run differs from an unbroken one. See `Trainer`
+    for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
+
+    Memory: the gradients, as one flat tensor, and four copies of the parameters.
+    """
+
+    has_local_state: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        graph: Literal["ring", "exponential"] = "ring",
+        seed: int = 0,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(comm, model, optimizer, **options)
+        self._graph = graph
+        self._seed = seed
+        self._gossip: asyncoll.Gossip | None = None  # None: this rank is alone
+        self._averaging: Coroutine[Any, Any, int | None] | None = None  # under way, at an even rank
+        self._change = torch.empty_like(weights(self._flat))
+
+    async def _resume(self) -> None:
+        if self.comm.size > 1:
+            self._gossip = await self.comm.gossip(weights(self._flat), graph=self._graph, seed=self._seed)
+
+    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+        self._refuse_weight(weight)  # line 2: G = ∇F(x̂_i), at the model as it was after the last step
+        partner = await self._end_average()  # line 4: x_i, x_j = (x_i + x_j) / 2
+        x = weights(self._flat)
+        self._change.copy_(x)
+        self._apply()
+        if self._gossip is not None:
+            torch.sub(x, self._change, out=self._change)
+            x.copy_(await self._gossip.update(self._change))  # line 5: x_i = x_i - ηG
+            self._averaging = self._gossip.exchange()  # line 3: j, drawn from the neighbours
+        return self._exchanged(() if partner is None else (partner,))
+
+    async def _end_average(self) -> int | None:
+        """Wait for the average that this rank has begun, and return the other rank; None if there is none."""
+        averaging, self._averaging = self._averaging, None
+        return None if averaging is None else await averaging
+
+    async def _finish(self) -> None:
+        await self._end_average()
+        if self._gossip is not None:
+            weights(self._flat).copy_(await self._gossip.close())
+        await self._average_models()
