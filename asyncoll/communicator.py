@@ -7,6 +7,7 @@ order in which tasks run does not matter. The docstring of each method states it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
@@ -828,7 +829,14 @@ class Communicator:
     # -- wait-avoiding ----------------------------------------------------------------------------
 
     def solo_allreduce(
-        self, x: object, *, name: str = "solo", op: ReduceOp = ReduceOp.SUM, sync_every: int = 0, history: int = 0
+        self,
+        x: object,
+        *,
+        name: str = "solo",
+        op: ReduceOp = ReduceOp.SUM,
+        sync_every: int = 0,
+        history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: the first rank to arrive starts the round for all (a quorum of 1).
 
@@ -870,6 +878,10 @@ class Communicator:
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -903,7 +915,7 @@ class Communicator:
                     pass  # apply it: one step of the optimizer for each round
                 newest = reduction.round
         """
-        return self._wait_avoiding(x, name, op, Opening.SOLO, sync_every=sync_every, history=history)
+        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, sync_every=sync_every, history=history)
 
     def majority_allreduce(
         self,
@@ -915,6 +927,7 @@ class Communicator:
         seed: int = 0,
         sync_every: int = 0,
         history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when one of the ranks arrives that were drawn for it.
 
@@ -962,6 +975,10 @@ class Communicator:
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -992,7 +1009,7 @@ class Communicator:
             print(reduction.round, reduction.active, reduction.included)
         """
         rules: dict[str, Any] = {"candidates": candidates, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.MAJORITY, **rules)
+        return self._wait_avoiding(x, name, op, Opening.MAJORITY, weight, **rules)
 
     def quorum_allreduce(
         self,
@@ -1004,6 +1021,7 @@ class Communicator:
         seed: int = 0,
         sync_every: int = 0,
         history: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when `quorum` ranks have arrived, always.
 
@@ -1044,6 +1062,10 @@ class Communicator:
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
             history: number of results before the newest that are kept for `Reduction.missed`.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
@@ -1075,7 +1097,7 @@ class Communicator:
         """
         needed = self.size // 2 + 1 if quorum is None else quorum
         rules: dict[str, Any] = {"quorum": needed, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.QUORUM, **rules)
+        return self._wait_avoiding(x, name, op, Opening.QUORUM, weight, **rules)
 
     def group_allreduce(
         self,
@@ -1086,6 +1108,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         fixed: bool = False,
         sync_every: int = 0,
+        weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce within the groups of a round, which the first rank to arrive starts for all.
 
@@ -1122,6 +1145,10 @@ class Communicator:
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
+            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
+                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
+                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
+                fixed by the first one.
 
         Returns:
             A `Reduction`: which round and group `x` holds, and whether this contribution is in it.
@@ -1158,7 +1185,8 @@ class Communicator:
         size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
-        return self._wait_avoiding(x, name, op, Opening.SOLO, fixed=bool(fixed), group_size=size, sync_every=sync_every)
+        rules: dict[str, Any] = {"group_size": size, "sync_every": sync_every}
+        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, fixed=bool(fixed), **rules)
 
     # -- sparse -----------------------------------------------------------------------------------
 
@@ -1694,18 +1722,28 @@ class Communicator:
             raise
 
     def _wait_avoiding(
-        self, x: object, name: str, op: ReduceOp, opening: Opening, *, fixed: bool = False, **rules: int
+        self,
+        x: object,
+        name: str,
+        op: ReduceOp,
+        opening: Opening,
+        weight: float | None,
+        *,
+        fixed: bool = False,
+        **rules: int,
     ) -> Coroutine[Any, Any, Reduction]:
-        core, contribution = self._core, bundle(x, op)
+        core, weighted = self._core, weight is not None
+        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
         if core.memory.unused:
             core.memory.give_back()
-        given = (name, op, opening, fixed, contribution.layout, contribution.boundaries, *rules, *rules.values())
+        kind = (name, op, opening, fixed, weighted, contribution.layout, contribution.boundaries)
+        given: tuple[object, ...] = (*kind, *rules, *rules.values())
         try:
             spec = core.plans.get((given, *map(type, given)))
         except TypeError:  # an array without dimensions, for one, is a number, too, and has no hash
             spec = None
         if spec is None:
-            spec = self._plan(given, name, op, opening, fixed, contribution, rules)
+            spec = self._plan(given, name, op, opening, fixed, weighted, contribution, rules)
         return core.operations.start(spec, contribution, _site())
 
     def _plan(
@@ -1715,6 +1753,7 @@ class Communicator:
         op: ReduceOp,
         opening: Opening,
         fixed: bool,
+        weighted: bool,
         contribution: Bundle | Single,
         rules: dict[str, int],
     ) -> Operation:
@@ -1725,7 +1764,8 @@ class Communicator:
         reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
         exact = {rule: whole(value, rule) for rule, value in rules.items()}
         layout, buckets = contribution.layout, contribution.boundaries
-        operation = Operation(text(name, "name"), layout, op, opening, fixed=fixed, buckets=buckets, **exact)
+        options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
+        operation = Operation(text(name, "name"), layout, op, opening, **options)
         check_operation(operation, self.size)
         if {*map(type, rules.values())} <= {int} and type(name) is str:
             self._core.remember((given, *map(type, given)), operation)
@@ -1768,6 +1808,14 @@ class Communicator:
         if rank == self.rank:
             raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
         return rank
+
+
+def _weight(value: object) -> float:
+    """`value` as the weight of a contribution."""
+    weight = real(value, "weight")
+    if not 0 <= weight < math.inf:
+        raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
+    return weight
 
 
 def _site() -> Site:

@@ -827,6 +827,7 @@ GARBAGE = {
     "negative groups": announced(group_size=-1),
     "negative sync_every": announced(sync_every=-1),
     "negative history": announced(history=-1),
+    "weights of a sum": announced(weighted=True),
 }
 
 

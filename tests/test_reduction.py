@@ -9,7 +9,9 @@ import pytest
 import torch
 from conftest import looped
 
-from asyncoll import AVG, AVG_ACTIVE
+import asyncoll
+from asyncoll import AVG, AVG_ACTIVE, MismatchError, UsageError
+from asyncoll.testing import Network, simulate
 
 MANY = 70  # ranks: their bitmap takes more than one cell of shared memory
 LONG = 200_000  # elements: by message more than a coordinator takes
@@ -177,3 +179,120 @@ def test_avg_active_is_avg_in_groups(simulated):
         return x[0], y[0]
 
     assert simulated(3, main).results == [(2.0, 2.0)] * 3
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+CALLS = 30  # the most calls of a rank
+
+
+def weights(rank):
+    return np.random.default_rng([7, rank]).integers(0, 9, CALLS)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("padding", [0, LONG // 10])
+@looped("size", [1, 2, 5])
+def test_each_contribution_counts_by_its_own_weight_in_one_round(size, padding, registered, simulated):
+    """Stale ones too. Each call adds to an element of its own, so a result shows the shares of all contributions."""
+    all_weights = np.stack([weights(rank) for rank in range(size)])
+
+    async def main(comm):
+        generator = np.random.default_rng([3, comm.rank])
+        rounds, newest, calls = {}, 0, 0
+        while newest < 8:
+            await asyncio.sleep(generator.exponential(0.01))
+            weight = int(all_weights[comm.rank, calls])
+            x = (comm.empty if registered else np.empty)(padding + size * CALLS, np.float64)
+            x.fill(0)
+            x[padding + comm.rank * CALLS + calls] = 1.0 if weight else np.inf
+            given = np.float32(weight) if comm.rank else weight
+            reduction = await comm.solo_allreduce(x, op=AVG, weight=given, history=8, sync_every=8)
+            results = reduction.results()
+            for number, result in enumerate(results, reduction.round + 1 - len(results)):
+                rounds[number] = result[padding:].reshape(size, CALLS).copy()
+            newest, calls = reduction.round, calls + 1
+        return rounds, calls
+
+    for seed in range(4):
+        results = simulated(size, main, Network(latency_s=1e-4, jitter_s=5e-3), seed).results
+        found = np.zeros((size, CALLS), int)
+        for number in range(1, 9):
+            shares = [rounds[number] for rounds, _ in results]
+            assert all((each == shares[0]).all() for each in shares)
+            inside = all_weights * (shares[0] > 0)
+            np.testing.assert_allclose(shares[0], inside / max(1, inside.sum()))
+            found += inside > 0
+        made = np.array([np.arange(CALLS) < calls for _, calls in results])
+        assert (found == (made & (all_weights > 0))).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, torch.bfloat16, np.complex64])
+@pytest.mark.parametrize("count", [5, 200_000])
+def test_a_weighted_average_has_the_samples_of_all_contributors(dtype, count, run):
+    def tensor(value):
+        return (
+            torch.full((count,), value, dtype=dtype) if isinstance(dtype, torch.dtype) else np.full(count, value, dtype)
+        )
+
+    async def main(comm):
+        one, two = tensor(float(comm.rank)), [tensor(float(comm.rank)), np.full(3, comm.rank + 1.0), tensor(8.0)]
+        await comm.solo_allreduce(one, op=AVG, weight=2.0 * comm.rank, sync_every=1)
+        await comm.solo_allreduce(two, op=AVG, weight=comm.rank, sync_every=1, name="buckets")
+        return [float(part[0].real) for part in (one, *two)]
+
+    size = 3  # 1 * 1 + 2 * 2 of 1 + 2
+    expected = [5 / 3, 5 / 3, 8 / 3, 8.0]
+    for result in run(size, main):
+        np.testing.assert_allclose(result, expected, rtol=1e-2 if dtype in (np.float16, torch.bfloat16) else 1e-6)
+
+
+def test_a_round_of_no_weight_gives_zeros_and_zero_weight_contributes_nothing(run):
+    async def main(comm):
+        x, y = np.full(4, np.nan), np.full(4, np.inf if comm.rank else 3.0)
+        await comm.quorum_allreduce(x, op=AVG, quorum=comm.size, weight=0)
+        await comm.quorum_allreduce(y, op=AVG, quorum=comm.size, weight=0.0 if comm.rank else 0.5)
+        return x.tolist(), y.tolist()
+
+    assert run(3, main) == [([0.0] * 4, [3.0] * 4)] * 3
+
+
+def test_a_group_averages_by_weight(simulated):
+    async def main(comm):
+        x = np.full(2, float(comm.rank))
+        reduction = await comm.group_allreduce(x, group_size=2, op=AVG, weight=comm.rank + 1, sync_every=1)
+        assert reduction.active == 4
+        return x[0]
+
+    assert simulated(4, main).results == [(2 + 6 + 12) / 10] * 4
+
+
+def test_weights_at_one_rank_only_are_a_mismatch(simulated):
+    async def main(comm):
+        await comm.quorum_allreduce(np.ones(2), op=AVG, quorum=2, weight=None if comm.rank else 1)
+
+    with pytest.raises(MismatchError, match="weighted"):
+        simulated(2, main)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "1", True, 1j])
+def test_a_weight_that_is_none_is_refused_before_the_call_has_any_effect(weight):
+    async def main(comm):
+        with pytest.raises(UsageError, match="weight"):
+            comm.solo_allreduce(np.ones(2), op=AVG, weight=weight)
+        assert not comm.statistics().operations
+
+    simulate(2, main)
+
+
+@pytest.mark.parametrize("op", set(asyncoll.ReduceOp) - {AVG})
+def test_weights_are_for_averages(op):
+    async def main(comm):
+        x = np.ones(2, int if op.name.startswith("B") else float)
+        with pytest.raises(UsageError, match="or use AVG"):
+            comm.majority_allreduce(x, op=op, weight=1)
+        with pytest.raises(UsageError, match="not defined for int64"):
+            comm.quorum_allreduce(np.ones(2, int), op=AVG, weight=1)
+
+    simulate(2, main)

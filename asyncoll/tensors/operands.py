@@ -26,6 +26,7 @@ from asyncoll.tensors.reductions import (
     accumulator,
     divide,
     put,
+    scale,
     torch_view,
     widened,
 )
@@ -161,23 +162,28 @@ def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
 class Single:
     """A caller's tensor that needs no packing: it is reduced as the dtype that it has. Methods as of `Bundle`."""
 
-    __slots__ = ("_operand", "given", "layout")
+    __slots__ = ("_factor", "_operand", "given", "layout", "weight")
 
     boundaries = ""
 
-    def __init__(self, operand: Operand) -> None:
+    def __init__(self, operand: Operand, weight: float) -> None:
+        self.weight = self._factor = weight
         self._operand = operand
         self.given = operand.source
         self.layout = ((operand.dtype, operand.flat.size),)
 
     def read(self, into: Iterable[Array]) -> None:
         (part,) = into
-        part[...] = self._operand.flat
+        scale(part, self._operand.flat, self._factor)
 
     def lend(self) -> list[Array] | None:
         return [self._operand.flat]
 
-    def write(self, parts: Iterable[Array], divisor: int = 1) -> None:
+    def scale_lent(self) -> None:
+        scale(self._operand.flat, self._operand.flat, self._factor)
+        self._factor = 1.0
+
+    def write(self, parts: Iterable[Array], divisor: float = 1) -> None:
         (values,) = parts
         flat = self._operand.flat
         if values is not flat:  # else it was lent, and the result is there already
@@ -187,7 +193,7 @@ class Single:
         if self._operand.copied:
             self._operand.write_back()
 
-    def like(self, parts: Iterable[Array], divisor: int = 1) -> Any:
+    def like(self, parts: Iterable[Array], divisor: float = 1) -> Any:
         (values,) = parts
         flat = values.copy()
         if divisor != 1:
@@ -198,8 +204,10 @@ class Single:
 class Bundle:
     """The tensors of one call, packed by dtype in the order in which the dtypes first appear."""
 
-    def __init__(self, operands: list[Operand], op: ReduceOp, given: Any) -> None:
+    def __init__(self, operands: list[Operand], op: ReduceOp, given: Any, weight: float) -> None:
         self.given = given  # by the caller: a tensor, or a list or tuple of tensors
+        self.weight = weight
+        self._factor = weight  # the tensors' values are yet to be multiplied by it
         self._operands = operands
         self._op = op
         self._packs: dict[str, list[Operand]] = {}
@@ -231,7 +239,11 @@ class Bundle:
         return sizes if len(sizes) <= _SHOWN else f"{digest(sizes):x}"
 
     def read(self, into: Iterable[Array]) -> None:
-        """Copy the tensors' values, packed, into these arrays."""
+        """Copy the tensors' values, packed and multiplied by the weight, into these arrays."""
+        if self._factor != 1:
+            for operand, piece in self._pieces(into):
+                scale(piece, self._packed(operand), self._factor)
+            return
         for pack, part in zip(self._packs.values(), into, strict=True):
             flats = [self._packed(operand) for operand in pack]
             if len(flats) == 1:
@@ -248,7 +260,13 @@ class Bundle:
             return None
         return [pack[0].flat for pack in self._packs.values()]
 
-    def write(self, parts: Iterable[Array], divisor: int = 1) -> None:
+    def scale_lent(self) -> None:
+        """Multiply the memory of `lend` by the weight, in place. Without effect the second time."""
+        for pack in self._packs.values():
+            scale(pack[0].flat, pack[0].flat, self._factor)
+        self._factor = 1.0
+
+    def write(self, parts: Iterable[Array], divisor: float = 1) -> None:
         """Put `parts`, divided by `divisor`, back into the tensors."""
         for operand, values in self._pieces(parts):
             if not np.may_share_memory(operand.flat, values):
@@ -257,7 +275,7 @@ class Bundle:
                 divide(operand.flat, operand.dtype, divisor)
             operand.write_back()
 
-    def like(self, parts: Iterable[Array], divisor: int = 1) -> Any:
+    def like(self, parts: Iterable[Array], divisor: float = 1) -> Any:
         """`parts`, divided by `divisor`, as new tensors of the caller's kind: one, or a list of them."""
         made = {}
         for operand, values in self._pieces(parts):
@@ -275,16 +293,17 @@ class Bundle:
                 yield operand, part[start:end]
 
 
-def bundle(x: object, op: ReduceOp) -> Bundle | Single:
+def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
     """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
+    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average.
     Raises UsageError as `as_operand` does, and for an empty list.
     """
     if not isinstance(x, (list, tuple)):
         operand = as_operand(x, writable=True)
         if accumulator(op, operand.dtype) == operand.dtype:
-            return Single(operand)
-        return Bundle([operand], op, x)
+            return Single(operand, weight)
+        return Bundle([operand], op, x, weight)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
-    return Bundle([as_operand(part, writable=True) for part in x], op, x)
+    return Bundle([as_operand(part, writable=True) for part in x], op, x, weight)

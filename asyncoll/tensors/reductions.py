@@ -207,7 +207,7 @@ def accumulator(op: ReduceOp, dtype: str) -> str:
     return "float32" if op in _AVERAGES and dtype in _HALVES else dtype
 
 
-def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
+def put(into: Array, dtype: str, values: Array, divisor: float = 1) -> None:
     """Put `values / divisor` into `into`, which is of `dtype`. If `values` are wider, they are rounded once."""
     if values.dtype == into.dtype:
         into[...] = values
@@ -218,7 +218,18 @@ def put(into: Array, dtype: str, values: Array, divisor: int = 1) -> None:
         torch_view(into, dtype).copy_(wide / divisor if divisor != 1 else wide)
 
 
-def divide(flat: Array, dtype: str, divisor: int) -> None:
+def scale(into: Array, values: Array, factor: float) -> None:
+    """Put `values * factor` into `into`, of the same dtype, which is no half type; zeros if the factor is 0."""
+    if factor == 1:
+        if into is not values:
+            into[...] = values
+    elif factor == 0:
+        into.fill(0)
+    else:
+        _quietly.run(np.multiply, values, factor, out=into)
+
+
+def divide(flat: Array, dtype: str, divisor: float) -> None:
     """`flat /= divisor` in place: the last step of AVG."""
     if dtype in _HALVES:
         torch_view(flat, dtype).div_(divisor)

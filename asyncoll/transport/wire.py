@@ -94,6 +94,7 @@ class Announce(NamedTuple):
     history: int
     group_size: int
     fixed: bool
+    weighted: bool
     buckets: str
     site: str
 

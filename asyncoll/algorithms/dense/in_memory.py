@@ -316,14 +316,19 @@ class SharedCall:
         room[...] = mine.view(np.uint8)
         self.traffic.sent(total)
         rendezvous.arrive_for_neighbors(address, total)
-        for source, raw in zip(sources, _bytes(incoming), strict=True):
-            theirs = await rendezvous.shown_by(source)
-            for start in range(0, total, staging.sizes.window):
-                end = min(start + staging.sizes.window, total)
-                await self._take(rendezvous, _into([raw] * self.size), source, theirs + start, start, end)
-        rendezvous.leave_neighbors()
+        # In the order in which they come: a rank with a long array waits until it has been read.
+        awaited = dict(zip(sources, _bytes(incoming), strict=True))
+        while awaited:
+            for source in await rendezvous.shown_by(awaited):
+                theirs, take = rendezvous.address_of(source), _into([awaited.pop(source)] * self.size)
+                for start in range(0, total, staging.sizes.window):
+                    end = min(start + staging.sizes.window, total)
+                    await self._take(rendezvous, take, source, theirs + start, start, end)
+                if is_long:
+                    rendezvous.read(source)
+        rendezvous.leave()
         if is_long:
-            await rendezvous.left_by(dests)
+            await rendezvous.read_by(len(dests))
             arena.free(address)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:

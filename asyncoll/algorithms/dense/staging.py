@@ -17,7 +17,7 @@ leaves a rendezvous before all ranks have arrived at it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
 _HEAD = 9
 # The part of a rank: the address of the memory that it shows, negated if it is the caller's own; its bytes; 1 while the
-# rank reduces; at a rendezvous of neighbours the tag when the rank has arrived, negated when it has left.
+# rank reduces, or at a rendezvous of neighbours how many have read the memory; there the tag when the rank has arrived.
 _PART = 4
 
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
@@ -281,28 +281,31 @@ class Rendezvous:
             self._enter()
             cells[part] = address
             cells[part + 1] = nbytes
+            cells[part + 2] = 0
             cells[part + 3] = self.tag
             control_block.wake()
 
-    async def shown_by(self, rank: int) -> int:
-        """Wait until `rank` has arrived. Returns the address of the memory that it shows."""
-        cells, part = self._cells, self._part(rank)
-        await until(self.control_block, lambda: abs(cells[part + 3]) == self.tag)
-        return cells[part]
+    async def shown_by(self, ranks: Collection[int]) -> list[int]:
+        """Wait until one of `ranks` has arrived. Returns those that have."""
+        cells, tag, marks = self._cells, self.tag, {rank: self._part(rank) + 3 for rank in ranks}
+        await until(self.control_block, lambda: any(cells[mark] == tag for mark in marks.values()))
+        return [rank for rank, mark in marks.items() if cells[mark] == tag]
 
-    def leave_neighbors(self) -> None:
-        """Leave, and wake the ranks that wait for this one to have read their memory."""
+    def address_of(self, rank: int) -> int:
+        """The address of the memory that `rank`, which has arrived, shows."""
+        return self._cells[self._part(rank)]
+
+    def read(self, rank: int) -> None:
+        """Note that this rank has read the memory of `rank`, which may wait for that."""
         with self.control_block as control_block:
-            self._cells[self._part(self._staging.rank) + 3] = -self.tag
+            self._cells[self._part(rank) + 2] += 1
             control_block.wake()
-        self.leave()
 
-    async def left_by(self, ranks: Sequence[int]) -> None:
-        """Wait until `ranks` have left: they read the memory of this rank no longer. This rank has left before."""
-        cells, tag, base = self._cells, self.tag, self._base
-        marks = [self._part(rank) + 3 for rank in ranks]
+    async def read_by(self, count: int) -> None:
+        """Wait until `count` ranks have read the memory of this rank, which has left."""
+        cells, tag, base, mine = self._cells, self.tag, self._base, self._part(self._staging.rank) + 2
         # Another tag: all ranks have left, and a later rendezvous uses the record.
-        await until(self.control_block, lambda: cells[base + _TAG] != tag or all(cells[mark] == -tag for mark in marks))
+        await until(self.control_block, lambda: cells[base + _TAG] != tag or cells[mine] == count)
 
     def _part(self, rank: int) -> int:
         """The first cell of the part of `rank`."""

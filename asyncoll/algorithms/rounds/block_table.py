@@ -22,7 +22,7 @@ class BlockTable:
     """The blocks of one control block. All methods but `provide` are called under its lock."""
 
     # The memory is allocated on demand, because most operations use a few blocks of the many that they may need. Each
-    # of the four tables has `limit` entries, because control blocks have a fixed number of cells.
+    # of the five tables has `limit` entries, because control blocks have a fixed number of cells.
 
     def __init__(
         self, arena: Arena, control_block: ControlBlock, first_cell: int, limit: int, nbytes: int, size: int
@@ -30,19 +30,21 @@ class BlockTable:
         self._arena = arena
         self._control_block = control_block
         self._cells = control_block.cells
+        self._reals = self._cells.cast("B").cast("d")  # the same cells as float64
         self._head = first_cell
         self._stack = first_cell + _HEAD  # of free blocks
         self._addresses = self._stack + limit - 1  # less 1, as blocks count from 1
         self._keepers = self._addresses + limit
         self._words = _words(size)
-        self._bitmaps = self._keepers + limit + 1 - self._words
+        self._weights = self._keepers + limit
+        self._bitmaps = self._weights + limit + 1 - self._words
         self._limit = limit
         self._nbytes = nbytes
 
     @staticmethod
     def cells(limit: int, size: int) -> int:
         """How many cells of a control block a table of `limit` blocks among `size` ranks needs."""
-        return _HEAD + (3 + _words(size)) * limit
+        return _HEAD + (4 + _words(size)) * limit
 
     def free_count(self) -> int:
         """The number of free blocks."""
@@ -98,8 +100,13 @@ class BlockTable:
         """Where `block` lies in the arena. It never moves."""
         return self._cells[self._addresses + block]
 
-    def sign(self, block: int, ranks: int) -> None:
-        """`block` is a result with the contributions of `ranks`, a bitmap with bit r for rank r. None for NONE."""
+    def sign(self, block: int, ranks: int, weight: float) -> None:
+        """`block` is a result with the contributions of `ranks`, a bitmap with bit r for rank r, of so much weight.
+
+        Without effect for NONE.
+        """
+        if block:
+            self._reals[self._weights + block] = weight
         at = self._bitmaps + block * self._words
         for word in range(self._words if block else 0):
             self._cells[at + word] = ranks >> word * _BITS & (1 << _BITS) - 1
@@ -108,6 +115,10 @@ class BlockTable:
         """The bitmap of the ranks whose contributions are in the result `block`. Keepers need no lock."""
         at = self._bitmaps + block * self._words
         return sum([self._cells[at + word] << word * _BITS for word in range(self._words)])
+
+    def weight(self, block: int) -> float:
+        """The weight of all contributions in the result `block`. Keepers need no lock."""
+        return self._reals[self._weights + block]
 
 
 def _words(size: int) -> int:

@@ -19,7 +19,6 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
@@ -76,7 +75,7 @@ class CoordinatedRounds(WaitAvoiding):
         # Packed at once, so the caller's memory is free when the call has staged: nothing is lent, whatever `may_lend`.
         ticket = super()._stage(contribution)
         assert self._staged is not None
-        participation = self._tally.sign(1, 0, contributes=True, gone=False)
+        participation = self._tally.sign(1, 0, contributes=True, gone=False, weight=self._staged_weight)
         self._sent.append(_Sent(ticket, _packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket
@@ -93,7 +92,7 @@ class CoordinatedRounds(WaitAvoiding):
         if coordinates == (step == RESULT):
             raise ProtocolError(f"signal {step} for round {number} of {self.operation}, which another rank coordinates")
         ranks = self._group.size if step == RESULT else 1  # in the participation list
-        expected = 0 if step == GONE else PARTICIPATION_BYTES * ranks + self.operation.nbytes
+        expected = 0 if step == GONE else self._tally.participation_bytes * ranks + self.operation.nbytes
         if len(payload) != expected:
             raise ProtocolError(f"{len(payload)} bytes for round {number} of {self.operation}, expected {expected}")
         if step == RESULT:
@@ -113,7 +112,7 @@ class CoordinatedRounds(WaitAvoiding):
 
         Sums in the order of ranks: the bits must not depend on the order of arrival.
         """
-        participation = np.zeros((4, self._group.size), np.float32)
+        participation = self._tally.blank(self._group.size)
         total: Parts | None = None
         for rank, payload in sorted(self._given, key=lambda given: given[0]):
             column, *parts = self._unpacked(payload, 1)
@@ -146,9 +145,9 @@ class CoordinatedRounds(WaitAvoiding):
         del self._sent[: int(included)]
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
-        ranks, _ = self._tally.count_round(self._all_ranks, participation)
+        ranks, _, weight = self._tally.count_round(self._all_ranks, participation)
         synchronous = self.operation.is_synchronous(self._number)
-        self._publish(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous))
+        self._publish(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight))
 
     def _coordinator_of(self, number: int) -> int:
         return (self._round.drawn if number == self._number else self.operation.drawn(number, self._group.size))[0]
@@ -161,7 +160,7 @@ class CoordinatedRounds(WaitAvoiding):
         Copies, because a payload is read-only, may be unaligned, and goes on to the next rank.
         """
         raw = np.frombuffer(payload, np.uint8)
-        arrays = [np.empty(4 * ranks, np.float32), *self._memory()]
+        arrays = [self._tally.blank(ranks).reshape(-1), *self._memory()]
         start = 0
         for array in arrays:
             array.view(np.uint8)[...] = raw[start : start + array.nbytes]

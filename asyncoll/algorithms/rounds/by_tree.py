@@ -64,7 +64,8 @@ class ActivatedRounds(WaitAvoiding):
             # Staging adds to the staged arrays. If they are lent, their caller waits and must not see them change.
             self._keep_staged()
             return super()._stage(contribution)
-        self._staged, self._lent = lent, True
+        contribution.scale_lent()
+        self._staged, self._staged_weight, self._lent = lent, contribution.weight, True
         self._submitted += 1
         return self._submitted
 
@@ -141,21 +142,23 @@ class ActivatedRounds(WaitAvoiding):
         # No await up to the reduction: the contribution, its number and its participation are of one moment.
         number, port = self._number, self._port
         contributes, taken = self._staged is not None, self._submitted
+        weight = self._staged_weight if contributes else 0.0
         parts, lent = self._take()
         if lent:
             self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
-        participation = self._tally.sign(group.size, group.rank, contributes=contributes, gone=port.departed)
+        sign, place, gone = self._tally.sign, group.rank, port.departed
+        participation = sign(group.size, place, contributes=contributes, gone=gone, weight=weight)
         # The participation lists, of which each rank has filled in its own column, are summed on the way.
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)
                 lane.next_phase()
-        ranks, gone = self._tally.count_round(members, participation)
+        ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
-        deserted = synchronous and gone == group.size
-        self._publish(Result(number, parts, ranks, members, taken, synchronous, deserted, lent))
+        deserted = synchronous and absent == group.size
+        self._publish(Result(number, parts, ranks, members, taken, synchronous, total, deserted, lent))
 
     def _take(self) -> tuple[Parts, bool]:
         """This rank's part of a round: arrays that only the round uses, and whether they are its caller's memory.

@@ -255,13 +255,14 @@ class OneSidedRounds:
         address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
             return False
+        contribution.scale_lent()
         rounds = self._rounds
         with self._control_block:
             # Since `_begin` a round may have begun, which does not take this contribution any more. And older staged
             # contributions have to be added up, in a block.
             if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
                 return False
-            call.ticket = rounds.put(LENT, address)
+            call.ticket = rounds.put(LENT, address, contribution.weight)
             self._come(call)
         return True
 
@@ -281,14 +282,16 @@ class OneSidedRounds:
         ticket = 0
         while not ticket:
             contribution.read(parts)
+            weight = contribution.weight
             if before[0] != NONE and not self._keeps:
+                weight += before[3]
                 for combine, part, staged in zip(self._combines, parts, self._parts(before[1]), strict=True):
                     combine(part, staged)
             interrupted = await self._pause() or interrupted
             with self._control_block:
                 now = rounds.staged()
                 if self._keeps or now == before:
-                    ticket = rounds.put(block, address)
+                    ticket = rounds.put(block, address, weight)
                     if call is not None:
                         call.ticket = ticket
                         self._come(call)
@@ -312,7 +315,7 @@ class OneSidedRounds:
             self._views[address] = parts
         return parts
 
-    def _new_block(self) -> tuple[int, tuple[int, int, int]]:
+    def _new_block(self) -> tuple[int, tuple[int, int, int, float]]:
         """A free block to fill, and the staged contribution as of `RoundRecord.staged`."""
         rounds = self._rounds
         while True:
@@ -374,7 +377,9 @@ class OneSidedRounds:
         parts = self._parts(blocks.address(block)) if block else []
         ranks = _ranks_of(blocks.contributors(block)) if block else ()
         members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        return Result(number, parts, ranks, members, taken, self.operation.is_synchronous(number), block=block)
+        weight = blocks.weight(block) if block else 0.0
+        synchronous = self.operation.is_synchronous(number)
+        return Result(number, parts, ranks, members, taken, synchronous, weight, block=block)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""

@@ -48,6 +48,7 @@ class Operation:
     history: int = 0  # results kept for ranks that are late
     group_size: int = 0  # at most so many ranks reduce together, and a contribution replaces the last; 0: all, they add
     fixed: bool = False  # the same groups in every round
+    weighted: bool = False  # each contribution has a weight, by which AVG multiplies, and by whose sum it divides
     buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
 
     @cached_property
@@ -118,6 +119,8 @@ def check_operation(spec: Operation, size: int) -> None:
             raise UsageError(f"{count} elements of {dtype}")
     if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
         raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
+    if spec.weighted and spec.op is not ReduceOp.AVG:
+        raise UsageError(f"a weight is for averages: with {spec.op.name} leave it out, or use AVG")
     if spec.nbytes > HOST_BYTES:
         raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
     if not 0 <= spec.sync_every < _ROUNDS_MAX or not 0 <= spec.history < _ROUNDS_MAX:

@@ -200,12 +200,15 @@ class Operations:
         """The totals of each operation that this rank knows, by name."""
         return {rounds.operation.name: rounds.statistics() for rounds in self._backend.operations}
 
-    def _divisor(self, spec: Operation, result: Result) -> int:
+    def _divisor(self, spec: Operation, result: Result) -> float:
         """The divisor of AVG and AVG_ACTIVE, and 1 for other reductions.
 
+        If all weights of a round are 0, its sum is 0, and so is its average.
         AVG in groups divides by the number of models in the result. Otherwise it divides by the number of ranks,
         contributing or not, as in the algorithm of section 5 of the PPoPP 2020 paper.
         """
+        if spec.weighted:
+            return result.weight or 1.0
         if spec.op is ReduceOp.AVG and not spec.group_size:
             return self._member.group.size
         return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1

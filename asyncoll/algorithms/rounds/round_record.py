@@ -40,8 +40,9 @@ class Head(NamedTuple):
 class Row(NamedTuple):
     """The cells of one rank.
 
-    Its own process writes `staged`, `staged_at`, `ticket`, `here`, `waits_for` and the times, and clears `granted`. The
-    rank that opens or publishes a round writes the others, and clears `staged` when it takes the contribution.
+    Its own process writes `staged`, `staged_at`, `ticket`, `weight`, `here`, `waits_for` and the times, and clears
+    `granted`. The rank that opens or publishes a round writes the others, and clears `staged` when it takes the
+    contribution.
 
     A caller that is cancelled while it waits has arrived nevertheless: `here` stays, because its contribution does. A
     result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     staged: int  # the block of the staged contribution; NONE, or LENT
     staged_at: int  # its address
     ticket: int  # the number of the newest contribution
+    weight: int  # of the staged contribution; a float64
     source: int  # as `staged`: the contribution that the running round has taken
     source_at: int
     round: int  # the `Kept` that the running round is to have
@@ -141,6 +143,7 @@ class RoundRecord:
         context = digest(group.communicator, "rounds", operation.name)
         self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit, size))
         self.cells = self.control_block.cells
+        self._reals = self.cells.cast("B").cast("d")  # the same cells as float64
         self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes, size)
         # The same cells as arrays: with many ranks, a loop over all cells of their rows would be most of a round.
         self._gone = np.frombuffer(self.cells[:size], np.int64)
@@ -162,17 +165,19 @@ class RoundRecord:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> tuple[int, int, int]:
-        """The block and the address of this rank's staged contribution (NONE and 0 if none), and its newest ticket."""
+    def staged(self) -> tuple[int, int, int, float]:
+        """The block and the address of this rank's staged contribution (NONE and 0 if none), its newest ticket, and the
+        weight of that contribution."""
         cells, mine = self.cells, self._mine
-        return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket]
+        return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight]
 
-    def put(self, block: int, address: int) -> int:
+    def put(self, block: int, address: int, weight: float) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
         cells, mine = self.cells, self._mine
         self.blocks.drop(cells[mine.staged])
         cells[mine.staged], cells[mine.staged_at] = block, address
         cells[mine.ticket] += 1
+        self._reals[mine.weight] = weight
         return cells[mine.ticket]
 
     def replace(self, block: int, address: int) -> None:
@@ -240,13 +245,14 @@ class RoundRecord:
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks = 0
         for ranks, index in groups:
-            taken, contributors = [], 0
+            taken, contributors, weight = [], 0, 0.0
             for rank, block in zip(ranks, table[index, COLUMN.source].tolist(), strict=True):
                 if block == NONE:
                     continue
                 taken.append(block)
                 contributors |= 1 << rank
                 row = self._row[rank]
+                weight += self._reals[row.weight]
                 cells[row.taken] = cells[row.ticket]
                 if self._keeps:  # it stays staged for later rounds too, so the block has another keeper
                     self.blocks.keep(block)
@@ -259,7 +265,7 @@ class RoundRecord:
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
                 chunks += self._chunks_of_block
-            self.blocks.sign(dest, contributors)
+            self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken)
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round

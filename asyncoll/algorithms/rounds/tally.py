@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncoll.tensors.reductions import Array
 
-_PRESENT, _GONE, _TIMES_S = 0, 1, slice(2, 4)  # the rows of a participation list; times: waited, late
+_PRESENT, _GONE, _TIMES_S, _WEIGHT = 0, 1, slice(2, 4), 4  # the rows of a participation list; times: waited, late
 PARTICIPATION_BYTES = 16  # of each rank in a participation list: four float32
+WEIGHTED_PARTICIPATION_BYTES = 40  # the same of a weighted operation: five float64
+
+
+class Participation(NamedTuple):
+    """What the summed participation list of a finished round tells."""
+
+    ranks: tuple[int, ...]  # those that contributed, in order
+    gone: int  # how many of the members make no more calls
+    weight: float  # the sum of the weights of all contributions; 0 unless the operation is weighted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,11 @@ class OperationStatistics:
 class Tally:
     """The totals of the rounds of one operation by message, at one rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, weighted: bool) -> None:
+        # The sum of weights has to be as exact as the reduction of float64, all else need not.
+        self._rows = 5 if weighted else 4
+        self._dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
+        self.participation_bytes = WEIGHTED_PARTICIPATION_BYTES if weighted else PARTICIPATION_BYTES
         self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
         self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
         self._newest_s = 0.0  # the beginning of the newest round
@@ -82,21 +96,24 @@ class Tally:
         if self._passed_s is None:
             self._passed_s = now_s
 
-    def sign(self, members: int, index: int, *, contributes: bool, gone: bool) -> Array:
+    def blank(self, members: int) -> Array:
+        """A participation list of a round of so many members, with zeros: [row, member]."""
+        return np.zeros((self._rows, members), self._dtype)
+
+    def sign(self, members: int, index: int, *, contributes: bool, gone: bool, weight: float) -> Array:
         """This rank's participation list of a round of so many members: only the column at `index` is filled.
 
         The lists of all members are summed. The times since the last list go into this one, and start again from 0.
         """
-        participation = np.zeros((4, members), np.float32)
-        participation[:, index] = contributes, gone, *self._own_times_s
+        participation = self.blank(members)
+        participation[:, index] = (contributes, gone, *self._own_times_s, weight)[: self._rows]
         self._own_times_s = [0.0, 0.0]
         return participation.reshape(-1)
 
-    def count_round(self, members: tuple[int, ...], participation: Array) -> tuple[tuple[int, ...], int]:
-        """Add the summed list of a finished round. Returns the ranks that contributed, in order, and how many of the
-        members make no more calls."""
+    def count_round(self, members: tuple[int, ...], participation: Array) -> Participation:
+        """Add the summed list of a finished round."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
-        rows = participation.reshape(4, len(members))
+        rows = participation.reshape(self._rows, len(members))
         ranks, gone = tuple(np.flatnonzero(rows[_PRESENT]).tolist()), int(np.count_nonzero(rows[_GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
             self.times_s += rows[_TIMES_S]
@@ -105,7 +122,7 @@ class Tally:
             self.times_s[:, members] += rows[_TIMES_S]
         self.rounds += 1
         self.active[len(ranks)] += 1
-        return ranks, gone
+        return Participation(ranks, gone, float(rows[_WEIGHT:].sum()))
 
     def returned(self, *, next_has_begun: bool) -> None:
         """The call of this rank returns."""

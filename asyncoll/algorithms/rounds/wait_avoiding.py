@@ -39,13 +39,20 @@ Parts = list[Array]  # a contribution or a result: one flat array for each entry
 
 
 class Contribution(Protocol):
-    """The contribution of one call."""
+    """The contribution of one call: the caller's tensors, multiplied by its weight."""
+
+    @property
+    def weight(self) -> float:
+        """Added up over the contributions of a round, if the operation is weighted."""
 
     def read(self, into: Parts) -> None:
         """Copy the contribution into these arrays."""
 
     def lend(self) -> Parts | None:
         """The caller's own memory, to be reduced in place; None if it is not flat arrays of the operation's layout."""
+
+    def scale_lent(self) -> None:
+        """Make the memory of `lend` the contribution. Before, it is not multiplied by the weight."""
 
 
 class Result(NamedTuple):
@@ -57,6 +64,7 @@ class Result(NamedTuple):
     members: tuple[int, ...]  # the ranks that reduced together
     taken: int  # the ticket of this rank's newest contribution when the round took the staged one
     synchronous: bool
+    weight: float  # the sum of the weights of its contributions, if the operation is weighted
     deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
     lent: bool = False  # `parts` are the memory of the caller that waits for the round
     block: int = 0  # in memory: the block that has `parts`; 0: none
@@ -81,13 +89,14 @@ class WaitAvoiding(ABC):
         self._group = group = port.group
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._turn = asyncio.Lock()  # fair: the calls of this rank run one after another, in their order
-        self._tally = Tally(group.size)
+        self._tally = Tally(group.size, weighted=operation.weighted)
         self._staged: Parts | None = None
+        self._staged_weight = 0.0  # of `staged`; undefined without it
         self._spare: Parts | None = None  # arrays that are free to be used again
         self._submitted = 0  # contributions staged here so far
         self._engine: Engine[Result] = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
-        self._latest = Result(0, [], (), (), 0, synchronous=False)
+        self._latest = Result(0, [], (), (), 0, synchronous=False, weight=0.0)
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
@@ -181,11 +190,12 @@ class WaitAvoiding(ABC):
         fresh = self._memory()
         contribution.read(fresh)
         if self._staged is None:
-            self._staged = fresh
+            self._staged, self._staged_weight = fresh, contribution.weight
         elif self.operation.group_size:
-            self._staged, self._spare = fresh, self._staged
+            self._staged, self._staged_weight, self._spare = fresh, contribution.weight, self._staged
         else:
             self._combine(self._staged, fresh)
+            self._staged_weight += contribution.weight
             self._spare = fresh
         self._submitted += 1
         return self._submitted
