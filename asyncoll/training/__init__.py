@@ -15,25 +15,31 @@
 from asyncoll.training.adpsgd import ADPSGD
 from asyncoll.training.allreduce_sgd import AllreduceSGD
 from asyncoll.training.checkpoints import Checkpoints
+from asyncoll.training.dc_asgd import DCASGD
 from asyncoll.training.dc_s3gd import DCS3GD
 from asyncoll.training.dpsgd import DPSGD
 from asyncoll.training.eager_sgd import EagerSGD
+from asyncoll.training.local_sgd import LocalSGD
 from asyncoll.training.oktopk_sgd import OkTopkSGD
 from asyncoll.training.overlapped_sgd import OverlappedSGD
+from asyncoll.training.parameter_server import ParameterServerSGD
 from asyncoll.training.sgp import SGP
 from asyncoll.training.trainer import Trainer
 from asyncoll.training.wagma_sgd import WagmaSGD
 
 __all__ = [
     "ADPSGD",
+    "DCASGD",
     "DCS3GD",
     "DPSGD",
     "SGP",
     "AllreduceSGD",
     "Checkpoints",
     "EagerSGD",
+    "LocalSGD",
     "OkTopkSGD",
     "OverlappedSGD",
+    "ParameterServerSGD",
     "Trainer",
     "WagmaSGD",
 ]

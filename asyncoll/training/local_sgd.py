@@ -1,0 +1,75 @@
+"""Local SGD: several steps on one's own model, then the mean of all models.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from decentralized
+data", AISTATS 2017, algorithm 1 (federated averaging), with all clients in every round and equal weights. Stich, "Local
+SGD converges fast and communicates little", ICLR 2019, algorithm 1. Li et al., "Breaking (global) barriers in parallel
+stochastic optimization with wait-avoiding group averaging", TPDS 2021, section V, compare with it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Unpack
+
+import torch
+from torch import nn
+
+import asyncoll
+from asyncoll.training.replicas import weights
+from asyncoll.training.trainer import Options, Trainer
+
+
+class LocalSGD(Trainer):
+    """Take local steps, and average the models of all ranks after every `every`-th one (H).
+
+    A round is a local step. `step()` returns None after a step without an average, and otherwise a `Reduction`, once
+    the slowest rank has called. With `every` = 1 and an optimizer that is linear in the gradient, such as SGD with
+    momentum, the result is that of `AllreduceSGD`, up to rounding.
+
+    All ranks make the same number of steps. `finish()` takes the average that is due since the last one: all ranks
+    leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. So are the
+    buffers between two averages. Clipping applies to the local gradient.
+
+    A checkpoint is each rank's own, and all ranks load the same round. It may be saved after any step, also between two
+    averages. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not
+    gradients.
+
+    Memory: the gradients, as one flat tensor.
+    """
+
+    has_local_state: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        comm: asyncoll.Communicator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int = 10,
+        **options: Unpack[Options],
+    ) -> None:
+        if every < 1:
+            raise asyncoll.UsageError(f"every is a number of local steps, at least 1, not {every}")
+        super().__init__(comm, model, optimizer, **options)
+        self._every = every
+
+    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+        self._refuse_weight(weight)
+        # G_i = mean gradient of b local samples at w_i
+        self._apply()  # w_i = w_i + U(G_i, w_i, t)
+        if self._is_averaging_due():  # H does not divide t
+            return None
+        await self._average()
+        await self._settle_buffers()
+        return self._complete()
+
+    async def _finish(self) -> None:
+        if self._is_averaging_due():
+            await self._average()
+        await self._unite_buffers()
+
+    def _is_averaging_due(self) -> bool:
+        """Whether this rank has taken local steps since the last average."""
+        return self.round % self._every != 0
+
+    async def _average(self) -> None:
+        await self.comm.allreduce(weights(self._flat), op=asyncoll.AVG)  # w_i = sum of w_j / P
