@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,7 @@ def _command(algorithm: str, summary: str) -> click.Command:
             _need_matplotlib()
         try:
             asyncoll.run(_train_and_tell, algorithm, settings)
-        except (
-            asyncoll.UsageError
-        ) as error:  # an option that only the number of ranks makes impossible, such as a larger quorum
+        except asyncoll.UsageError as error:  # such as a quorum that is larger than the number of ranks
             raise click.UsageError(str(error)) from error
 
     return click.Command(algorithm, params=flags(algorithm), callback=train, help=summary)
@@ -63,12 +62,13 @@ def _list() -> None:
         console.print(table)
 
 
-_RANKS = click.option(
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+_RANKS: Decorator = click.option(
     "-n", "--ranks", type=click.IntRange(min=2), default=4, show_default=True, help="Processes to start."
 )
 
 
-def _folder(default: str) -> Any:
+def _folder(default: str) -> Decorator:
     return click.option(
         "--folder",
         type=click.Path(file_okay=False, path_type=Path),
@@ -98,24 +98,22 @@ def _demo(ranks: int, seed: int, folder: Path) -> None:
 @_RANKS
 @_folder("runs/compare")
 @click.option("--tensorboard", is_flag=True, help="Write event files for TensorBoard, too.")
-@click.pass_context
-def _compare(
-    context: click.Context, algorithms: str, seeds: int, ranks: int, folder: Path, tensorboard: bool, **common: Any
-) -> None:
+def _compare(algorithms: str, seeds: int, ranks: int, folder: Path, tensorboard: bool, **common: Any) -> None:
     """Run algorithms one after the other, with several seeds, and print one table."""
     chosen = parse_algorithms(algorithms)
     _need_matplotlib()
     if tensorboard:
         _need("tensorboard", "--tensorboard", "tensorboard")
-    if not compare(chosen, ranks, seeds, _given(context, common), folder, tensorboard):
+    if not compare(chosen, ranks, seeds, _given(common), folder, tensorboard):
         sys.exit(1)
 
 
 _compare.params += common_flags(without=("seed", "report", "plot"))
 
 
-def _given(context: click.Context, common: dict[str, Any]) -> list[str]:
+def _given(common: dict[str, Any]) -> list[str]:
     """The arguments of every run: the common options that the command line has."""
+    context = click.get_current_context()
     arguments: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 
 import click
 
-from asyncoll.training import DCS3GD, AllreduceSGD, EagerSGD, OkTopkSGD, OverlappedSGD, Trainer, WagmaSGD
+from asyncoll.training import (
+    ADPSGD,
+    DCASGD,
+    DCS3GD,
+    DPSGD,
+    SGP,
+    AllreduceSGD,
+    EagerSGD,
+    LocalSGD,
+    OkTopkSGD,
+    OverlappedSGD,
+    ParameterServerSGD,
+    Trainer,
+    WagmaSGD,
+)
 from trainers.time_model import Waiting
 
 POSITIVE = click.IntRange(min=1)
@@ -37,7 +51,7 @@ class Algorithm:
 
     `waiting` tells, from the options and the number of ranks, which ranks a round waits for; None if there is no bound
     of its time. `is_seeded`: the class takes the `seed`. `is_observed`: the class calls `observe(round, own, mean)`
-    with each average of all models.
+    with each average of all models. `is_served`: a rank answers others between its steps, so it computes in a thread.
     """
 
     trainer: type[Trainer]
@@ -47,6 +61,7 @@ class Algorithm:
     waiting: Callable[[Mapping[str, Any], int], Waiting | None] = lambda options, ranks: None
     is_seeded: bool = False
     is_observed: bool = False
+    is_served: bool = False
 
     def defaults(self) -> dict[str, Any]:
         """The values of the options that are not given."""
@@ -62,6 +77,10 @@ def _eager(options: Mapping[str, Any], ranks: int) -> Waiting:
     return Waiting(options["partial"], quorum, options["candidates"], options["sync_every"])
 
 
+_EVERY_STEP = Waiting("synchronous", steps=0)  # each rank computes all steps, and a late one may catch up
+_STALENESS = Option(
+    "staleness", NATURAL, "Steps that a worker may be ahead of the slowest one (by default as many as it likes)."
+)
 _SYNC = Option("sync_every", NATURAL, "Wait for all ranks in every N-th round (0: never).")
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -118,7 +137,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "DC-S3GD: synchronous, one step stale and compensated; communication overlaps computation.",
         "Rigazzi, DLS 2019, section III-C",
         (Option("lambda0", LEAST_ZERO, "Delay compensation, as a share of the gradient (0: none)."),),
-        waiting=lambda options, ranks: Waiting("synchronous", steps=0),  # a delay may be hidden by the step after it
+        waiting=lambda options, ranks: _EVERY_STEP,  # a delay may be hidden by the step after it
     ),
     "oktopk_sgd": Algorithm(
         OkTopkSGD,
@@ -141,5 +160,55 @@ ALGORITHMS: dict[str, Algorithm] = {
             Option("warm_up", NATURAL, "Dense rounds at the start."),
         ),
         waiting=lambda options, ranks: Waiting("synchronous"),
+    ),
+    "local_sgd": Algorithm(
+        LocalSGD,
+        "Local SGD: several local steps, then the mean of all models.",
+        "Stich, ICLR 2019, algorithm 1; McMahan et al., AISTATS 2017",
+        (Option("every", POSITIVE, "Local steps from one average to the next (H)."),),
+        waiting=lambda options, ranks: Waiting("synchronous", steps=options["every"]),
+    ),
+    "dpsgd": Algorithm(
+        DPSGD,
+        "D-PSGD: each rank averages its model with those of its neighbours in a ring.",
+        "Lian et al., NeurIPS 2017, algorithm 1",
+        waiting=lambda options, ranks: _EVERY_STEP,
+    ),
+    "sgp": Algorithm(
+        SGP,
+        "SGP: push-sum averages over a directed graph that changes in each step.",
+        "Assran et al., ICML 2019, algorithm 1",
+        (
+            Option("peers", POSITIVE, "Ranks that a rank pushes to in each step."),
+            Option("overlap", bool, "The next step hides the exchange."),
+        ),
+        waiting=lambda options, ranks: _EVERY_STEP,
+    ),
+    "adpsgd": Algorithm(
+        ADPSGD,
+        "AD-PSGD: each rank averages its model with one other rank's at a time, asynchronously.",
+        "Lian et al., ICML 2018, algorithm 1",
+        (Option("graph", click.Choice(["ring", "exponential"]), "The neighbours among which a partner is drawn."),),
+        waiting=lambda options, ranks: _EVERY_STEP,
+        is_seeded=True,
+    ),
+    "parameter_server": Algorithm(
+        ParameterServerSGD,
+        "A parameter server at rank 0 applies each gradient as it arrives.",
+        "Dean et al., NeurIPS 2012, section 4.1; Ho et al., NeurIPS 2013, section 2",
+        (_STALENESS,),
+        is_served=True,
+    ),
+    "dc_asgd": Algorithm(
+        DCASGD,
+        "DC-ASGD: a parameter server that compensates for the delay of gradients.",
+        "Zheng et al., ICML 2017, section 3",
+        (
+            Option("lambda0", LEAST_ZERO, "Delay compensation (by default 0.04; adaptive: 2)."),
+            Option("adaptive", bool, "Divide it by the root of the mean square of the gradients."),
+            Option("decay", click.FloatRange(0.0, 1.0, max_open=True), "The share of that mean that an update keeps."),
+            _STALENESS,
+        ),
+        is_served=True,
     ),
 }

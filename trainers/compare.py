@@ -1,4 +1,4 @@
-"""`python -m trainers compare`: several algorithms and seeds, one run after the other, then one table, plot and JSON."""
+"""`python -m trainers compare`: algorithms and seeds, one run after the other, and then one table, plot and JSON."""
 
 from __future__ import annotations
 
@@ -114,9 +114,7 @@ def compare(
     return not any(compared.failures for compared in algorithms)
 
 
-def _run(
-    compared: Compared, ranks: int, seed: int, common: Sequence[str], folder: Path, console: Console
-) -> None:
+def _run(compared: Compared, ranks: int, seed: int, common: Sequence[str], folder: Path, console: Console) -> None:
     arguments = [compared.algorithm, *common, *compared.arguments, "--seed", str(seed)]
     try:
         run = launch(ranks, arguments, folder / f"{compared.file_name}-seed-{seed}.json")
@@ -143,7 +141,8 @@ def comparison(algorithms: Sequence[Compared]) -> Table:
     report = first.runs[0].report
     target, ranks, workload = report["settings"]["target"], report["ranks"], report["settings"]["workload"]
     synthetic = ", synthetic data" if report["is_synthetic"] else ""
-    title = f"{workload}{synthetic}, {ranks} ranks, imbalance {report['settings']['imbalance']}, {len(first.runs)} seeds"
+    imbalance, seeds = report["settings"]["imbalance"], max(len(compared.runs) for compared in algorithms)
+    title = f"{workload}{synthetic}, {ranks} ranks, imbalance {imbalance}, seeds: {seeds}"
     columns: dict[str, Callable[[Compared], str]] = {
         "steps/s": lambda compared: number(compared.mean("steps_per_s")),
         "theory allows": lambda compared: number(compared.mean("steps_per_s_bound")),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from trainers.imbalance import OneRandom
 from trainers.plots import plot_scores
-from trainers.report import seconds
+from trainers.report import Point, seconds
 from trainers.runs import Run, RunFailedError, launch
 from trainers.time_model import Rule, expected_round_s
 
@@ -42,7 +42,7 @@ def demo(ranks: int, seed: int, folder: Path) -> None:
     runs = {rule: _launch(rule, ranks, seed, folder, console) for rule in RUNS}
     first = runs["synchronous"].report
     target = first["settings"]["target"]
-    curves = {rule: [run.curve] for rule, run in runs.items()}
+    curves: dict[str, list[list[Point]]] = {rule: [run.curve] for rule, run in runs.items()}
     plot_scores(curves, first["metric"], target, folder / "accuracy.png")
     console.print(_comparison(runs, ranks, target))
     console.print(_verdict(runs, target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -32,13 +33,14 @@ async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Sett
     )
     consensus = Consensus()
     trainer = make_trainer(comm, algorithm, settings, workload, consensus)
+    machine = Machine(comm, workload, settings, ALGORITHMS[algorithm].is_served)
     await trainer.start()
     await comm.barrier()
     record = Record(comm, trainer)
     with _progress(comm) as progress:
         task = progress.add_task(algorithm, total=settings.rounds)
         while trainer.round < settings.rounds:
-            await _step(trainer, workload, settings, record)
+            await machine.step(trainer, record)
             _score(workload, record)
             progress.update(task, completed=trainer.round)
         record.end_rounds()
@@ -83,21 +85,41 @@ def _triangle(round_: int, rounds: int) -> float:
     return max(0.0, 2 * min(along, 1 - along))
 
 
-async def _step(trainer: Trainer, workload: Workload, settings: Settings, record: Record) -> None:
-    """One gradient, of `accumulate` batches. The emulated machine computes it for a longer time."""
-    comm, aim = trainer.comm, trainer.round + 1
-    computed_s = 0.0
-    for batch in range(1, settings.accumulate + 1):
+class Machine:
+    """The emulated machine of one rank, which computes for a longer time than the real one."""
+
+    def __init__(self, comm: asyncoll.Communicator, workload: Workload, settings: Settings, in_thread: bool) -> None:
+        """`in_thread`: the loop of the program goes on while this rank computes."""
+        self._comm = comm
+        self._workload = workload
+        self._settings = settings
+        self._in_thread = in_thread
+
+    async def step(self, trainer: Trainer, record: Record) -> None:
+        """One gradient, of `accumulate` batches."""
+        aim, batches = trainer.round + 1, self._settings.accumulate
+        computed_s = 0.0
+        for batch in range(1, batches + 1):
+            compute = functools.partial(self._compute, aim, computed_s, is_last=batch == batches)
+            computed_s += await asyncoll.offload(compute) if self._in_thread else compute()
+            called_s = time.perf_counter()
+            reduction = await trainer.step()
+            record.step(reduction, time.perf_counter() - called_s)
+
+    def _compute(self, aim: int, before_s: float, *, is_last: bool) -> float:
+        """Compute a batch of the gradient for round `aim`, of which `before_s` are over. Returns its seconds.
+
+        Sleeping blocks the caller on purpose, as real computation would. The runtime must answer all the same.
+        """
+        settings, comm = self._settings, self._comm
         started_s = time.perf_counter()
-        workload.loss().backward()
-        # Sleeping blocks this rank's loop on purpose, as real computation would. The runtime must answer all the same.
-        time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started_s)))  # noqa: ASYNC251
-        computed_s += time.perf_counter() - started_s
-        if batch == settings.accumulate:
-            time.sleep(settings.imbalance.delay_s(settings.seed, aim, comm.rank, comm.size, computed_s))  # noqa: ASYNC251
-        called_s = time.perf_counter()
-        reduction = await trainer.step()
-        record.step(reduction, time.perf_counter() - called_s)
+        self._workload.loss().backward()
+        time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started_s)))
+        computed_s = time.perf_counter() - started_s
+        if is_last:
+            whole_s = before_s + computed_s
+            time.sleep(settings.imbalance.delay_s(settings.seed, aim, comm.rank, comm.size, whole_s))
+        return computed_s
 
 
 def _score(workload: Workload, record: Record) -> None:

@@ -10,6 +10,8 @@ from trainers.algorithms import ALGORITHMS
 from trainers.imbalance import IMBALANCES
 from trainers.workloads import WORKLOADS
 
+_NAME_WIDTH = max(len(name) for name in (*ALGORITHMS, *WORKLOADS, *IMBALANCES))
+
 
 def listing() -> list[Table]:
     """Three tables."""
@@ -21,8 +23,8 @@ def listing() -> list[Table]:
 
 
 def _table(title: str, rows: Iterable[tuple[str, str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_lines=False)
-    table.add_column("name", no_wrap=True)
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column("name", no_wrap=True, min_width=_NAME_WIDTH)
     table.add_column("summary", ratio=3)
     table.add_column("paper", ratio=2)
     for row in rows:

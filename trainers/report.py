@@ -231,9 +231,7 @@ def _bound(algorithm: str, settings: Settings, ranks: int) -> float | None:
     if waiting is None:
         return None
     compute_s = settings.accumulate * settings.compute_s
-    least_s = least_round_s(
-        waiting, compute_s, settings.imbalance, ranks, rounds=settings.rounds, seed=settings.seed
-    )
+    least_s = least_round_s(waiting, compute_s, settings.imbalance, ranks, rounds=settings.rounds, seed=settings.seed)
     return 1 / least_s if least_s else None
 
 

@@ -1,4 +1,4 @@
-"""Runs of the program under the launcher, one after the other: their reports, read back from JSON, or their failures."""
+"""Runs of the program under the launcher: their reports, read back from JSON, or their failures."""
 
 from __future__ import annotations
 
