@@ -6,7 +6,9 @@ sequences of about the same length, so that batches, and training steps, differ 
 
 import re
 import sysconfig
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,3 +76,24 @@ class Transformer(nn.Module):
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy per byte, in nats."""
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def straggle(step: int, rank: int, size: int, seconds: float) -> None:
+    """Sleep at the rank that is drawn for this step, the same at every rank, as a slow machine would compute."""
+    if rank == int(torch.randint(size, (), generator=torch.Generator().manual_seed(step))):
+        time.sleep(seconds)
+
+
+def save(path: Path, rank: int, state: dict[str, Any]) -> None:
+    """Write a checkpoint at rank 0, as all ranks have the same model. A kill at any moment leaves the old one."""
+    if rank != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".new")
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The checkpoint that `save` has written; None if there is none."""
+    return torch.load(path, weights_only=True) if path.exists() else None

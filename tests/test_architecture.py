@@ -98,6 +98,7 @@ SANS_IO = (
     "transport.wire",
     "runtime.matching",
     "runtime.schedule",
+    "algorithms.gossip.graphs",
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}

@@ -58,7 +58,13 @@ async def every_call(comm):
         await comm.alltoall(x),
         *await comm.alltoallv([x[:place] for place in range(size)]),
         await half.allreduce(x.copy()),
+        await comm.neighbor_average(6 * x, graph="ring"),
     ]
+    pushed, weight = 6 * x, np.ones(1)
+    received, received_weight = await comm.push_sum(pushed, weight, iteration=1, peers=2)
+    gossip = await comm.gossip(x)
+    assert (await gossip.update(-x.copy()) == 0).all()
+    results += [pushed, weight, received, np.array(received_weight), await gossip.close()]
     await comm.barrier()
     sparse = await comm.sparse_allreduce(x.copy(), density=1.0, algorithm="topka", dense=True)
     y = x.copy()

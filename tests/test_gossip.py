@@ -1,9 +1,10 @@
-"""Gossip: averages with neighbours, push-sum, and pairwise averages. Laws for any number of ranks, and their failures."""
+"""Gossip: averages with neighbours, push-sum and pairwise averages. Laws for any number of ranks, and failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from functools import partial
 
 import numpy as np
@@ -95,14 +96,14 @@ def test_averages_are_those_of_a_doubly_stochastic_matrix(name, peers, size, mem
 UNIT = 6.0**5  # so that five divisions by 2 or 3 are exact
 
 
-async def pushes(comm, graph, peers, lead):
+async def pushes(comm, graph, peers, lead, elements=5):
     """Five iterations of push-sum, with `lead` calls under way. Returns the mass left, what each call sent and got."""
-    x, weight = np.arange(5.0) * UNIT * (comm.rank + 1), np.full(1, UNIT)
+    x, weight = np.arange(float(elements)) * UNIT * (comm.rank + 1), np.full(1, UNIT)
     flying, sent, got = [], [], []
 
     async def receive():
         received, received_weight = await flying.pop(0)
-        got.append([*received, received_weight])
+        got.append(np.append(received, received_weight))
         np.add(x, received, out=x)
         weight[0] += received_weight
 
@@ -112,23 +113,34 @@ async def pushes(comm, graph, peers, lead):
         flying.append(comm.push_sum(x, weight, graph=graph, iteration=iteration, peers=peers))
         assert (x == before[0] / parts).all()  # at once
         assert weight == before[1] / parts
-        sent.append([*x, *weight])
+        sent.append(np.append(x, weight))
         if len(flying) > lead:
             await receive()
         await asyncio.sleep(float(np.random.default_rng([comm.rank, iteration]).uniform(0, 1e-3)))
     while flying:
         await receive()
-    return [*x, *weight], sent, got
+    return np.append(x, weight), sent, got
 
 
 @memory
 @looped("size", SIZES)
 @looped("name, peers, lead", [("ring", 1, 0), ("exponential", 1, 0), ("exponential", 1, 2), ("exponential", 2, 1)])
 def test_push_sum_conserves_mass_to_the_bit(name, peers, lead, size, memory):
-    world = simulate(size, lambda comm: pushes(comm, name, peers, lead), JITTERY, shared_memory=memory)
+    check_pushes(size, name, peers, 5, lambda comm: pushes(comm, name, peers, lead), memory)
+
+
+@memory
+@looped("size, lead", [(2, 0), (3, 2), (5, 1)])
+def test_a_long_push_is_not_overwritten_before_it_is_received(size, lead, memory):
+    """300,000 elements are above one segment of a message, and above one window of shared memory."""
+    check_pushes(size, "exponential", 2, 300_000, lambda comm: pushes(comm, "exponential", 2, lead, 300_000), memory)
+
+
+def check_pushes(size, name, peers, elements, main, memory):
+    world = simulate(size, main, JITTERY, shared_memory=memory)
     left, sent, got = (np.array(each) for each in zip(*world.results, strict=True))
-    expected = [*np.arange(5.0) * sum(range(1, size + 1)), size]
-    np.testing.assert_array_equal(left.sum(0), np.array(expected) * UNIT)
+    expected = np.append(np.arange(float(elements)) * sum(range(1, size + 1)), size)
+    np.testing.assert_array_equal(left.sum(0), expected * UNIT)
     for iteration in range(5):  # and no mass is lost under way
         for rank in range(size):
             sources = list(Graph(name, iteration, peers).sources(size, rank))
@@ -511,6 +523,25 @@ def test_a_late_rank_raises_the_same_mismatch(kind, late, memory):
     assert len(raised) == 4
 
 
+@memory
+@pytest.mark.parametrize("other", [push(iteration=0), lambda c: c.barrier()], ids=["iteration", "barrier"])
+def test_ranks_that_are_done_notice_another_call_of_late_ranks(other, memory):
+    """Ranks 1 and 3 exchange with each other and are done, before ranks 0 and 2 make another call and send to them."""
+
+    async def act(comm):
+        if comm.rank % 2:
+            await comm.push_sum(np.ones(3), np.ones(1), iteration=1)
+            await comm.barrier()
+        else:
+            await asyncio.sleep(1.0)
+            await other(comm)
+
+    raised = failures(4, act, partial(simulate, network=JITTERY, shared_memory=memory), 0)
+    assert {type(error) for error in raised.values()} == {MismatchError}
+    assert len(raised) == 4
+    assert all("push_sum #1 of 3 float64, exponential graph, peers 1, iteration 1" in str(e) for e in raised.values())
+
+
 def test_a_rank_that_leaves_without_closing_is_a_mismatch():
     async def act(comm):
         gossip = await comm.gossip(np.ones(3))
@@ -522,17 +553,18 @@ def test_a_rank_that_leaves_without_closing_is_a_mismatch():
         simulate(3, act, JITTERY)
 
 
-async def averages_for_ever(comm):
-    x = np.ones(3)
+async def for_ever(call):
     while True:
-        await comm.neighbor_average(x)
+        await call()
+
+
+async def averages_for_ever(comm):
+    await for_ever(lambda: comm.neighbor_average(np.ones(3)))
 
 
 async def pushes_for_ever(comm):
-    x, weight = np.ones(3), np.ones(1)
-    for iteration in range(1 << 30):
-        x, weight = x + 0, weight + 0
-        await comm.push_sum(x, weight, iteration=iteration)
+    iterations = itertools.count()
+    await for_ever(lambda: comm.push_sum(np.ones(3), np.ones(1), iteration=next(iterations)))
 
 
 async def gossips_for_ever(comm):
@@ -583,8 +615,7 @@ def test_a_push_that_is_never_awaited_aborts_the_communicator():
         await comm.barrier()
         del calling
         with pytest.raises(AbortedError, match="the mass that it received is lost"):
-            while True:
-                await part.barrier()
+            await for_ever(part.barrier)
         await comm.barrier()
 
     with pytest.warns(RuntimeWarning, match="never awaited"):
@@ -597,11 +628,9 @@ def test_an_average_has_a_deadline():
     async def main(comm):
         gossip = await comm.gossip(np.ones(3))
         await asyncio.sleep(2.0)
+        with deadline(5.0 if comm.rank == 0 else 500.0):
+            call = gossip.exchange() if comm.rank == 0 else gossip.close()
         with pytest.raises(DeadlineError, match="an average of rank 0 with rank 1"):
-            if comm.rank == 0:
-                with deadline(5.0):
-                    await gossip.exchange()
-            else:
-                await gossip.close()
+            await call
 
     simulate(2, main, Network(faults=[Pause(1, 1.0, 60.0)]))

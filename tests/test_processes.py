@@ -176,6 +176,11 @@ def test_a_blocked_rank_takes_part_in_the_rounds_of_others(env, tmp_path):
     assert launch(env, 3, "blocked.py", tmp_path) == "2: the others went on\n"
 
 
+@pytest.mark.parametrize("elements", [3, 1_000_000])
+def test_a_blocked_rank_answers_pairwise_averages(elements, env, tmp_path):
+    assert launch(env, 2, "passive.py", tmp_path, elements) == "1: averaged meanwhile\n"
+
+
 def test_one_script_gives_the_same_sums_everywhere(env):
     script = SCRIPTS / "sums.py"
     alone = run(env, sys.executable, script)

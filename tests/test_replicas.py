@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import subprocess
 import sys
@@ -15,16 +14,13 @@ import numpy
 import pytest
 import torch
 from conftest import PATIENCE_S, looped
+from training_loops import ALGORITHMS, DETERMINISTIC, Gradient, Optimizing, bits, state, train, trained, whole
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
+from asyncoll.training import DCS3GD, AllreduceSGD, Trainer
+from asyncoll.training.replicas import resynchronise
 from asyncoll.transport.messages.simulated import Network
-from trainers.allreduce_sgd import allreduce_sgd
-from trainers.dc_s3gd import dc_s3gd
-from trainers.eager_sgd import eager_sgd
-from trainers.oktopk_sgd import oktopk_sgd
-from trainers.overlap import overlapped_sgd
-from trainers.wagma_sgd import wagma_sgd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,27 +28,10 @@ SCRIPT = Path(__file__).parent / "scripts" / "one_model.py"
 ROUNDS = 6
 SIZES = [1, 2, 3, 5, 6, 8, 13]  # training is costly: one size of each kind, not all that the collectives are run at
 
-Optimizing = Callable[[Any], torch.optim.Optimizer]
 State = dict[str, bytes]
 
-EQUAL_IN_EACH_ROUND: dict[str, Callable[..., Any]] = {
-    "synchronous": allreduce_sgd,
-    "overlapped": functools.partial(overlapped_sgd, bucket_bytes=64),
-    "sparse": functools.partial(oktopk_sgd, density=0.3, accumulate="gradients"),
-}
-EQUAL_IN_SYNCHRONOUS_ROUNDS: dict[str, Callable[..., Any]] = {
-    "eager with history": functools.partial(eager_sgd, history=3, sync_every=4),
-    "eager beyond history": functools.partial(eager_sgd, history=1, sync_every=4),
-    "wagma": functools.partial(wagma_sgd, sync_every=4),
-}
-TRAINERS: dict[str, Callable[..., Any]] = {
-    **EQUAL_IN_EACH_ROUND,
-    **EQUAL_IN_SYNCHRONOUS_ROUNDS,
-    "eager": eager_sgd,
-    "eager with averages": functools.partial(eager_sgd, partial="majority", average_every=2),
-    "wagma, average first": functools.partial(wagma_sgd, sync_every=4, order="average-then-step"),
-    "dc_s3gd": dc_s3gd,
-}
+EQUAL_IN_EACH_ROUND = [name for name in DETERMINISTIC if name != "dc_s3gd"]
+EQUAL_IN_SYNCHRONOUS_ROUNDS = ["eager with history", "eager beyond history", "wagma"]
 
 
 class Mixed(torch.nn.Module):
@@ -80,7 +59,7 @@ class Mixed(torch.nn.Module):
         return self.tied(self.body(self.frozen(x))) @ self.features.T
 
 
-def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+def slow_momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
@@ -88,31 +67,14 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.8, 0.99))
 
 
-OPTIMIZERS = [momentum, adam]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+OPTIMIZERS = [slow_momentum, adam]
 
 
 def parameters(model: torch.nn.Module) -> State:
     return {name: bits(parameter) for name, parameter in model.named_parameters()}
 
 
-def whole(model: torch.nn.Module) -> State:
-    return parameters(model) | {name: bits(buffer) for name, buffer in model.named_buffers()}
-
-
-def state(optimizer: torch.optim.Optimizer) -> str:
-    """The hyper-parameters, and the state as bytes."""
-    kept = {
-        index: {name: bits(value) if isinstance(value, torch.Tensor) else value for name, value in sorted(of.items())}
-        for index, of in optimizer.state_dict()["state"].items()
-    }
-    return f"{optimizer.state_dict()['param_groups']} {kept}"
-
-
-def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Callable[[int], Any]:
+def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Gradient:
     """Gradients of random batches; ranks differ in speed, so that some are late."""
     samples = torch.Generator().manual_seed(comm.rank)
 
@@ -124,15 +86,16 @@ def batches(comm: asyncoll.Communicator, model: torch.nn.Module) -> Callable[[in
 
 
 @looped("size", SIZES)
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_all_ranks_end_with_one_model_including_buffers(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_ranks_end_with_one_model_including_buffers(
+    algorithm: str, size: int, simulated: Callable[..., Any]
+) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, State]:
         torch.manual_seed(comm.rank)
         model = Mixed()
         before = whole(model)
         gradient = batches(comm, model)
-        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, slow_momentum(model)), gradient, ROUNDS)
         return before, whole(model)
 
     results = simulated(size, main, Network(jitter_s=1e-3)).results
@@ -144,9 +107,9 @@ def test_all_ranks_end_with_one_model_including_buffers(trainer: str, size: int,
 
 
 @looped("size", [3, 5, 6])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("is_all_frozen", [False, True])
-def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool, trainer: str, size: int) -> None:
+def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool, algorithm: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
         torch.manual_seed(comm.rank)
         model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Linear(50, 1))
@@ -158,8 +121,7 @@ def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool,
                 model(torch.ones(3, 4)).square().mean().backward()
             await asyncio.sleep(1.0 + comm.rank)
 
-        async for _ in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, slow_momentum(model)), gradient, ROUNDS)
         return before, bits(model[0].weight)
 
     results = simulate(size, main).results
@@ -167,12 +129,14 @@ def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool,
 
 
 @looped("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("loaded", [{0}, {1, 2}], ids=["rank 0 alone", "all but rank 0"])
-def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], trainer: str, optimizing: Optimizing) -> None:
+def test_every_rank_starts_with_the_optimizer_of_rank_0(
+    loaded: set[int], algorithm: str, optimizing: Optimizing
+) -> None:
     """The checkpoints that other ranks have loaded have no effect."""
 
-    def trained(loaded: set[int]) -> list[tuple[State, str]]:
+    def outcome(loaded: set[int]) -> list[tuple[State, str]]:
         async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
             torch.manual_seed(0)
             model = Mixed()
@@ -184,19 +148,18 @@ def test_every_rank_starts_with_the_optimizer_of_rank_0(loaded: set[int], traine
                     optimizer.step()
                 optimizer.zero_grad()
                 optimizer.param_groups[0].update(lr=0.02, initial_lr=0.1)
-            async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
-                pass
+            await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), ROUNDS)
             return whole(model), state(optimizer)
 
         return simulate(3, main).results
 
     everyone = {0, 1, 2}
-    assert trained(loaded) == trained(everyone if 0 in loaded else set())
+    assert outcome(loaded) == outcome(everyone if 0 in loaded else set())
 
 
 @looped("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
-def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(trainer: str, optimizing: Optimizing) -> None:
+@pytest.mark.parametrize("algorithm", [*EQUAL_IN_EACH_ROUND, "eager with history"])
+def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(algorithm: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
         model = Mixed()
         optimizer = optimizing(model)
@@ -204,54 +167,60 @@ def test_replicas_whose_optimizer_rank_0_alone_has_loaded_are_equal(trainer: str
             model(torch.ones(3, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), ROUNDS)
         return parameters(model), state(optimizer)
 
     results = simulate(4, main).results
     assert all(result == results[0] for result in results)
 
 
+async def stepped(sgd: Trainer, gradient: Gradient, is_last: Callable[[asyncoll.Reduction | None], bool]) -> None:
+    """A loop that is left early, and not ended."""
+    await sgd.start()
+    is_left = False
+    while not is_left:
+        await gradient(sgd.round + 1)
+        is_left = is_last(await sgd.step())
+
+
 @looped("size", [2, 3, 5])
-@pytest.mark.parametrize("trainer", EQUAL_IN_EACH_ROUND)
-def test_a_loop_left_early_leaves_one_model(trainer: str, size: int, simulated: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("algorithm", EQUAL_IN_EACH_ROUND)
+def test_a_loop_left_early_leaves_one_model(algorithm: str, size: int, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> State:
         model = Mixed()
-        async for done in EQUAL_IN_EACH_ROUND[trainer](comm, model, momentum(model), batches(comm, model), rounds=9):
-            if done.round == 4:
-                break
+        sgd = ALGORITHMS[algorithm](comm, model, slow_momentum(model))
+        await stepped(sgd, batches(comm, model), lambda done: sgd.round == 4)
         return whole(model)
 
     results = simulated(size, main).results
     assert all(after == results[0] for after in results)
 
 
-@pytest.mark.parametrize(("stop", "leave"), [(1, "break"), (4, "aclose"), (9, "break")])
+@pytest.mark.parametrize("stop", [0, 1, 4, 9])
 @looped("size", SIZES)
-def test_dc_s3gd_left_early_leaves_the_average(size: int, stop: int, leave: str, simulated: Callable[..., Any]) -> None:
+def test_dc_s3gd_ended_early_leaves_the_average(size: int, stop: int, simulated: Callable[..., Any]) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, float]:
         model = Mixed()
-        steps = dc_s3gd(comm, model, momentum(model), batches(comm, model), rounds=9)
-        async for done in steps:
-            if done.round == stop:
-                break
-        if leave == "aclose":
-            await steps.aclose()  # type: ignore[attr-defined]
-        return parameters(model), float(await comm.allreduce(torch.ones(1)))
+        sgd = DCS3GD(comm, model, slow_momentum(model))
+        await trained(sgd, batches(comm, model), stop)
+        assert sgd.round == stop
+        return whole(model), float(await comm.allreduce(torch.ones(1)))
 
     results = simulated(size, main).results
     assert all(result == (results[0][0], size) for result in results)
 
 
 @looped("size", [2, 3, 5])
-@pytest.mark.parametrize("trainer", EQUAL_IN_SYNCHRONOUS_ROUNDS)
-def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size: int) -> None:
+@pytest.mark.parametrize("algorithm", EQUAL_IN_SYNCHRONOUS_ROUNDS)
+def test_a_loop_left_in_a_synchronous_round_leaves_one_model(algorithm: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> State:
         model = Mixed()
-        steps = EQUAL_IN_SYNCHRONOUS_ROUNDS[trainer](comm, model, momentum(model), batches(comm, model), rounds=15)
-        async for done in steps:
-            if done.synchronous and done.round >= 8:
-                break
+        sgd = ALGORITHMS[algorithm](comm, model, slow_momentum(model))
+        await stepped(
+            sgd,
+            batches(comm, model),
+            lambda done: done is not None and done.synchronous and done.round >= 8,
+        )
         return whole(model)
 
     results = simulate(size, main, Network(jitter_s=1e-3)).results
@@ -259,14 +228,13 @@ def test_a_loop_left_in_a_synchronous_round_leaves_one_model(trainer: str, size:
 
 
 @looped("optimizing", OPTIMIZERS)
-@pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "sparse"])
-def test_one_rank_is_plain_training_including_buffers(trainer: str, optimizing: Optimizing) -> None:
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "sparse"])
+def test_one_rank_is_plain_training_including_buffers(algorithm: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
         torch.manual_seed(1)
         model = Mixed()
         optimizer = optimizing(model)
-        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), ROUNDS)
         return whole(model), state(optimizer)
 
     async def plain(comm: asyncoll.Communicator) -> tuple[State, str]:
@@ -297,15 +265,15 @@ class Cache(torch.nn.Module):
         return self.layer(x[:, None]) + self.table[: len(x), None]
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_buffers_may_have_different_sizes_at_the_ranks(trainer: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_buffers_may_have_different_sizes_at_the_ranks(algorithm: str) -> None:
     async def main(comm: asyncoll.Communicator) -> int:
         model = Cache()
 
         async def gradient(round_: int) -> None:
             model(torch.ones(6 - comm.rank)).sum().backward()
 
-        async for done in TRAINERS[trainer](comm, model, momentum(model), gradient, rounds=ROUNDS):
+        async for done in train(ALGORITHMS[algorithm](comm, model, slow_momentum(model)), gradient, ROUNDS):
             if done.round % 2 == comm.rank % 2 and done.round < ROUNDS:  # a validation with longer inputs
                 with torch.inference_mode():
                     model(torch.ones(6 + done.round))
@@ -319,9 +287,8 @@ def train_with(change: Callable[[Any], Optimizing | None]) -> None:
 
     async def main(comm: asyncoll.Communicator) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-        optimizing = (change(model) if comm.rank == 2 else None) or momentum
-        async for _ in allreduce_sgd(comm, model, optimizing(model), batches(comm, model), rounds=2):
-            pass
+        optimizing = (change(model) if comm.rank == 2 else None) or slow_momentum
+        await trained(AllreduceSGD(comm, model, optimizing(model)), batches(comm, model), 2)
 
     run_ranks(3, main)
 
@@ -353,10 +320,9 @@ def test_another_model_or_optimizer_is_an_error_that_names_it(change: Callable[[
 def test_a_state_that_cannot_be_sent_is_an_error_that_names_it() -> None:
     async def main(comm: asyncoll.Communicator) -> None:
         model = torch.nn.Linear(4, 1)
-        optimizer = momentum(model)
+        optimizer = slow_momentum(model)
         optimizer.state[model.weight]["plan"] = object()
-        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=2):
-            pass
+        await trained(AllreduceSGD(comm, model, optimizer), batches(comm, model), 2)
 
     with pytest.raises(asyncoll.UsageError, match="SGD keeps 'plan' as a object"):
         run_ranks(2, main)
@@ -373,16 +339,15 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("loaded", [0, 1])
-@pytest.mark.parametrize("trainer", [*EQUAL_IN_EACH_ROUND, "eager with history"])
-def test_state_of_no_parameter_equals_that_of_rank_0(trainer: str, loaded: int) -> None:
+@pytest.mark.parametrize("algorithm", [*EQUAL_IN_EACH_ROUND, "eager with history"])
+def test_state_of_no_parameter_equals_that_of_rank_0(algorithm: str, loaded: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, int]:
         model = Mixed()
         optimizer = Counting(model.parameters(), momentum=0.9)
         if comm.rank == loaded:
             for _ in range(7):
                 optimizer.step()
-        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=ROUNDS):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), ROUNDS)
         return parameters(model), int(optimizer.state["global"]["steps"])
 
     results = simulate(3, main).results
@@ -390,14 +355,13 @@ def test_state_of_no_parameter_equals_that_of_rank_0(trainer: str, loaded: int) 
     assert results[0][1] == (7 + ROUNDS if loaded == 0 else ROUNDS)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_trained_tensor_outside_of_the_model_is_an_error(trainer: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_trained_tensor_outside_of_the_model_is_an_error(algorithm: str) -> None:
     async def main(comm: asyncoll.Communicator) -> None:
         model = Mixed()
         scale = torch.nn.Parameter(torch.ones(1, 2))
         optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": scale}], lr=0.1)
-        async for _ in TRAINERS[trainer](comm, model, optimizer, batches(comm, model), rounds=1):
-            pass
+        await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), 1)
 
     words = r"parameter group 1 of the optimizer has a tensor of shape \[1, 2\] that is no parameter of the model"
     with pytest.raises(asyncoll.UsageError, match=words):
@@ -427,7 +391,7 @@ class Channels(torch.nn.Module):
 def test_a_fused_optimizer_loaded_for_another_memory_format_steps_as_a_plain_one(
     optimizing: Optimizing, loaded: int
 ) -> None:
-    def trained(is_fused: bool) -> list[torch.Tensor]:
+    def outcome(is_fused: bool) -> list[torch.Tensor]:
         async def main(comm: asyncoll.Communicator) -> torch.Tensor:
             torch.manual_seed(0)
             model = Channels()
@@ -443,13 +407,12 @@ def test_a_fused_optimizer_loaded_for_another_memory_format_steps_as_a_plain_one
                     optimizer.step()
                     optimizer.zero_grad()
             torch.manual_seed(1)
-            async for _ in allreduce_sgd(comm, model, optimizer, gradient, rounds=2):
-                pass
+            await trained(AllreduceSGD(comm, model, optimizer), gradient, 2)
             return model.convolution.weight.detach().clone()
 
         return simulate(2, main).results
 
-    fused, plain = trained(True), trained(False)
+    fused, plain = outcome(True), outcome(False)
     assert bits(fused[0]) == bits(fused[1])
     torch.testing.assert_close(fused[0], plain[0])
 
@@ -461,8 +424,7 @@ def test_numpy_numbers_keep_their_type() -> None:
         if comm.rank == 0:
             numbers = [numpy.int64(-3), numpy.uint8(7), numpy.float16(0.1), numpy.float64(0.1), numpy.bool_(True)]
             optimizer.state[model.weight] = {"numbers": numbers, numpy.int32(5): numpy.float64("inf")}
-        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=0):
-            pass
+        await AllreduceSGD(comm, model, optimizer).start()
         return repr(optimizer.state[model.weight]), repr(optimizer.param_groups[0]["lr"])
 
     results = run_ranks(3, main)
@@ -480,8 +442,7 @@ def test_numbers_lists_and_tensors_of_any_kind_are_shared() -> None:
             tensors = {"empty": torch.empty(0), "flags": torch.tensor([True, False]), "old": [torch.ones(2).half()]}
             optimizer.state[model.weight] = kept | tensors
             optimizer.param_groups[0]["betas"] = (0.5, 0.1 + 0.2)
-        async for _ in allreduce_sgd(comm, model, optimizer, batches(comm, model), rounds=0):
-            pass
+        await AllreduceSGD(comm, model, optimizer).start()
         return optimizer.state[model.weight], optimizer.param_groups[0]
 
     results = run_ranks(3, main)
@@ -490,11 +451,55 @@ def test_numbers_lists_and_tensors_of_any_kind_are_shared() -> None:
         assert {**options, "params": None} == {**results[0][1], "params": None}
 
 
+Kept = tuple[State, str]
+
+
+def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Kept:
+    return parameters(model), state(optimizer)
+
+
+@pytest.mark.parametrize("optimizing", OPTIMIZERS)
+@looped(("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)])
+def test_the_rank_that_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[Kept, Kept]:
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(2, 3)
+        optimizer = optimizing(model)
+        flat = asyncoll.flatten(model)
+        for _ in range(1 + comm.rank):
+            flat.gradients.fill_(1.0 + comm.rank)
+            optimizer.step()
+        before = kept(model, optimizer)
+        await resynchronise(comm, flat, optimizer, losses[comm.rank])
+        return before, kept(model, optimizer)
+
+    results = run_ranks(3, main)
+    befores = [before for before, _ in results]
+    assert [after for _, after in results] == (befores if source is None else [befores[source]] * 3)
+
+
+def test_a_state_of_numbers_is_resynchronised_and_an_object_is_an_error() -> None:
+    async def main(comm: asyncoll.Communicator) -> int:
+        model = torch.nn.Linear(2, 1)
+        optimizer = slow_momentum(model)
+        flat = asyncoll.flatten(model)
+        optimizer.state[model.weight]["steps"] = 7 - comm.rank
+        await resynchronise(comm, flat, optimizer, lost=1)
+        steps: int = optimizer.state[model.weight]["steps"]
+        assert steps == 7
+        optimizer.state[model.weight]["steps"] = object()
+        await resynchronise(comm, flat, optimizer, lost=1)
+        return steps
+
+    with pytest.raises(asyncoll.UsageError, match="SGD keeps 'steps' as a object"):
+        run_ranks(2, main)
+
+
 @pytest.mark.slow
 def test_in_real_processes_all_ranks_end_with_one_model() -> None:
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"(\w+) (\w+): model (\w+)", done.stdout)
-    assert len(lines) == 15
-    assert len(set(lines)) == 5
+    assert len(lines) == 18
+    assert len(set(lines)) == 6

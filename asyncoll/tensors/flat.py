@@ -120,7 +120,7 @@ class Flat:
         self.gradients.zero_()
 
     def collect_gradients(self) -> None:
-        """Add gradients that `backward()` has put elsewhere, after `zero_grad()`, to the flat tensor, and keep them there.
+        """Add gradients that `backward()` has put elsewhere, after `zero_grad()`, to the flat tensor, for good.
 
         `gradients` then has everything that was computed since the last `zero_gradients()`. Raises UsageError if the
         model no longer uses the flat tensors.

@@ -10,8 +10,7 @@ once is hidden, a rank that is always slow holds up the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import asyncoll
 from asyncoll.training.replicas import weights
 from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.under_way import UnderWay
 
 _PIECE = 1 << 16  # elements: a longer sum of squares in single precision would lose the small ones
 
@@ -61,7 +61,7 @@ class DCS3GD(Trainer):
         self._lambda0 = lambda0
         self._mean = comm.empty(weights(self._flat).numel(), self._flat.gradients.dtype)
         self._distance = torch.empty_like(self._flat.gradients)  # reused, because the first use of memory is slow
-        self._averaged: Coroutine[Any, Any, Tensor] | None = None  # under way
+        self._averaged: UnderWay[Tensor] | None = None
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
         self._refuse_weight(weight)
@@ -85,7 +85,7 @@ class DCS3GD(Trainer):
 
     def _start_average(self) -> None:
         self._mean.copy_(weights(self._flat))
-        self._averaged = self.comm.allreduce(self._mean, op=asyncoll.AVG)
+        self._averaged = UnderWay(self.comm.allreduce(self._mean, op=asyncoll.AVG))
 
     async def _finish(self) -> None:
         await self._take_average()

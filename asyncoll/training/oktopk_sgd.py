@@ -27,7 +27,8 @@ class OkTopkSGD(Trainer):
 
     All ranks make the same number of steps, and have the same model after each, to the bit.
 
-    `residual` says what the residual ε holds, and so how the result u of the allreduce becomes a step:
+    `residual` says what the residual ε holds, and so how the result u of the allreduce becomes a step. By default it is
+    "updates" if that is possible, and "gradients" otherwise.
 
     - "updates", as in the paper: acc = ε + ηG, w = w - u/P. Residuals keep the learning rate of their own round. The
       optimizer lends its learning rates and takes no step; it must be plain SGD, with all trainable parameters. A
@@ -64,7 +65,7 @@ class OkTopkSGD(Trainer):
         *,
         algorithm: Algorithm = "oktopk",
         density: float = 0.01,
-        residual: Residual = "updates",
+        residual: Residual | None = None,
         thresholds_every: int = 1,
         regions_every: int = 64,
         feedback: asyncoll.Feedback | None = None,
@@ -73,6 +74,9 @@ class OkTopkSGD(Trainer):
         name: str = "oktopk-sgd",
         **options: Unpack[Options],
     ) -> None:
+        if residual is None:
+            is_plain = _is_plain(model, optimizer) and options.get("clip_norm") is None
+            residual = "updates" if is_plain else "gradients"
         _check(model, optimizer, algorithm, residual, density, warm_up, options)
         super().__init__(comm, model, optimizer, **options)
         self._algorithm = algorithm
@@ -90,7 +94,7 @@ class OkTopkSGD(Trainer):
         self._residual = comm.empty(gradients.numel(), gradients.dtype).zero_()  # ε = 0
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
-        self._refuse_weight(weight)
+        self._refuse_weight(weight, "a residual holds gradients of several rounds")
         if self._holds_updates:
             self._scale_by_rate()  # ηG
         method = self._algorithm if self.round >= self._warm_up else "dense"
@@ -163,21 +167,20 @@ def _check(
     if warm_up < 0:
         raise asyncoll.UsageError(f"warm_up is a number of rounds, not {warm_up}")
     if residual == "updates":
-        _check_plain(model, optimizer)
+        if not _is_plain(model, optimizer):
+            raise asyncoll.UsageError(
+                "residual='updates' is plain SGD on all trainable parameters: without momentum and weight decay; "
+                "for another optimizer, take residual='gradients'"
+            )
         if options.get("clip_norm") is not None:
             raise asyncoll.UsageError("clip_norm needs a dense gradient: take residual='gradients'")
 
 
-def _check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError unless the optimizer's step is -ηG for all trainable parameters, as w = w - u/P is."""
+def _is_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step is -ηG for all trainable parameters, as w = w - u/P is."""
     groups = optimizer.param_groups
     is_plain = type(optimizer) is torch.optim.SGD and all(
         group[option] == off for group in groups for option, off in _PLAIN.items()
     )
     stepped = {parameter for group in groups for parameter in group["params"]}
-    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if not is_plain or stepped != trainable:
-        raise asyncoll.UsageError(
-            "residual='updates' is plain SGD on all trainable parameters: without momentum and weight decay; "
-            "for another optimizer, take residual='gradients'"
-        )
+    return is_plain and stepped == {parameter for parameter in model.parameters() if parameter.requires_grad}

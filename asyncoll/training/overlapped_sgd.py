@@ -7,14 +7,15 @@ as it is complete, so only the first layers' bucket is left to wait for when `ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.under_way import UnderWay
 
 BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
 
@@ -73,7 +74,7 @@ class OverlappedSGD(Trainer):
         """Wait for the gradients of the next step."""
         self._lacking = set(self._parameters)  # parameters whose gradient has not arrived in this step
         self._missing = [bucket.parameters for bucket in self._buckets]  # the numbers of these, by bucket
-        self._started: list[Coroutine[Any, Any, Any]] = []  # the calls of the first buckets, in order
+        self._started: list[UnderWay[Tensor]] = []  # the calls of the first buckets, in order
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """The hook of autograd: the gradient of `parameter` is complete."""
@@ -93,17 +94,16 @@ class OverlappedSGD(Trainer):
             self._start_next()
 
     def _start_next(self) -> None:
-        self._started.append(self.comm.allreduce(self._slices[len(self._started)], op=asyncoll.AVG))
+        call = self.comm.allreduce(self._slices[len(self._started)], op=asyncoll.AVG)
+        self._started.append(UnderWay(call))
 
     def _prepare(self) -> None:
         """Nothing: the gradients are on their way."""
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         try:
-            self._refuse_weight(weight)
-            while len(self._started) < len(self._buckets):
-                self._start_next()
-            await self._end_buckets()
+            self._refuse_weight(weight, "its gradients are on their way before step() is called")
+            await self._average_buckets()
         finally:
             self._open()
         super()._prepare()
@@ -111,8 +111,13 @@ class OverlappedSGD(Trainer):
         await self._settle_buffers()
         return self._complete()
 
-    async def _end_buckets(self) -> None:
-        """Wait for every bucket, even if others fail: until it has ended, a call may write into the gradients."""
+    async def _average_buckets(self) -> None:
+        """Start the buckets that are left, and wait for all.
+
+        The wait goes on even if some of them fail: until it has ended, a call may write into the gradients.
+        """
+        while len(self._started) < len(self._buckets):
+            self._start_next()
         errors: list[BaseException] = []
         for call in self._started:
             try:
@@ -126,6 +131,10 @@ class OverlappedSGD(Trainer):
     async def _finish(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._started:  # by a backward() without a step: its gradient is dropped, as every rank drops it
+            await self._average_buckets()
+            self._open()
+            self._flat.zero_gradients()
         await self._unite_buffers()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
@@ -269,12 +270,10 @@ class Trainer(ABC):
         if total:
             gradients.div_(float(total))
 
-    def _refuse_weight(self, weight: float | None) -> None:
-        """Raise UsageError for a weight, in an algorithm that averages models and not gradients."""
+    def _refuse_weight(self, weight: float | None, reason: str = "it averages models, and not gradients") -> None:
+        """Raise UsageError for a weight, in an algorithm that cannot average gradients by weight."""
         if weight is not None:
-            raise asyncoll.UsageError(
-                f"{type(self).__name__} averages models, and has no use for a weight of gradients"
-            )
+            raise asyncoll.UsageError(f"{type(self).__name__} takes no weight: {reason}")
 
     async def _settle_buffers(self) -> None:
         """Treat the buffers as the option says, in a round that has made all models equal. Collective."""
@@ -351,6 +350,8 @@ class Trainer(ABC):
             self._is_weighted = weight is not None
         if self._is_weighted is not (weight is not None):
             raise asyncoll.UsageError("give a weight in every step at every rank, or in none")
+        if weight is not None and not 0 <= weight < math.inf:
+            raise asyncoll.UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         self._calls += 1
         if weight is not None:
             self._weight += weight

@@ -35,7 +35,7 @@ from common import Record, parser
 
 from asyncoll import Communicator
 from asyncoll.testing import simulate
-from asyncoll.training import ADPSGD, DPSGD, SGP, AllreduceSGD, EagerSGD, OkTopkSGD, Trainer, WagmaSGD
+from asyncoll.training import ADPSGD, DPSGD, SGP, AllreduceSGD, EagerSGD, LocalSGD, OkTopkSGD, Trainer, WagmaSGD
 from asyncoll.transport.messages.simulated import Network
 from trainers.imbalance import Balanced, Imbalance, KRandom, Trace
 

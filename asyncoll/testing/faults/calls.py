@@ -84,6 +84,19 @@ async def send_recv(comm: Communicator, elements: int) -> None:
     _all_are(received, before)
 
 
+async def neighbor_average(comm: Communicator, elements: int) -> None:
+    _all_are(await comm.neighbor_average(np.full(elements, 6.0), graph="ring"), 6)
+
+
+async def push_sum(comm: Communicator, elements: int) -> None:
+    """Push half of a number to the next rank of a ring, and receive half of that of the rank before."""
+    x, weight = np.full(elements, 2.0 * comm.rank), np.ones(1)
+    received, received_weight = await comm.push_sum(x, weight)
+    _all_are(x, comm.rank)
+    _all_are(received, (comm.rank - 1) % comm.size)
+    assert weight == received_weight == 0.5, "a wrong weight"
+
+
 async def solo(comm: Communicator, elements: int) -> None:
     await _rounds(comm.size, comm.solo_allreduce(x := np.ones(elements)), x)
 
@@ -169,6 +182,8 @@ OPERATIONS: dict[str, Operation] = {
         alltoallv,
         barrier,
         send_recv,
+        neighbor_average,
+        push_sum,
         solo,
         majority,
         quorum,

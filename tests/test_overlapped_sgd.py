@@ -1,0 +1,286 @@
+"""Allreduces that overlap `backward()`: against synchronous SGD, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import looped
+from training_loops import Algorithm, network, on_batches, parameters, plain, trained
+
+import asyncoll
+from asyncoll.testing import run_ranks
+from asyncoll.training import AllreduceSGD, OverlappedSGD
+from asyncoll.training.overlapped_sgd import Bucket, cut
+
+SIZES = [1, 2, 3, 4, 5]
+Ranks = Callable[[int, Callable[[asyncoll.Communicator], Any]], list[Any]]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def ranks(simulated: Callable[..., Any]) -> Ranks:
+    """The results of the ranks, in virtual time."""
+    return lambda size, main: simulated(size, main).results
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9, weight_decay=1e-4)
+
+
+def replicas(ranks: Ranks, size: int, algorithm: Algorithm) -> list[torch.Tensor]:
+    """The parameters at every rank, which are the same to the bit."""
+
+    async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+        model = network()
+        done = await trained(algorithm(comm, model, momentum(model)), on_batches(comm, model), 6)
+        assert [step.round for step in done] == list(range(1, 7))
+        assert all(step.included and step.active == size for step in done)
+        return parameters(model)
+
+    models = ranks(size, main)
+    assert all(torch.equal(model, models[0]) for model in models)
+    return models
+
+
+@looped("size", SIZES)
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+def test_overlapped_training_is_synchronous_training_to_the_bit(bucket_bytes: int, size: int, ranks: Ranks) -> None:
+    overlapped = replicas(ranks, size, partial(OverlappedSGD, bucket_bytes=bucket_bytes))
+    assert torch.equal(overlapped[0], replicas(ranks, size, AllreduceSGD)[0])
+
+
+def test_overlapped_training_over_real_memory_and_on_one_loop(run: Ranks) -> None:
+    overlapped = replicas(run, 3, partial(OverlappedSGD, bucket_bytes=1))
+    assert torch.equal(overlapped[0], replicas(run, 3, AllreduceSGD)[0])
+
+
+@looped(
+    ("sizes", "least", "buckets"),
+    [
+        ([3, 4, 5], 1, [Bucket(7, 12, 1), Bucket(3, 7, 1), Bucket(0, 3, 1)]),
+        ([3, 4, 5], 6, [Bucket(3, 12, 2), Bucket(0, 3, 1)]),
+        ([3, 4, 5], 9, [Bucket(3, 12, 2), Bucket(0, 3, 1)]),
+        ([3, 4, 5], 100, [Bucket(0, 12, 3)]),
+        ([100, 1], 8, [Bucket(0, 101, 2)]),
+        ([], 8, []),
+    ],
+)
+def test_buckets_are_slices_from_the_end_to_the_beginning(sizes: list[int], least: int, buckets: list[Bucket]) -> None:
+    assert cut(sizes, least) == buckets
+
+
+class Recorder:
+    """A communicator that records the number of elements of its averages."""
+
+    def __init__(self, comm: asyncoll.Communicator) -> None:
+        self._comm = comm
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def allreduce(self, x: torch.Tensor, op: asyncoll.ReduceOp) -> Awaitable[torch.Tensor]:
+        self.sizes.append(x.numel())
+        return self._comm.allreduce(x, op)
+
+
+class TwoWays(torch.nn.Module):
+    """Applies its layers in one of two orders, so that gradients come in one of two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)])
+        self.unused = torch.nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor, backwards: bool, everything: bool) -> torch.Tensor:
+        for layer in reversed(self.layers) if backwards else self.layers:
+            x = layer(x)
+        return x.square().sum() + (self.unused.weight.sum() if everything else 0.0)
+
+
+@looped("size", SIZES)
+def test_buckets_start_in_one_order_for_gradients_in_any_order(size: int, ranks: Ranks) -> None:
+    """Ranks go through the layers in different orders, and use the last parameter in some rounds only."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        async def run(algorithm: Algorithm, comm: Any) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = TwoWays()
+
+            async def gradient(round_: int) -> None:
+                x = torch.full((1, 4), 0.1 * (1 + comm.rank))
+                model(x, backwards=(comm.rank + round_) % 2 == 0, everything=(comm.rank + round_) % 3 == 0).backward()
+
+            await trained(algorithm(comm, model, plain(model)), gradient, 4)
+            return parameters(model)
+
+        recorder = Recorder(comm)
+        overlapped = await run(partial(OverlappedSGD, bucket_bytes=1), recorder)
+        return recorder.sizes, overlapped, await run(AllreduceSGD, comm)
+
+    for sizes, overlapped, synchronous in ranks(size, main):
+        assert sizes == [6, 16, 4, 16] * 4
+        assert torch.equal(overlapped, synchronous)
+
+
+def test_buckets_start_while_backward_goes_on() -> None:
+    async def main(comm: asyncoll.Communicator) -> list[list[int]]:
+        recorder, model = Recorder(comm), network()
+        seen: list[list[int]] = []
+
+        def hidden(gradient: torch.Tensor) -> None:
+            seen.append(list(recorder.sizes))
+
+        sgd = OverlappedSGD(recorder, model, plain(model), bucket_bytes=1)  # type: ignore[arg-type]
+        await sgd.start()
+        x = model[1](model[0](torch.ones(2, 5)))
+        x.register_hook(hidden)
+        model[2](x).sum().backward()
+        seen.append(list(recorder.sizes))
+        await sgd.step()
+        await sgd.finish()
+        model(torch.ones(2, 5)).sum().backward()
+        seen.append(list(recorder.sizes))
+        return seen
+
+    everything = [3, 24, 8, 40]
+    for within, at_the_end, without_hooks in run_ranks(2, main):
+        assert within[:1] == everything[:1]
+        assert len(within) < len(at_the_end)
+        assert at_the_end == without_hooks == everything
+
+
+def test_buckets_of_an_accumulated_gradient_start_in_the_last_backward(ranks: Ranks) -> None:
+    async def main(comm: asyncoll.Communicator) -> list[int]:
+        recorder, model = Recorder(comm), network()
+        sgd = OverlappedSGD(recorder, model, plain(model), bucket_bytes=1, accumulate=3)  # type: ignore[arg-type]
+        await sgd.start()
+        started = []
+        for _ in range(6):
+            model(torch.ones(2, 5)).sum().backward()
+            started.append(len(recorder.sizes))
+            await sgd.step()
+        return started
+
+    assert ranks(3, main) == [[0, 0, 4, 4, 4, 8]] * 3
+
+
+class TroubleError(Exception):
+    """An exception of a user's gradient."""
+
+
+@pytest.mark.parametrize("how", ["raise", "twice", "cancel"])
+def test_a_failed_step_ends_the_training_everywhere_and_leaves_no_call(how: str, ranks: Ranks) -> None:
+    """A program fails between `backward()` and `step()`, or its step is cancelled while a late rank computes."""
+    own = {"raise": TroubleError, "cancel": asyncio.CancelledError, "twice": asyncoll.UsageError}[how]
+    outcomes: dict[int, BaseException] = {}
+
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = network()
+
+        async def gradient(round_: int) -> None:
+            model(torch.ones(1, 5)).sum().backward()
+            if comm.rank == 1 and round_ == 2 and how == "raise":
+                raise TroubleError("no more data")
+            if comm.rank == 1 and round_ == 2 and how == "twice":
+                model(torch.ones(1, 5)).sum().backward()
+            await asyncio.sleep(1.0 if comm.rank == 1 else 2.0)
+
+        task = asyncio.ensure_future(trained(OverlappedSGD(comm, model, plain(model), bucket_bytes=1), gradient, 4))
+        if how == "cancel" and comm.rank == 1:
+            asyncio.get_running_loop().call_later(3.5, task.cancel)  # in the step of the second round
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert outcome is not None
+        outcomes[comm.rank] = outcome
+        if comm.rank == 1 and how != "cancel":
+            comm.abort("its program has failed")  # as at the end of a process
+
+    ranks(3, main)
+    assert isinstance(outcomes[1], own)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], asyncoll.AbortedError)
+        assert outcomes[rank].rank == 1
+        reason = "was cancelled" if how == "cancel" else "its program has failed"
+        assert reason in str(outcomes[rank])
+
+
+@pytest.mark.parametrize("buckets", [0, 1, 4], ids=lambda buckets: f"{buckets} started")
+def test_a_gradient_without_a_step_is_dropped_at_the_end(buckets: int, ranks: Ranks) -> None:
+    """The calls of its buckets end, and none of it is in the model or in the gradients."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, float]:
+        model = network()
+        sgd = OverlappedSGD(comm, model, plain(model), bucket_bytes=1)
+        await trained_but_not_ended(sgd, comm, model)
+        before = parameters(model)
+        if buckets == 1:  # the bias of the last layer
+            model[2].weight.requires_grad_(False)
+            model[2].bias.sum().backward()
+            model[2].weight.requires_grad_(True)
+        elif buckets:
+            model(torch.ones(2, 5)).sum().backward()
+        await sgd.finish()
+        assert torch.equal(before, parameters(model))
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        return before, float(await comm.allreduce(torch.ones(1)))
+
+    for model, total in ranks(3, main):
+        assert total == 3.0
+        assert torch.equal(model, replicas_of_two_rounds(ranks))
+
+
+async def trained_but_not_ended(sgd: OverlappedSGD, comm: asyncoll.Communicator, model: torch.nn.Module) -> None:
+    await sgd.start()
+    while sgd.round < 2:
+        await on_batches(comm, model)(sgd.round + 1)
+        await sgd.step()
+
+
+def replicas_of_two_rounds(ranks: Ranks) -> torch.Tensor:
+    async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+        model = network()
+        await trained(AllreduceSGD(comm, model, plain(model)), on_batches(comm, model), 2)
+        return parameters(model)
+
+    model: torch.Tensor = ranks(3, main)[0]
+    return model
+
+
+def test_backward_on_another_thread_is_a_usage_error() -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = network()
+
+        async def gradient(round_: int) -> None:
+            await asyncoll.offload(lambda: model(torch.ones(1, 5)).sum().backward())
+
+        await trained(OverlappedSGD(comm, model, plain(model)), gradient, 1)
+
+    with pytest.raises(asyncoll.UsageError, match="on the thread of the loop"):
+        run_ranks(2, main)
+
+
+@looped(
+    ("rules", "weight", "words"),
+    [
+        ({"bucket_bytes": 0}, None, "a bucket has at least one byte, not 0"),
+        ({}, 3.0, "OverlappedSGD takes no weight: its gradients are on their way"),
+    ],
+)
+def test_what_cannot_be_overlapped_is_a_usage_error(rules: dict[str, Any], weight: float | None, words: str) -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = network()
+        sgd = OverlappedSGD(comm, model, plain(model), **rules)
+        await sgd.start()
+        model(torch.ones(1, 5)).sum().backward()
+        await sgd.step(weight=weight)
+
+    with pytest.raises(asyncoll.UsageError, match=words):
+        run_ranks(2, main)
