@@ -289,7 +289,7 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["oktopk_sgd", "--density", "0"], "0.0 is not in the range"),
         (["oktopk_sgd", "--algorithm", "best"], "'best' is not one of"),
         (["oktopk_sgd", "--algorithm", "dense-overlapped"], "'dense-overlapped' is not one of"),
-        (["oktopk_sgd", "--momentum", "0.9"], "take residual='gradients'"),
+        (["oktopk_sgd", "--residual", "updates", "--momentum", "0.9"], "take residual='gradients'"),
         (["oktopk_sgd", "--clip-norm", "1"], "take residual='gradients'"),
         (["allreduce_sgd", "--clip-norm", "0"], "0.0 is not in the range"),
         (["allreduce_sgd", "--accumulate", "0"], "0 is not in the range"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
+import asyncoll
 from asyncoll.training import (
     ADPSGD,
     DCASGD,
@@ -34,6 +35,13 @@ NATURAL = click.IntRange(min=0)
 LEAST_ZERO = click.FloatRange(min=0.0)
 SHARE = click.FloatRange(0.0, 1.0, min_open=True)
 _OF_CLASS: Any = object()
+
+
+class _Reduction(click.Choice[str]):
+    """A reduction by its name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, asyncoll.ReduceOp) else asyncoll.ReduceOp(super().convert(value, param, ctx))
 
 
 class Option(NamedTuple):
@@ -111,6 +119,9 @@ ALGORITHMS: dict[str, Algorithm] = {
                 "average_every", NATURAL, "Rounds between averages of the models, without history (0: one at the end)."
             ),
             _SYNC,
+            Option(
+                "op", _Reduction(["avg", "avg_active"]), "Divide by the number of all ranks, or of the active ones."
+            ),
         ),
         waiting=_eager,
         is_seeded=True,
@@ -153,7 +164,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             Option(
                 "residual",
                 click.Choice(["updates", "gradients"]),
-                "What residuals hold: as in the paper, or in its authors' code.",
+                "What residuals hold: as in the paper (by default with plain SGD), or in its authors' code.",
             ),
             Option("thresholds_every", POSITIVE, "Number of rounds for which a threshold is used (τ')."),
             Option("regions_every", POSITIVE, "Number of rounds for which the regions are used (τ)."),

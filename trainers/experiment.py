@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -94,32 +93,39 @@ class Machine:
         self._workload = workload
         self._settings = settings
         self._in_thread = in_thread
+        self._backward_s = 0.0  # of the batch before
 
     async def step(self, trainer: Trainer, record: Record) -> None:
-        """One gradient, of `accumulate` batches."""
-        aim, batches = trainer.round + 1, self._settings.accumulate
-        computed_s = 0.0
-        for batch in range(1, batches + 1):
-            compute = functools.partial(self._compute, aim, computed_s, is_last=batch == batches)
-            computed_s += await asyncoll.offload(compute) if self._in_thread else compute()
+        """One gradient, of `accumulate` batches. A late rank is late with the first of them."""
+        aim = trainer.round + 1
+        for batch in range(self._settings.accumulate):
+            late_for = aim if batch == 0 else None
+            if self._in_thread:
+                await asyncoll.offload(self._compute, late_for)
+            else:
+                self._compute(late_for)
             called_s = time.perf_counter()
             reduction = await trainer.step()
             record.step(reduction, time.perf_counter() - called_s)
 
-    def _compute(self, aim: int, before_s: float, *, is_last: bool) -> float:
-        """Compute a batch of the gradient for round `aim`, of which `before_s` are over. Returns its seconds.
+    def _compute(self, late_for: int | None) -> None:
+        """Compute the gradient of a batch; a late rank of round `late_for` takes longer.
 
-        Sleeping blocks the caller on purpose, as real computation would. The runtime must answer all the same.
+        Time passes before `backward()`, so that algorithms that send during `backward()` get no gradient of a late rank
+        early. Sleeping blocks the caller on purpose, as computing would: the runtime must answer all the same.
         """
         settings, comm = self._settings, self._comm
         started_s = time.perf_counter()
-        self._workload.loss().backward()
-        time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started_s)))
-        computed_s = time.perf_counter() - started_s
-        if is_last:
-            whole_s = before_s + computed_s
-            time.sleep(settings.imbalance.delay_s(settings.seed, aim, comm.rank, comm.size, whole_s))
-        return computed_s
+        loss = self._workload.loss()
+        real_s = time.perf_counter() - started_s + self._backward_s
+        step_s = max(settings.compute_s, real_s)
+        if late_for is not None:
+            whole_s = settings.accumulate * step_s
+            step_s += settings.imbalance.delay_s(settings.seed, late_for, comm.rank, comm.size, whole_s)
+        time.sleep(step_s - real_s)
+        started_s = time.perf_counter()
+        loss.backward()
+        self._backward_s = time.perf_counter() - started_s
 
 
 def _score(workload: Workload, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,7 @@ class Settings:
 
 
 def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, enum.Enum) else value
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
@@ -118,7 +120,7 @@ def common_flags(without: Iterable[str] = ()) -> list[click.Parameter]:
 
 def _common_flag(f: dataclasses.Field[Any]) -> click.Option:
     default = f.default
-    shown: bool | str = default not in (None, False)
+    shown: bool | str = _has_value(default)
     others = {name: kind.defaults[f.name] for name, kind in sorted(WORKLOADS.items()) if f.name in kind.defaults}
     if others:
         listed = ", ".join(f"{value} for {name}" for name, value in others.items())
@@ -127,7 +129,12 @@ def _common_flag(f: dataclasses.Field[Any]) -> click.Option:
 
 
 def _own_flag(option: Option, default: Any) -> click.Option:
-    return _option(option.name, option.name, option.kind, option.help, default, default not in (None, False))
+    shown = _plain(default) if isinstance(default, enum.Enum) else _has_value(default)
+    return _option(option.name, option.name, option.kind, option.help, default, shown)
+
+
+def _has_value(default: Any) -> bool:
+    return default is not None and default is not False
 
 
 def _option(flag: str, name: str, kind: Any, help_: str, default: Any, shown: bool | str) -> click.Option:
