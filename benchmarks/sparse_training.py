@@ -8,10 +8,11 @@ learning" (Ok-Topk), PPoPP 2022.
 *Trainings.* Real processes by message (`--transport zmq`), each method of `asyncoll.training.OkTopkSGD` in turn, with
 the same model, data, order of samples and learning rates; residual="updates", the paper's algorithm 2. `oktopk` has new
 thresholds in each round and so sends k elements, as topka, topkdsa and gtopk do; `oktopk, 32 rounds` reuses them for so
-many, as the paper. `dense-overlapped` is `OverlappedSGD`, with buckets of 1 MiB. Time is that of the caller, per round, the mean of all
-ranks: `selection` is what `comm.sparse_allreduce` does before it returns its awaitable, `communication` what is awaited
-(with what the algorithm computes meanwhile: sums, global thresholds), `compute` the gradient (and, overlapped, what
-starts the buckets in it). A round is longer by the update. Words of 4 bytes received are counted by the transport.
+many, as the paper. `dense-overlapped` is `OverlappedSGD`, with buckets of 1 MiB. Time is that of the caller, per round,
+the mean of all ranks: `selection` is what `comm.sparse_allreduce` does before it returns its awaitable, `communication`
+what is awaited (with what the algorithm computes meanwhile: sums, global thresholds), `compute` the gradient (and,
+overlapped, what starts the buckets in it). A round is longer by the update. Words of 4 bytes received are counted by
+the transport.
 
 *Counts.* Digits among more ranks, in one process (`asyncoll.testing.simulate`), at a constant learning rate; times mean
 nothing there. `plain sum` is the share of elements that are chosen, exactly, by any rank, `topkdsa` what its result
