@@ -145,21 +145,21 @@ def comparison(algorithms: Sequence[Compared]) -> Table:
     title = f"{workload}{synthetic}, {ranks} ranks, imbalance {imbalance}, seeds: {seeds}"
     columns: dict[str, Callable[[Compared], str]] = {
         "steps/s": lambda compared: number(compared.mean("steps_per_s")),
-        "theory allows": lambda compared: number(compared.mean("steps_per_s_bound")),
+        "theory\nallows": lambda compared: number(compared.mean("steps_per_s_bound")),
         "ratio": lambda compared: _ratio(compared, first, "steps_per_s"),
-        f"time to {target:.0%}": lambda compared: _time_to_target(compared),
+        f"time to\n{target:.0%}": lambda compared: _time_to_target(compared),
         "speed-up": lambda compared: _ratio(first, compared, "time_to_target_s"),
-        f"final {report['metric']}": lambda compared: _spread(compared.values("final_score")),
+        f"final\n{report['metric']}": lambda compared: _spread(compared.values("final_score")),
         "active": lambda compared: number(compared.mean("active_mean")),
         "lag": lambda compared: number(compared.mean("lag_mean")),
         "stale": lambda compared: _percent(compared.mean("stale_share")),
-        "wait and update": lambda compared: f"{1000 * (compared.mean('waited_s') or 0):.1f} ms",
-        "MB per rank and round": lambda compared: _megabytes(compared.mean("bytes_per_round")),
+        "wait,\nupdate": lambda compared: f"{1000 * (compared.mean('waited_s') or 0):.1f} ms",
+        "MB per rank\nand round": lambda compared: _megabytes(compared.mean("bytes_per_round")),
     }
-    table = Table(title=title)
-    table.add_column("algorithm", overflow="fold")
+    table = Table(title=title, caption=f"ratio of steps/s, and speed-up to {target:.0%}: against {first.label}")
+    table.add_column("algorithm", no_wrap=True)
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for compared in algorithms:
         table.add_row(escape(compared.label), *(cell(compared) for cell in columns.values()))
     return table
