@@ -79,7 +79,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, algorithm: str, workload: str = "digits", **given: Any) -> Settings:
+    def of(cls, algorithm: str, /, workload: str = "digits", **given: Any) -> Settings:
         """The `given` values that are not None, also of the algorithm's options; otherwise the defaults.
 
         Defaults are those of the workload, and of the algorithm, where these have their own.
