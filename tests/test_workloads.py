@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -219,6 +220,21 @@ def test_generated_data_are_told() -> None:
 def test_networks_have_the_stated_size(build: Callable[[], torch.nn.Module], count: int) -> None:
     with torch.device("meta"):
         assert parameters(build()) == count
+
+
+@looped(
+    ("name", "module", "words"),
+    [
+        ("navigation", "gymnasium", r"navigation needs gymnasium: pip install 'asyncoll\[trainers\]'"),
+        ("imagenet", "PIL", "a folder of images needs Pillow: pip install pillow"),
+    ],
+)
+def test_a_missing_package_is_told(
+    name: str, module: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(asyncoll.UsageError, match=words):
+        WORKLOADS[name](0, 1, 4, 0, **({"data": tmp_path} if name == "imagenet" else {}))
 
 
 # -- orders of samples ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trainers.workloads.base import EpochWorkload, Rows, evaluating, seeded, shu
 from trainers.workloads.images import CifarImages, FolderImages, GeneratedImages, ImageSet
 from trainers.workloads.resnet import basic_resnet, bottleneck_resnet
 
-_SCORED = 256  # held-out images that the small size's score uses; the full size's uses all
+_SCORED_SMALL, _SCORED_FULL = 256, 10_000  # held-out images that the score uses at most
 _SCORED_AT_ONCE = 64
 
 
@@ -30,7 +30,7 @@ class ImageWorkload(EpochWorkload):
         self._train, self._test = self.images(seed, data, full)
         with seeded(seed):
             self.model: nn.Module = self.network(full, self._train.classes)
-        self._scored = self._test.count if full else min(_SCORED, self._test.count)
+        self._scored = _SCORED_FULL if full else _SCORED_SMALL
         order, count = shuffled(self._train.count, rank, size, seed), self._train.count
         super().__init__(rank, batch, order, size=size, seed=seed, full=full, images=count)
 
@@ -50,7 +50,7 @@ class ImageWorkload(EpochWorkload):
         return nn.functional.cross_entropy(self.model(images), labels)
 
     def score(self) -> float:
-        """Accuracy on held-out images: all of them at the full size, else at most 256."""
+        """Accuracy on held-out images: at most 256 of them, or 10,000 (all of CIFAR-10's) at the full size."""
         chosen = np.random.default_rng(0).permutation(self._test.count)[: self._scored]
         right = 0
         with evaluating(self.model):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.float32]
 
+_TILES = 4  # squares of a generated pattern, in each direction; they divide the side
+
 
 class ImageSet(Protocol):
     """Images, by number."""
@@ -37,24 +39,24 @@ class ImageSet(Protocol):
 class GeneratedImages:
     """Images with as many patterns as classes, at random places, below noise. Image i is drawn from (seed, i) alone.
 
-    A pattern is a smooth random image that continues at its edges, so that it can be anywhere.
+    A pattern is 4x4 squares of random colours; it continues at the opposite edge, so that it can be anywhere.
     """
 
     def __init__(self, seed: int, numbers: range, classes: int, side: int) -> None:
         self.count, self.classes = len(numbers), classes
         self._seed, self._numbers, self._side = seed, numbers, side
-        coarse = np.random.default_rng((seed, 0)).standard_normal((classes, 3, 4, 4), np.float32)
-        self._patterns = coarse.repeat(side // 4, axis=2).repeat(side // 4, axis=3)
+        self._patterns = np.random.default_rng((seed, 0)).standard_normal((classes, 3, _TILES, _TILES), np.float32)
 
     def read(self, rows: Rows, generator: np.random.Generator | None) -> Data:
         """Images and labels; the same with and without `generator`."""
         images = np.empty((len(rows), 3, self._side, self._side), np.float32)
-        labels = rows % self.classes
+        labels, each = rows % self.classes, self._side // _TILES
         for place, row in enumerate(rows):
             own = np.random.default_rng((self._seed, 1 + self._numbers[int(row)]))
             shift = own.integers(self._side, size=2)
             noise = own.standard_normal((3, self._side, self._side), np.float32)
-            images[place] = np.roll(self._patterns[labels[place]], shift, axis=(1, 2)) + noise
+            pattern = self._patterns[labels[place]].repeat(each, axis=1).repeat(each, axis=2)
+            images[place] = np.roll(pattern, shift, axis=(1, 2)) + noise
         return torch.from_numpy(images), torch.from_numpy(labels)
 
 

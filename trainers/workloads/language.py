@@ -26,7 +26,7 @@ class TextWorkload(EpochWorkload):
     ln(vocabulary) nats per token. It uses 32 held-out sequences, the same for all seeds.
     """
 
-    metric: ClassVar[str] = "share of the entropy saved on held-out text"
+    metric: ClassVar[str] = "entropy saved on held-out text"
     is_synthetic = False
     SMALL: ClassVar[Shape]
     FULL: ClassVar[Shape]

@@ -72,7 +72,7 @@ class Navigation:
     name: ClassVar[str] = "navigation"
     summary: ClassVar[str] = "PPO finds ways through mazes; episodes differ in length."
     paper: ClassVar[str] = "Wijmans et al., DD-PPO, ICLR 2020; Li et al., WAGMA-SGD, TPDS 2021, section V"
-    metric: ClassVar[str] = "success weighted by path length (SPL) in held-out mazes"
+    metric: ClassVar[str] = "success by path length in held-out mazes"
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 800, "batch": 16, "learning_rate": 5e-3, "momentum": 0.9, "target": 0.45,
     }  # fmt: skip
