@@ -32,7 +32,7 @@ STUDY = Study(
         "DC-S3GD": "77.5 % (16 k), 69.7 % (128 k, reference 75.0)",
     },
     remarks=[
-        "The paper's gain of 0.5 points is that of the scaled lambda over a constant one. It has no run with lambda = 0.",
+        "The paper gains 0.5 points by the scaled lambda over a constant one. It has no run with lambda = 0.",
     ],
     rounds=180,
 )

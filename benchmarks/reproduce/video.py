@@ -26,7 +26,7 @@ STUDY = Study(
     },
     paper={"majority": "1.27, 69.7 % (69.6)", "solo": "1.64, 60.6 % (69.6)"},
     remarks=[
-        "The paper measures the time of 50 epochs, in which every rank computes all its batches. Here a late rank skips "
+        "The paper times 50 epochs, in which every rank computes all its batches. Here a late rank skips "
         "rounds, and steps/s counts rounds: solo makes more rounds in a second, with fewer gradients in each.",
     ],
     rounds=160,
