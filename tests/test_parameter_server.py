@@ -283,6 +283,23 @@ def test_frozen_models_and_empty_trainings_end_well(trainer: str) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_the_scheduler_of_rank_0_follows_the_clock_of_the_server() -> None:
+    async def main(comm: asyncoll.Communicator) -> float:
+        model = scalar()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        sgd = ParameterServerSGD(comm, model, optimizer, scheduler=scheduler)
+        await sgd.start()
+        await asyncio.sleep(0 if comm.rank else 100)  # rank 0 makes its only step after all of rank 1's
+        for _ in range(6 if comm.rank else 1):
+            model.weight.grad.fill_(-1.0)
+            await sgd.step()
+        await sgd.finish()
+        return model.weight.item()
+
+    assert simulate(2, main).results == [2 * (1 + 0.5 + 0.25) + 0.125] * 2
+
+
 # -- staleness -----------------------------------------------------------------------------------
 
 
