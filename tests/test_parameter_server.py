@@ -352,7 +352,7 @@ def test_a_worker_is_never_more_than_the_bound_ahead_of_the_slowest_and_none_wai
     """A deadlock is an error in virtual time."""
     tight, beyond = [], []
     for seed in range(300):
-        size, staleness = 2 + seed % 4, seed % 3
+        size, staleness = 2 + seed % 3, seed // 3 % 3
         with case(seed=seed):
             bounded = race(size, seed, staleness)
             assert max(bounded.ahead, default=0) <= staleness
@@ -731,19 +731,19 @@ def test_processes_end_with_one_model(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "transport"), [(0, "zmq"), (1, "shm")])
-def test_a_killed_process_is_an_error_at_the_survivor(victim: int, transport: str) -> None:
+def test_a_killed_process_is_an_error_at_the_survivor() -> None:
     """The ranks have no launcher, because it would stop the others soon after the first death."""
     with ExitStack() as stack:
         port = stack.enter_context(reserve_port()).getsockname()[1]
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
         for rank in range(2):
-            env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": transport}
-            command = [sys.executable, "-W", "error", SCRIPT, str(victim)]
+            env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": "shm"}
+            command = [sys.executable, "-W", "error", SCRIPT, "1"]
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         ends = [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in ranks]
-    for rank, (out, err, code) in enumerate(ends):
-        assert (out, code) == (("", -signal.SIGKILL) if rank == victim else (f"rank {victim} is lost\n", 0)), err
+    (out, err, code), killed = ends
+    assert (out, code) == ("rank 1 is lost\n", 0), err
+    assert killed[2] == -signal.SIGKILL
