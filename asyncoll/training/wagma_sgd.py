@@ -31,8 +31,9 @@ class WagmaSGD(Trainer):
 
     `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
     the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
-    after a round that is `synchronous`, with "step-then-average". Ranks may end at different rounds: `finish()` gives
-    all ranks an average of all models.
+    after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of all models.
+    All ranks end at one round, such as the first one of `while wagma.round < rounds` that is too late: a round that
+    averages over all ranks waits for a rank that has ended before.
 
     `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
     (both flat). Their distance is this rank's part of the consensus distance.
@@ -93,9 +94,6 @@ class WagmaSGD(Trainer):
 
     async def _finish(self) -> None:
         own = weights(self._flat)
-        reduction = await self.comm.join(self._name, self._total)  # no round waits for this rank any more
-        if reduction is not None:
-            self._skip_to(self._base + reduction.round)
         mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)
         self._observe(self.round, own, mean)
         own.copy_(mean)  # all ranks leave with one model
