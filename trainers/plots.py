@@ -25,7 +25,7 @@ def plot_scores(curves: Mapping[str, Sequence[Sequence[Point]]], metric: str, ta
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for label, runs in curves.items():
-        times_s, scores = _aligned(runs)
+        times_s, scores = aligned(runs)
         (line,) = axes.plot(times_s, 100 * scores.mean(axis=0), label=label)
         if len(runs) > 1:
             bounds = 100 * scores.min(axis=0), 100 * scores.max(axis=0)
@@ -42,7 +42,7 @@ def plot_scores(curves: Mapping[str, Sequence[Sequence[Point]]], metric: str, ta
     pyplot.close(figure)
 
 
-def _aligned(runs: Sequence[Sequence[Point]]) -> tuple[np.ndarray, np.ndarray]:
+def aligned(runs: Sequence[Sequence[Point]]) -> tuple[np.ndarray, np.ndarray]:
     """Times, and the score of each run at these times, one row for each run; a run that has ended keeps its score."""
     if len(runs) == 1:
         return np.array([p.wall_s for p in runs[0]]), np.array([[p.score for p in runs[0]]])
