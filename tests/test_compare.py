@@ -73,10 +73,10 @@ def cells(*algorithms: Compared) -> dict[str, dict[str, str]]:
         ("eager_sgd", "eager_sgd", "eager_sgd", []),
         ("eager_sgd:partial=majority", "eager_sgd:partial=majority", "eager_sgd", ["--partial", "majority"]),
         (
-            " wagma_sgd:fixed:group_size=2:imbalance=k-random:2:5ms",
-            "wagma_sgd:fixed:group_size=2:imbalance=k-random:2:5ms",
+            " wagma_sgd:fixed:group_size=2:learning_rate=0.1",
+            "wagma_sgd:fixed:group_size=2:learning_rate=0.1",
             "wagma_sgd",
-            ["--fixed", "--group-size", "2", "--imbalance", "k-random:2:5ms"],
+            ["--fixed", "--group-size", "2", "--learning-rate", "0.1"],
         ),
     ],
 )
@@ -86,14 +86,14 @@ def test_options_follow_the_name(text: str, label: str, algorithm: str, argument
     assert (other.label, other.arguments) == ("allreduce_sgd", [])
 
 
-@looped("text", ["", "eager_sgd,", "eager_sgd:partial", "eager_sgd:quorum=0", "eager_sgd:some=1"])
+@looped("text", ["", "eager_sgd,", "eager_sgd:partial", "eager_sgd:quorum=0", "eager_sgd:some=1", "eager_sgd:rounds=1"])
 def test_bad_algorithms_are_usage_errors(text: str) -> None:
     with pytest.raises(click.UsageError):
         parse_algorithms(text)
 
 
 def test_file_names_have_no_special_signs() -> None:
-    (found,) = parse_algorithms("eager_sgd:imbalance=one-random:20ms")
+    (found,) = parse_algorithms("eager_sgd:partial=majority")
     assert re.fullmatch(r"[\w.=-]+", found.file_name)
 
 

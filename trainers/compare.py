@@ -25,6 +25,7 @@ from trainers.runs import Run, RunFailedError, launch
 from trainers.settings import flags
 
 TABLE_WIDTH = 160  # of a table that goes into a file or a pipe
+_OF_ALL = {"workload", "full", "data", "rounds", "target", "compute_s", "imbalance", "seed", "report", "plot"}  # runs
 _NOT_IN_A_NAME = re.compile(r"[^\w.=-]+")
 
 
@@ -64,12 +65,12 @@ def parse_algorithms(text: str) -> list[Compared]:
 
 
 def _parse_algorithm(label: str) -> Compared:
-    name, *options = re.split(r":(?=[a-z])", label)  # not at a colon in a value, such as one-random:200ms
+    name, *options = label.split(":")
     if name not in ALGORITHMS:
         raise click.UsageError(f"{name!r} is not an algorithm: {', '.join(ALGORITHMS)}")
     arguments = [argument for option in options for argument in _arguments(option)]
     try:
-        click.Command(name, params=flags(name)).make_context(name, list(arguments))
+        click.Command(name, params=flags(name, _OF_ALL)).make_context(name, list(arguments))
     except click.UsageError as error:
         raise click.UsageError(f"{label}: {error.format_message()}") from error
     return Compared(label, name, arguments)

@@ -103,11 +103,11 @@ def _plain(value: Any) -> Any:
 COMMON = tuple(f for f in dataclasses.fields(Settings) if f.name != "options")
 
 
-def flags(algorithm: str) -> list[click.Parameter]:
+def flags(algorithm: str, without: Iterable[str] = ()) -> list[click.Parameter]:
     """The command line options of an algorithm's command: the common ones, and its own."""
     entry = ALGORITHMS[algorithm]
     defaults = entry.defaults()
-    return [*common_flags(), *(_own_flag(option, defaults[option.name]) for option in entry.options)]
+    return [*common_flags(without), *(_own_flag(option, defaults[option.name]) for option in entry.options)]
 
 
 def common_flags(without: Iterable[str] = ()) -> list[click.Parameter]:
