@@ -1188,6 +1188,61 @@ class Communicator:
         rules: dict[str, Any] = {"group_size": size, "sync_every": sync_every}
         return self._wait_avoiding(x, name, op, Opening.SOLO, weight, fixed=bool(fixed), **rules)
 
+    def join(self, name: str, x: object) -> Coroutine[Any, Any, Reduction | None]:
+        """This rank has no more contributions for the rounds of `name`: wait until no rank has.
+
+        From this call on no round waits for this rank: it counts as arrived. Rounds still take what it has staged. When
+        all ranks have joined, one more round takes what is still staged at any of them. So all contributions are in
+        exactly one round, and every rank is told of the same newest round, with the same bits. Ranks that leave their
+        training loops at different rounds so end with equal models.
+
+        Every rank calls it once for a `name`, after its last call of that name, at any point of its program: it is not
+        numbered among the collective calls. It starts at once, and takes its turn after the earlier calls of that name.
+        A rank that has left its program counts as joined. The name cannot be used again on this communicator.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation of a call under way aborts the communicator, as that of a collective.
+
+        Args:
+            name: of solo, majority or quorum allreduces of which this rank has made at least one call.
+            x: a tensor, or a list of tensors, as in those calls. It is overwritten with the newest result; its content
+                is not a contribution.
+
+        Returns:
+            A `Reduction`, as of a late call: with the rounds since this rank's last one, and `x` as their newest
+            result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
+
+        Raises:
+            UsageError: when called: this rank has not called `name`, or in groups, or `x` is not as in those calls; or
+                this thread runs no event loop. Nothing has been sent.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: `name` stands for another operation at another rank.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call or a
+                `join`, or has left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Source: the name is that of Horovod's `join` and of the context manager of torch.distributed.algorithms, which
+        let ranks with fewer batches shadow the collectives of the others.
+
+        Example:
+
+            gradients, applied = np.ones(1000), 0
+            for _ in range(3 + comm.rank):  # a different number of batches at each rank
+                reduction = await comm.quorum_allreduce(gradients, op=asyncoll.AVG, history=100)
+                applied += len(reduction.results())  # one step of the optimizer each
+            if (last := await comm.join("quorum", gradients)) is not None:
+                applied += len(last.results())
+        """
+        if self._core.memory.unused:
+            self._core.memory.give_back()
+        return self._core.operations.join(text(name, "name"), x, _site())
+
     # -- sparse -----------------------------------------------------------------------------------
 
     def sparse_allreduce(

@@ -12,6 +12,7 @@ from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.engine import (
     ARRIVED,
     GONE,
+    JOINED,
     LATE,
     ActivatedRound,
     Begin,
@@ -92,7 +93,7 @@ def test_an_answer_that_is_lost_is_owed_to_the_next_call():
     engine = calls(history=2)
     deliver(engine, 1)
     lost = Result(1)
-    engine.take_back([lost], rounds=1)
+    engine.take_back([lost], rounds=1, newest=1)
     assert engine.owes(lost)
     assert not engine.owes(Result(1)), "another result of the same number is other memory"
     assert engine.aim == 2, "the aim does not move"
@@ -103,14 +104,14 @@ def test_an_answer_that_is_lost_is_owed_to_the_next_call():
 def test_without_history_a_lost_answer_counts_as_skipped():
     engine = calls()
     deliver(engine, 3)
-    engine.take_back([], rounds=3)  # its own round, and the two that it had skipped
+    engine.take_back([], rounds=3, newest=3)  # its own round, and the two that it had skipped
     assert deliver(engine, 4) == told(skipped=3, lag=0)
 
 
 def test_a_result_owed_too_long_is_dropped_and_counted_as_skipped():
     engine = calls(history=1)
     deliver(engine, 1)
-    engine.take_back(results(1), rounds=1)
+    engine.take_back(results(1), rounds=1, newest=1)
     assert deliver(engine, 3, results(2)) == told(results(2), skipped=1, dropped=results(1), lag=1)
 
 
@@ -119,7 +120,7 @@ def test_every_round_is_reported_once_although_answers_are_lost():
     for number, missed in [(1, []), (3, results(2)), (4, [])]:
         answer = deliver(engine, number, missed)
         if number == 3:
-            engine.take_back([*answer.missed, Result(number)], rounds=2 + answer.skipped)
+            engine.take_back([*answer.missed, Result(number)], rounds=2 + answer.skipped, newest=3)
         else:
             reported += [*(result.number for result in answer.missed), number]
     assert sorted(reported) == [1, 2, 3, 4]
@@ -208,9 +209,11 @@ def test_by_tree_the_drawn_rank_of_a_quorum_counts_ranks_that_arrived_and_ranks_
     assert drawn.signalled(3, ARRIVED) == [Tell(3, 0), Tell(0, 1), Begin()]
 
 
-def test_by_tree_a_rank_that_arrives_and_then_leaves_is_told_of_once():
+def test_by_tree_the_drawn_rank_is_told_once_that_a_rank_arrives_and_once_that_it_leaves():
     armed = by_tree(QUORUM, rank=0)
     assert armed.here(ARRIVED) == [Tell(2, ARRIVED)]
+    assert armed.here(ARRIVED) == []
+    assert armed.here(GONE) == [Tell(2, GONE)]
     assert armed.here(GONE) == []
 
 
@@ -257,6 +260,60 @@ def test_a_coordinator_counts_a_quorum():
     assert armed.signalled(0, GONE) == [], "counted once"
     assert armed.signalled(1, GONE) == []
     assert armed.signalled(3, ARRIVED) == [Begin()]
+
+
+# -- the last round ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [SOLO, MAJORITY, QUORUM])
+def test_a_coordinator_opens_the_last_round_when_all_ranks_are_gone_and_one_has_joined(what):
+    armed = by_coordinator(what, rank=what.drawn(1, 4)[0])
+    assert [armed.signalled(rank, event) for rank, event in enumerate([JOINED, GONE, JOINED])] == [[]] * 3
+    assert armed.signalled(3, GONE) == [Begin()]
+
+
+@pytest.mark.parametrize("what", [SOLO, MAJORITY, QUORUM])
+def test_by_tree_the_first_drawn_rank_opens_the_last_round(what):
+    drawn = what.drawn(1, 4)[0]
+    other = (drawn + 1) % 4
+    armed, joined = by_tree(what, drawn), by_tree(what, other)
+    assert joined.here(JOINED) == [Tell(drawn, JOINED)]
+    assert joined.here(JOINED) == [], "told once"
+    assert armed.here(GONE) == []
+    assert armed.signalled(other, JOINED) == []
+    assert armed.signalled((drawn + 2) % 4, GONE) == []
+    assert Begin() in armed.signalled((drawn + 3) % 4, GONE)
+
+
+def test_by_tree_a_rank_in_groups_tells_no_rank_that_it_is_gone():
+    spec = operation(group_size=2)
+    assert by_tree(spec, (spec.drawn(1, 4)[0] + 1) % 4).here(GONE) == []
+
+
+def test_the_last_answer_tells_the_rounds_since_the_last_call():
+    engine = calls(history=2)
+    deliver(engine, 1)
+    assert not engine.has_news(1)
+    assert engine.has_news(4)
+    assert engine.conclude(1, Result(4), results(2, 3)) == told(results(2, 3))
+    assert not engine.has_news(4)
+    assert engine.statistics(4, {}, [], []).calls == 1, "it ends no call"
+
+
+def test_the_last_answer_tells_the_newest_round_again_if_it_was_lost():
+    engine = calls(history=2)
+    deliver(engine, 2, results(1))
+    engine.take_back(results(1, 2), rounds=2, newest=2)
+    assert engine.has_news(2)
+    assert engine.conclude(1, Result(2), []) == told(results(1), dropped=results(2), lag=0)
+
+
+def test_a_lost_round_before_one_that_was_told_is_no_news():
+    engine = calls(history=2)
+    deliver(engine, 1)
+    deliver(engine, 2)
+    engine.take_back(results(1), rounds=1, newest=1)
+    assert not engine.has_news(2)
 
 
 # -- the rank that may open a round ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import children
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, CoordinatedRound, NextRound
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
@@ -29,9 +29,10 @@ from asyncoll.transport.wire import Buffer
 COORDINATED_MAX_BYTES = 1 << 20
 
 # A step of signals beside the events of `engine`, from the coordinator to all ranks, through a tree. ARRIVED and LATE
-# carry a contribution, GONE carries nothing.
+# carry a contribution, GONE and JOINED carry nothing.
 RESULT = 252
 
+_ENDS = (GONE, JOINED)
 RADIX = 32  # of the tree that distributes results: among up to 32 ranks the coordinator sends to every rank itself
 
 
@@ -81,18 +82,18 @@ class CoordinatedRounds(WaitAvoiding):
         return ticket
 
     def _payload(self, step: int) -> bytes:
-        return b"" if step == GONE else self._sent[-1].payload
+        return b"" if step in _ENDS else self._sent[-1].payload
 
     # -- coordinating -----------------------------------------------------------------------------
 
     def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
-        if step not in (ARRIVED, LATE, GONE, RESULT):
+        if step not in (ARRIVED, LATE, *_ENDS, RESULT):
             raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
         coordinates = self._group.rank == self._coordinator_of(number)
         if coordinates == (step == RESULT):
             raise ProtocolError(f"signal {step} for round {number} of {self.operation}, which another rank coordinates")
         ranks = self._group.size if step == RESULT else 1  # in the participation list
-        expected = 0 if step == GONE else self._tally.participation_bytes * ranks + self.operation.nbytes
+        expected = 0 if step in _ENDS else self._tally.participation_bytes * ranks + self.operation.nbytes
         if len(payload) != expected:
             raise ProtocolError(f"{len(payload)} bytes for round {number} of {self.operation}, expected {expected}")
         if step == RESULT:
@@ -103,7 +104,7 @@ class CoordinatedRounds(WaitAvoiding):
         if step == RESULT:
             self._finish(payload)
             return
-        if step != GONE:
+        if step not in _ENDS:
             self._given.append((rank, payload))
         super()._handle(rank, step, payload)
 
@@ -112,7 +113,7 @@ class CoordinatedRounds(WaitAvoiding):
 
         Sums in the order of ranks: the bits must not depend on the order of arrival.
         """
-        participation = self._tally.blank(self._group.size)
+        participation = self._tally.blank(self._group.size, self._round.gone_ranks)
         total: Parts | None = None
         for rank, payload in sorted(self._given, key=lambda given: given[0]):
             column, *parts = self._unpacked(payload, 1)
@@ -121,8 +122,7 @@ class CoordinatedRounds(WaitAvoiding):
                 total = parts
             else:
                 self._combine(total, parts)
-        assert total is not None
-        result = _packed([participation.reshape(-1), *total])
+        result = _packed([participation.reshape(-1), *(total or self._neutral())])
         self._pass_on(self._number, result)
         self._finish(result)
 
@@ -145,9 +145,9 @@ class CoordinatedRounds(WaitAvoiding):
         del self._sent[: int(included)]
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
-        ranks, _, weight = self._tally.count_round(self._all_ranks, participation)
+        ranks, gone, weight = self._tally.count_round(self._all_ranks, participation)
         synchronous = self.operation.is_synchronous(self._number)
-        self._publish(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight))
+        self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 
     def _coordinator_of(self, number: int) -> int:
         return (self._round.drawn if number == self._number else self.operation.drawn(number, self._group.size))[0]

@@ -21,13 +21,12 @@ import numpy as np
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.rounds import wait_avoiding
 from asyncoll.algorithms.rounds.activation import edges
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, ActivatedRound, Instruction, NextRound
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, ActivatedRound, Instruction, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.port import Port
-from asyncoll.tensors.reductions import fill_neutral
 from asyncoll.transport.wire import Buffer
 
 # A step of signals beside the edges of the tree and the events of `engine`, to the ranks that signal the sender on an
@@ -99,7 +98,7 @@ class ActivatedRounds(WaitAvoiding):
     def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
             raise ProtocolError(f"signal {step} of {self.operation} has nothing to carry")
-        if step not in edges(self._group.size) and step not in (ARRIVED, GONE):
+        if step not in edges(self._group.size) and step not in (ARRIVED, GONE, JOINED):
             raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
         # A round of all ranks ends nowhere before this rank takes part in it. A round of another group may.
         if number > self._number + 1 and not self.operation.group_size:
@@ -148,7 +147,7 @@ class ActivatedRounds(WaitAvoiding):
             self._lent_to = number
         members = self.operation.members(number, self._group.size, self._group.rank)
         group = self._group.subset(members)
-        sign, place, gone = self._tally.sign, group.rank, port.departed
+        sign, place, gone = self._tally.sign, group.rank, self._is_gone
         participation = sign(group.size, place, contributes=contributes, gone=gone, weight=weight)
         # The participation lists, of which each rank has filled in its own column, are summed on the way.
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
@@ -158,23 +157,20 @@ class ActivatedRounds(WaitAvoiding):
         ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size
-        self._publish(Result(number, parts, ranks, members, taken, synchronous, total, deserted, lent))
+        self._end_round(Result(number, parts, ranks, members, taken, synchronous, total, deserted, lent), absent)
 
     def _take(self) -> tuple[Parts, bool]:
         """This rank's part of a round: arrays that only the round uses, and whether they are its caller's memory.
 
         Without a contribution they are neutral elements of the reduction.
         """
-        staged, lent, operation = self._staged, self._lent, self.operation
-        if staged is not None and not operation.group_size:
+        staged, lent = self._staged, self._lent
+        if staged is not None and not self.operation.group_size:
             self._staged, self._lent = None, False
             return staged, lent
         if staged is not None:
             return self._copy(staged), False
-        parts = self._memory()
-        for part, (dtype, _) in zip(parts, operation.layout, strict=True):
-            fill_neutral(part, operation.op, dtype)
-        return parts, False
+        return self._neutral(), False
 
     def _copy(self, parts: Parts) -> Parts:
         mine = self._memory()

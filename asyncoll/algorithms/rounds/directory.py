@@ -27,6 +27,13 @@ class Rounds(Protocol):
         Cancelling it leaves the contribution in. The results may be used until `release`.
         """
 
+    async def join(self) -> Delivery | None:
+        """Contribute no more, and wait until no rank does. Not for operations in groups.
+
+        Then one more round takes all that is still staged. Returns the rounds that this rank was not told of; None if
+        there are none. Cancelling it leaves the operation in an undefined state.
+        """
+
     def release(self, delivery: Delivery) -> None:
         """The results of `delivery` have been read."""
 

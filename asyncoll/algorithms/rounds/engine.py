@@ -59,7 +59,8 @@ class Engine(Generic[R]):
     def __init__(self, operation: Operation) -> None:
         self.aim = 1  # the round that the next call aims at
         self._operation = operation
-        self._owed: deque[tuple[Sequence[R], int]] = deque()  # of each answer taken back: its results, its other rounds
+        # Of each answer taken back: its results, the number of its other rounds, and its newest round.
+        self._owed: deque[tuple[Sequence[R], int, int]] = deque()
         self._lag: Counter[int] = Counter()  # calls, by the number of rounds from their aim to their result
         self._stale = 0  # calls whose contribution was not in their result
 
@@ -79,32 +80,52 @@ class Engine(Generic[R]):
 
     def deliver(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
+        told = self._tell(ticket, result, missed)
+        self._lag[told.lag] += 1
+        self._stale += not told.included
+        return told
+
+    def has_news(self, latest: int) -> bool:
+        """Whether the newest round, `latest`, was not told to a caller of this rank.
+
+        If it was, results of older rounds that are owed are of no use: they would be applied out of order.
+        """
+        return latest >= self.aim or any(newest == latest for _, _, newest in self._owed)
+
+    def conclude(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+        """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
+        return self._tell(ticket, result, missed)
+
+    def _tell(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._operation.group_size else ticket <= result.taken
-        lag = result.number - self.aim
+        since = result.number - self.aim  # -1: this very round is owed, because the call that was given it is cancelled
+        lag = max(0, since)
         self.aim = result.number + 1
-        self._lag[lag] += 1
-        self._stale += not included
-        skipped = lag - len(missed)
+        skipped = since - len(missed)
         if not self._owed:
             return Told(included, missed, skipped, [], lag)
         results = list(missed)
         while self._owed:
-            owed, others = self._owed.popleft()
+            owed, others, _ = self._owed.popleft()
             results += owed
             skipped += others
         results.sort(key=lambda result: result.number)
-        told = [old for old in results if old.number >= result.number - self._operation.history]
-        dropped = results[: len(results) - len(told)]
+        oldest = result.number - self._operation.history
+        told = [old for old in results if oldest <= old.number < result.number]
+        dropped = [old for old in results if not oldest <= old.number < result.number]
         return Told(included, told, skipped + len(dropped), dropped, lag)
 
-    def take_back(self, results: Sequence[R], rounds: int) -> None:
-        """An answer of `rounds` rounds did not reach its caller. The `results` of some of them can be told again."""
-        self._owed.append((results, rounds - len(results)))
+    def take_back(self, results: Sequence[R], rounds: int, newest: int) -> None:
+        """An answer of `rounds` rounds up to `newest` did not reach its caller.
+
+        The `results` of some of them can be told again.
+        """
+        self._owed.append((results, rounds - len(results), newest))
 
     def owes(self, result: R) -> bool:
         """Whether this very result is to be told again, so that its memory is not to be used for anything else."""
-        return any(result is owed for results, _ in tuple(self._owed) for owed in results)
+        return any(result is owed for results, _, _ in tuple(self._owed) for owed in results)
 
     def statistics(
         self, rounds: int, active: dict[int, int], waits_s: Sequence[float], late_s: Sequence[float]
@@ -127,6 +148,7 @@ class Engine(Generic[R]):
 ARRIVED = 255  # its caller waits for the round
 LATE = 254  # its caller has contributed, and does not wait for the round
 GONE = 253  # it makes no more calls: do not wait for it
+JOINED = 251  # the same, and it waits until no rank makes calls any more
 
 
 class Tell(NamedTuple):
@@ -156,29 +178,41 @@ class NextRound(ABC):
         self.arrived_ranks: set[int] = set()  # callers of these have come to wait for the round
         self._operation = operation
         self._rank = rank
-        self._gone: set[int] = set()
+        self.gone_ranks: set[int] = set()  # GONE or JOINED
+        self._has_joined = False  # whether one of them is JOINED
 
     @property
     def arrived(self) -> int:
         return len(self.arrived_ranks)
 
     def count(self) -> int:
-        return len(self.arrived_ranks | self._gone)
+        return len(self.arrived_ranks | self.gone_ranks)
 
     def has(self, rank: int) -> bool:
-        return rank in self.arrived_ranks or rank in self._gone
+        return rank in self.arrived_ranks or rank in self.gone_ranks
 
     def late_call_opens(self) -> bool:
         """Whether a late call of this rank opens the round."""
         return rules.late_call_opens(self._operation, self, self._rank)
 
     def may_open(self) -> bool:
-        """Whether this rank opens the round now. Where all ranks are gone and none waits, nothing happens."""
-        return not self.has_begun and bool(self.arrived_ranks) and rules.may_open(self._operation, self)
+        """Whether this rank opens the round now. Where all ranks are gone and none waits, nothing happens.
+
+        If all ranks are gone and one has joined, this is the last round: it takes all that is still staged.
+        """
+        if self.has_begun:
+            return False
+        is_last = self._has_joined and len(self.gone_ranks) == self.size
+        return is_last or (bool(self.arrived_ranks) and rules.may_open(self._operation, self))
+
+    def _note(self, rank: int, event: int) -> None:
+        """ARRIVED, GONE or JOINED at `rank`."""
+        (self.arrived_ranks if event == ARRIVED else self.gone_ranks).add(rank)
+        self._has_joined |= event == JOINED
 
     @abstractmethod
     def here(self, event: int) -> list[Instruction]:
-        """ARRIVED, LATE or GONE at this rank, with its contribution staged."""
+        """ARRIVED, LATE, GONE or JOINED at this rank, with its contribution staged."""
 
     @abstractmethod
     def signalled(self, rank: int, step: int) -> list[Instruction]:
@@ -197,10 +231,10 @@ class CoordinatedRound(NextRound):
         return [Tell(self.coordinator, event)]
 
     def signalled(self, rank: int, step: int) -> list[Instruction]:
-        if step == GONE:
-            self._gone.add(rank)
-        elif step == ARRIVED or rules.late_call_opens(self._operation, self, rank):
-            self.arrived_ranks.add(rank)
+        if step != LATE:
+            self._note(rank, step)
+        elif rules.late_call_opens(self._operation, self, rank):
+            self._note(rank, ARRIVED)
         if not self.may_open():
             return []
         self.has_begun = True
@@ -215,7 +249,7 @@ class ActivatedRound(NextRound):
         self._is_synchronous = operation.is_synchronous(number)
         plan = synchronous(size) if self._is_synchronous else activation(size, flood=operation.group_size > 0)
         self._schedule = plan.fresh()  # a new one for each round, as section 4.1.1 of the PPoPP 2020 paper has it
-        self._has_told = False  # the drawn ranks are told once that this rank is here: it may arrive, and then leave
+        self._told: set[bool] = set()  # the drawn ranks are told once that this rank arrives (True), and that it leaves
 
     def may_open(self) -> bool:
         # Each rank opens a synchronous round for itself, and the schedule waits for the others.
@@ -225,18 +259,21 @@ class ActivatedRound(NextRound):
         # A late contribution stays staged. If the round has begun, it ends without a signal of this rank.
         if event == LATE or self.has_begun:
             return []
-        (self.arrived_ranks if event == ARRIVED else self._gone).add(self._rank)
+        self._note(self._rank, event)
         if self.may_open():
             return self._fire(OPEN)
-        if self._has_told or (event == GONE and not rules.counts_gone_ranks(self._operation)):
+        arrives = event == ARRIVED
+        if arrives in self._told or not (arrives or rules.counts_gone_ranks(self._operation)):
             return []
-        self._has_told = True
-        return [Tell(rank, event) for rank in self.drawn if rank != self._rank]
+        self._told.add(arrives)
+        # The first of the drawn ranks counts those that are gone. A quorum has no other, and a majority does not count.
+        drawn = self.drawn if arrives else self.drawn[:1]
+        return [Tell(rank, event) for rank in drawn if rank != self._rank]
 
     def signalled(self, rank: int, step: int) -> list[Instruction]:
         if step in edges(self.size):
             return self._fire(heard(step))
-        (self.arrived_ranks if step == ARRIVED else self._gone).add(rank)
+        self._note(rank, step)
         return self._fire(OPEN) if self.may_open() else []
 
     def _fire(self, step: Step) -> list[Instruction]:

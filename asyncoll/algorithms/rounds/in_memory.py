@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
-from asyncoll.algorithms.rounds.engine import Engine
+from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord
@@ -119,7 +119,45 @@ class OneSidedRounds:
             self._over.add(turn)
             self._end_turn(turn)
 
-    async def _queue(self, turn: int, contribution: Contribution) -> None:
+    async def join(self) -> Delivery | None:
+        """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
+        turn = self._calls
+        self._calls += 1
+        try:
+            if turn != self._turn:
+                await self._queue(turn, None)
+            rounds, engine = self._rounds, self._engine
+            with self._control_block:
+                rounds.join()
+            while not await self._close():
+                await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
+            with self._control_block:
+                latest = rounds.latest
+                if not engine.has_news(latest):
+                    return None
+                *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
+                ticket = rounds.staged()[2]
+            return self._answer(engine.conclude(ticket, newest, missed), newest)
+        finally:
+            self._over.add(turn)
+            self._end_turn(turn)
+
+    def _is_work_left(self) -> bool:
+        return self._rounds.is_help_wanted() or self._rounds.may_close()
+
+    async def _close(self) -> bool:
+        """Open the last round if all ranks have joined, and reduce chunks of it. Returns whether it is over."""
+        rounds = self._rounds
+        while True:
+            with self._control_block:
+                missing, is_over = rounds.close(self._now_ns()), rounds.is_over()
+                running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
+            rounds.blocks.provide(missing)
+            await self._help(running, work)
+            if not missing:
+                return is_over
+
+    async def _queue(self, turn: int, contribution: Contribution | None) -> None:
         """Wait for turn `turn`. If that is cancelled, the contribution is staged without waiting for a round."""
         mine = self._turns[turn] = Turn()
         try:
@@ -128,7 +166,8 @@ class OneSidedRounds:
             if self._turn != turn:
                 await turn_of(mine)
         except asyncio.CancelledError:
-            await self._put(contribution, None)
+            if contribution is not None:
+                await self._put(contribution, None)
             raise
         finally:
             self._turns.pop(turn, None)
@@ -365,10 +404,12 @@ class OneSidedRounds:
 
     def _deliver(self, call: _Call) -> Delivery:
         assert call.kept is not None
-        told = self._engine.deliver(call.ticket, call.kept, call.missed)
+        return self._answer(self._engine.deliver(call.ticket, call.kept, call.missed), call.kept)
+
+    def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, call.kept))), told.included, told.skipped, told.lag)
+        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped, told.lag)
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
@@ -397,7 +438,7 @@ class OneSidedRounds:
             numbers = [result.number for result in delivery.results]
             with contextlib.suppress(AsyncollError), self._control_block:
                 kept = [record for number in numbers for record in self._rounds.keep(number, number)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
 
     def statistics(self) -> OperationStatistics:
         with self._control_block:

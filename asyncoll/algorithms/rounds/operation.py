@@ -109,6 +109,21 @@ class RoundCall(NamedTuple):
         return f"a round of {self.operation} at {self.site}"
 
 
+class JoinCall(NamedTuple):
+    """The call by which a rank joins a wait-avoiding operation."""
+
+    operation: Operation
+    site: Site
+
+    @property
+    def key(self) -> str:
+        """As of `RoundCall`."""
+        return f"join {self.operation.name!r}"
+
+    def __str__(self) -> str:
+        return f"join of {self.operation} at {self.site}"
+
+
 def check_operation(spec: Operation, size: int) -> None:
     """Raise UsageError unless `size` ranks can carry out `spec`."""
     if not isinstance(spec.name, str) or len(spec.name) > _MAX_NAME:

@@ -6,6 +6,7 @@ call of the others.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -13,14 +14,14 @@ from typing import Any
 
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.rounds.directory import Rounds
-from asyncoll.algorithms.rounds.operation import Operation, RoundCall
+from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.errors import UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
-from asyncoll.tensors.operands import Bundle, Single, copy_of
+from asyncoll.tensors.operands import Bundle, Single, bundle, copy_of
 from asyncoll.tensors.reductions import ReduceOp
 
 
@@ -124,27 +125,32 @@ class Operations:
         self._member = member
         self._backend = backend
         self._pending = pending
+        self._called: dict[str, Operation] = {}  # by name: those that this rank has called
+        self._joined: set[str] = set()  # the names of those that this rank has joined
 
-    def start(self, spec: Operation, bundle: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
+    def start(self, spec: Operation, given: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
         """Start a call of the operation `spec`. Returns a coroutine that waits for the result.
 
-        `bundle` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
-        contribution in, and waits until no round uses the memory of `bundle`.
+        `given` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
+        contribution in, and waits until no round uses the memory of `given`.
         """
         self._member.check_caller()
+        if spec.name in self._joined:
+            raise UsageError(f"this rank has joined {spec.name!r}, and contributes no more: use another name")
+        self._called[spec.name] = spec
         call, receipt = RoundCall(spec, site), Receipt()
         pending = self._pending.enter(call)
         try:
-            work = self.contribute(call, bundle, receipt, pending)
+            work = self.contribute(call, given, receipt, pending)
             return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
             self._pending.leave(pending)
             raise
 
     async def contribute(
-        self, call: RoundCall, bundle: Bundle | Single, receipt: Receipt, pending: PendingCall
+        self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall
     ) -> Reduction:
-        """The whole call, on whichever loop drives it. `receipt` has the delivery before `bundle` is written.
+        """The whole call, on whichever loop drives it. `receipt` has the delivery before `given` is written.
 
         Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. An
         exception that the other ranks do not know aborts the communicator.
@@ -155,15 +161,13 @@ class Operations:
             rounds = self._backend.operations.known.get(spec.name)
             # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
             if rounds is None or rounds.operation is not spec:
-                site = str(call.site)
-                known = self._backend.operations.find(spec, self._member.group.rank, site)
-                rounds = known if known is not None else await self._backend.open(spec, site)
-            delivery = await rounds.call(bundle)
+                rounds = await self._find_or_open(call)
+            delivery = await rounds.call(given)
             # Signed here and not at the end: the caller may be cancelled from now on, when the call is over for the
             # operation and only the caller can lose its rounds.
             receipt.sign(rounds, delivery)
             try:
-                return self._hand_over(spec, delivery, bundle, pending)
+                return self._hand_over(spec, delivery, given, pending)
             finally:
                 rounds.release(delivery)
         except UsageError:  # this host has no room for the contribution: the rounds of the other ranks can go on
@@ -174,26 +178,72 @@ class Operations:
         finally:
             self._pending.leave(pending)
 
+    async def _find_or_open(self, call: RoundCall | JoinCall) -> Rounds:
+        site = str(call.site)
+        known = self._backend.operations.find(call.operation, self._member.group.rank, site)
+        return known if known is not None else await self._backend.open(call.operation, site)
+
+    def join(self, name: str, x: object, site: Site) -> Coroutine[Any, Any, Reduction | None]:
+        """Start the call by which this rank joins the operation `name`. Returns a coroutine that waits for the others.
+
+        `x` is overwritten with the newest result.
+        """
+        self._member.check_caller()
+        spec = self._called.get(name)
+        if spec is None:
+            raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
+        if spec.group_size:
+            raise UsageError(f"{spec} is in groups, which have no newest result of all ranks: reduce once more instead")
+        given = bundle(x, spec.op)
+        if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
+            raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
+        self._joined.add(name)
+        call = JoinCall(spec, site)
+        pending = self._pending.enter(call)
+        try:
+            return self._backend.start(self._conclude(call, given, pending), call.__str__, spec.nbytes, _nothing)
+        except BaseException:
+            self._pending.leave(pending)
+            raise
+
+    async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
+        """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
+        try:
+            self._member.check()
+            rounds = await self._find_or_open(call)
+            delivery = await rounds.join()
+            if delivery is None:
+                return None
+            try:
+                return self._hand_over(call.operation, delivery, given, pending)
+            finally:
+                rounds.release(delivery)
+        except (Exception, asyncio.CancelledError) as error:
+            self._member.failed(call, error)
+            raise
+        finally:
+            self._pending.leave(pending)
+
     def _hand_over(
-        self, spec: Operation, delivery: Delivery, bundle: Bundle | Single, pending: PendingCall
+        self, spec: Operation, delivery: Delivery, given: Bundle | Single, pending: PendingCall
     ) -> Reduction:
-        """Write the result into `bundle`, and copy the missed results: `release` ends their memory's use."""
+        """Write the result into `given`, and copy the missed results: `release` ends their memory's use."""
         *missed, result = delivery.results
         active = len(result.ranks)
-        if active:  # a round without contributors has no result, and leaves `bundle` as it is
-            bundle.write(result.parts, self._divisor(spec, result))
+        if active:  # a round without contributors has no result, and leaves `given` as it is
+            given.write(result.parts, self._divisor(spec, result))
         return Reduction(
             round=result.number,
             active=active,
             included=delivery.included,
             skipped=delivery.skipped,
             synchronous=result.synchronous,
-            missed=tuple([bundle.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
+            missed=tuple([given.like(old.parts, self._divisor(spec, old)) for old in missed]) if missed else (),
             group=result.members,
             ranks=result.ranks,
             lag=delivery.lag,
             waited_s=self._pending.age_s(pending),
-            result=bundle.given if active else None,
+            result=given.given if active else None,
         )
 
     def statistics(self) -> dict[str, OperationStatistics]:
@@ -212,3 +262,7 @@ class Operations:
         if spec.op is ReduceOp.AVG and not spec.group_size:
             return self._member.group.size
         return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1
+
+
+def _nothing() -> None:
+    pass

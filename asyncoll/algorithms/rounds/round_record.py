@@ -206,6 +206,28 @@ class RoundRecord:
         """Whether a late call of this rank opens the next round."""
         return not self.running and rules.late_call_opens(self._operation, self, self._rank)
 
+    # -- the last round ---------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """This rank makes no more calls of this operation: mark it as gone, and wake the callers that wait for it."""
+        self.cells[self._rank] = 1
+        self.control_block.wake()
+
+    def may_close(self) -> bool:
+        """Whether the last round may be opened: no rank makes calls any more, and contributions are still staged."""
+        return self._is_idle() and bool(self._table[:, COLUMN.staged].any())
+
+    def is_over(self) -> bool:
+        """Whether no rank makes calls any more, and nothing is staged."""
+        return self._is_idle() and not self._table[:, COLUMN.staged].any()
+
+    def _is_idle(self) -> bool:
+        return not self.running and bool(self._gone.all())
+
+    def close(self, now_ns: int) -> int:
+        """Open the last round if it may be opened. Returns how many free blocks it needs if there are too few."""
+        return self._open(now_ns) if self.may_close() else 0
+
     # As a `rules.RoundView` of the next round. The ranks' rows are read as arrays, without a loop over all ranks:
 
     @property

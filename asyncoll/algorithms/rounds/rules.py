@@ -57,12 +57,12 @@ def first_caller_opens(operation: Operation) -> bool:
 
 
 def counts_gone_ranks(operation: Operation) -> bool:
-    """Whether the drawn ranks of a round must be told of ranks that are gone, before a caller waits for it.
+    """Whether the first drawn rank of a round must be told of ranks that are gone, before a caller waits for it.
 
-    A solo needs none of them. A majority needs one drawn rank: if that is gone itself, it opens the round when the
-    first caller tells it that it has arrived.
+    A quorum counts them. In the other kinds that rank opens the last round, when it knows that no rank makes calls any
+    more. Rounds in groups have no last one.
     """
-    return operation.opening is Opening.QUORUM
+    return not operation.group_size
 
 
 def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool:  # noqa: A002

@@ -7,6 +7,7 @@ the ranks count in the cells of the operation's control block (`round_record`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,9 +97,11 @@ class Tally:
         if self._passed_s is None:
             self._passed_s = now_s
 
-    def blank(self, members: int) -> Array:
-        """A participation list of a round of so many members, with zeros: [row, member]."""
-        return np.zeros((self._rows, members), self._dtype)
+    def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
+        """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
+        participation = np.zeros((self._rows, members), self._dtype)
+        participation[_GONE, list(gone)] = 1
+        return participation
 
     def sign(self, members: int, index: int, *, contributes: bool, gone: bool, weight: float) -> Array:
         """This rank's participation list of a round of so many members: only the column at `index` is filled.
@@ -120,8 +123,9 @@ class Tally:
         else:
             ranks = tuple([members[place] for place in ranks])
             self.times_s[:, members] += rows[_TIMES_S]
-        self.rounds += 1
-        self.active[len(ranks)] += 1
+        if ranks or gone < len(members):  # otherwise there is no result, and no caller for it
+            self.rounds += 1
+            self.active[len(ranks)] += 1
         return Participation(ranks, gone, float(rows[_WEIGHT:].sum()))
 
     def returned(self, *, next_has_begun: bool) -> None:

@@ -25,12 +25,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE, Engine, Instruction, NextRound, Tell
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, Engine, Instruction, NextRound, Tell, Told
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
-from asyncoll.tensors.reductions import Array, combiner, storage
+from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 
 EARLY_MAX = 1 << 16  # rounds that another rank may be ahead of this one; bounds the signals that are kept for later
@@ -99,6 +99,9 @@ class WaitAvoiding(ABC):
         self._latest = Result(0, [], (), (), 0, synchronous=False, weight=0.0)
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
+        self._has_joined = False  # this rank makes no more calls of this operation
+        self._is_over = False  # the same holds of all ranks
+        self._joining: asyncio.Future[None] | None = None  # the caller that waits for that
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
         # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left takes part.
         self._round = self._arm()
@@ -132,11 +135,32 @@ class WaitAvoiding(ABC):
                 self._follow(self._round.here(LATE))
                 result = self._latest
             self._tally.returned(next_has_begun=self._round.has_begun)
-            kept = [old for old in self._history if self._engine.aim <= old.number < result.number]
-            told = self._engine.deliver(ticket, result, kept)
-            return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
+            return _delivery(self._engine.deliver(ticket, result, self._missed(result)), result)
         finally:
             self._turn.release()
+
+    def _missed(self, result: Result) -> list[Result]:
+        """The results that history has of the rounds from the aim of this call to `result`."""
+        return [old for old in self._history if self._engine.aim <= old.number < result.number]
+
+    async def join(self) -> Delivery | None:
+        """Contribute no more, and wait until no rank does. Returns the rounds that this rank was not told of, if any.
+
+        A rank of which all calls are over takes part in each round as one that is gone. The first round in which all
+        ranks are gone is the last one, and the list of participation tells all ranks so. A last round without
+        contributors is none.
+        """
+        async with self._turn:
+            self._port.check()
+            self._handed, self._has_joined = None, True
+            if not self._is_over:
+                with self._port.watch(f"{self.describe()}: ranks that have not joined") as self._joining:
+                    self._take_part_if_gone()
+                    await self._joining
+            result = self._latest
+            if not self._engine.has_news(result.number):
+                return None
+            return _delivery(self._engine.conclude(self._submitted, result, self._missed(result)), result)
 
     async def _wait(self, number: int) -> Result:
         """The caller waits for round `number`; its contribution is staged."""
@@ -171,7 +195,7 @@ class WaitAvoiding(ABC):
         # By identity: the parts of a result that history has dropped may be another contribution already.
         here = (*self._history, self._latest) if self.operation.history else ()
         kept = [result for result in delivery.results if any(result is other for other in here)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped)
+        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
         """The results of `delivery` have been read."""
@@ -204,6 +228,13 @@ class WaitAvoiding(ABC):
         for combine, mine, theirs in zip(self._combines, into, other, strict=True):
             combine(mine, theirs)
 
+    def _neutral(self) -> Parts:
+        """The contribution of a rank that has none."""
+        parts = self._memory()
+        for part, (dtype, _) in zip(parts, self.operation.layout, strict=True):
+            fill_neutral(part, self.operation.op, dtype)
+        return parts
+
     def _memory(self) -> Parts:
         """Arrays for a contribution, used ones if possible: page faults of new ones cost more than the reduction."""
         spare, self._spare = self._spare, None
@@ -216,8 +247,21 @@ class WaitAvoiding(ABC):
         """The round that is armed or running here."""
         return self._latest.number + 1
 
+    @property
+    def _is_gone(self) -> bool:
+        """Whether this rank makes no more calls."""
+        return self._has_joined or self._port.departed
+
+    def _end_round(self, result: Result, gone: int) -> None:
+        """The round that was armed is over, and so many ranks made no more calls."""
+        self._is_over = self._has_joined and gone == self._group.size
+        if result.ranks or not self._is_over:
+            self._publish(result)
+        if self._is_over and self._joining is not None and not self._joining.done():
+            self._joining.set_result(None)
+
     def _publish(self, result: Result) -> None:
-        """The round that was armed is over: give `result` to its caller, and arm the next round."""
+        """Give `result` of the armed round to its caller, and arm the next round."""
         self._retire(self._latest)
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
@@ -246,12 +290,12 @@ class WaitAvoiding(ABC):
     def _take_part_if_gone(self) -> None:
         """If this rank makes no more calls: take its part in the armed round, with the staged contribution.
 
-        Called when the rank makes its last call, and after each round. After a synchronous round in which all ranks
-        were gone it does nothing. Otherwise the gone ranks would carry out one synchronous round after another, without
-        any caller, as long as the world exists.
+        Called when the rank joins or makes its last call, and after each round. After the last round, and after a
+        synchronous round in which all ranks were gone, it does nothing. Otherwise the gone ranks would carry out one
+        synchronous round after another, without any caller, as long as the world exists.
         """
-        if self._port.departed and not self._latest.deserted:
-            self._follow(self._round.here(GONE))
+        if self._is_gone and not self._is_over and not self._latest.deserted:
+            self._follow(self._round.here(JOINED if self._has_joined else GONE))
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
@@ -304,3 +348,7 @@ class WaitAvoiding(ABC):
 
     async def _reclaim(self, number: int) -> None:  # noqa: B027 (only one of the carriers borrows memory)
         """The caller stops waiting for round `number`: return when no round uses its memory any more."""
+
+
+def _delivery(told: Told[Result], result: Result) -> Delivery:
+    return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
