@@ -49,7 +49,7 @@ RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
 # Loaded once by the launcher, and not by each rank.
 PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.demo.PRELOAD}
-LANGUAGES = {"python", "sh", "text"}
+LANGUAGES = {"python", "sh", "text", "diff"}  # `tests/test_examples.py` compares the differences with their files
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 REFERENCE = re.compile(
     r"`(?P<path>[\w./]+(?:\.py|/))(?:::(?P<name>[\w.]+))?`"

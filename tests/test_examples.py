@@ -27,6 +27,7 @@ from asyncoll.testing import run_ranks
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ORIGINAL = EXAMPLES / "train_ddp.py"
 PORTS = sorted(set(EXAMPLES.glob("train_*.py")) - {ORIGINAL})
+PAGE = EXAMPLES.parent / "docs" / "howto" / "training.md"
 MOST_CHANGED = 20  # lines
 language = runpy.run_path(str(EXAMPLES / "language.py"))
 BATCHES = cache(language["Batches"])  # reading all sources takes half a second
@@ -117,6 +118,16 @@ def test_every_algorithm_has_a_port() -> None:
 @pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
 def test_a_port_changes_few_lines(path: Path) -> None:
     assert 10 < changed_lines(code(ORIGINAL), code(path)) <= MOST_CHANGED
+
+
+def test_the_documentation_shows_a_port_as_it_is() -> None:
+    found = re.search(r"^```diff\n(.*?)\n```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, PAGE
+    shown = found[1].splitlines()
+    files = [EXAMPLES / name.rpartition("/")[2] for name in (shown[0], shown[1])]
+    before, after = (path.read_text().splitlines() for path in files)
+    names = [f"examples/{path.name}" for path in files]
+    assert shown == list(difflib.unified_diff(before, after, *names, n=len(before), lineterm=""))
 
 
 @pytest.mark.usefixtures("one_thread")
