@@ -586,6 +586,19 @@ def test_parameters_of_other_layouts_are_refused() -> None:
         flatten(with_weight(nn.Parameter(torch.ones(4, 3).to_sparse())))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_parameters_without_dimensions_or_elements_and_of_other_dtypes(dtype: torch.dtype) -> None:
+    shapes = [(), (0, 3), (1, 3), (3, 1), (2, 0), (2, 2)]
+    model = nn.ParameterList([torch.ones(shape, dtype=dtype) for shape in shapes])
+    flat = flatten(model)
+    assert flat.parameters.shape == flat.gradients.shape == (1 + 3 + 3 + 4,)
+    assert [tuple(parameter.shape) for parameter in model] == shapes
+    sum((parameter * 2).real.sum() for parameter in model).backward()
+    assert bool((flat.gradients == 2).all())
+    flat.parameters.fill_(5)
+    assert all(bool((parameter == 5).all()) for parameter in model)
+
+
 def test_a_plain_subclass_of_parameter_is_accepted() -> None:
     model = with_weight(Labelled(torch.ones(4, 3)))
     assert flatten(model).parameters[:12].sum() == 12

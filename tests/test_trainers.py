@@ -39,7 +39,7 @@ from trainers.report import Report
 from trainers.settings import TRAINERS, Settings
 from trainers.time_model import expected_round_s, least_round_s
 from trainers.wagma_sgd import Order, merge, wagma_sgd
-from trainers.workloads import WORKLOADS, Digits, Hyperplane
+from trainers.workloads import Digits, Hyperplane
 
 SIZES = [1, 3, 4]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -857,22 +857,6 @@ def small_hyperplane(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Hyperplane, name, value)
 
 
-def epoch(size: int, batch: int) -> torch.Tensor:
-    """All points that `size` ranks see in one epoch, in an order of their own."""
-    shares = [Hyperplane(rank, size, batch, seed=5) for rank in range(size)]
-    rows = [torch.cat(share.next_batch(), dim=1) for share in shares for _ in range(1024 // size // batch)]
-    points = torch.cat(rows)
-    return points[points[:, 0].argsort()]
-
-
-@pytest.mark.usefixtures("small_hyperplane")
-def test_the_points_do_not_depend_on_the_number_of_ranks() -> None:
-    alone = epoch(1, 128)
-    assert len(alone) == len(alone[:, 0].unique()) == 1024
-    assert torch.equal(epoch(4, 64), alone)
-    assert torch.equal(epoch(8, 128), alone)
-
-
 @pytest.mark.usefixtures("small_hyperplane")
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_hyperplane_is_learnt(trainer: str) -> None:
@@ -881,20 +865,6 @@ def test_the_hyperplane_is_learnt(trainer: str) -> None:
     assert report.metric == "R² on held-out points"
     assert report.final_score > 0.9
     assert report.curve[0].score < 0.5
-
-
-def test_the_hyperplane_has_the_papers_size() -> None:
-    share = Hyperplane(rank=5, size=256, batch=8, seed=0)
-    assert sum(p.numel() for p in share.model.parameters()) == 8193
-    x, y = share.next_batch()
-    assert (x.shape, y.shape) == ((8, 8192), (8, 1))
-    assert Hyperplane.POINTS == 32768
-
-
-@looped("workload", WORKLOADS)
-def test_a_batch_above_the_share_is_a_usage_error(workload: str) -> None:
-    with pytest.raises(asyncoll.UsageError, match=r"a batch of 64 is more than a rank's share of \d+ samples"):
-        WORKLOADS[workload](0, 1000, 64, 0)
 
 
 def test_settings_follow_what_is_given_then_the_workload_then_the_trainer() -> None:

@@ -45,7 +45,7 @@ class Imbalance(Protocol):
     """A model of the ranks' imbalance; a pure function of its arguments. `str` gives what `parse_imbalance` reads."""
 
     def delay_s(self, seed: int, round_: int, rank: int, size: int, computed_s: float = 0.0) -> float:
-        """The seconds that `rank` of `size` waits in the step that aims at `round_`, after it computed for `computed_s`.
+        """The seconds that `rank` of `size` waits in the step that aims at `round_`, after `computed_s` of computation.
 
         Rounds count from 1. Raises UsageError if the model needs more ranks.
         """

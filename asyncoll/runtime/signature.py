@@ -53,7 +53,9 @@ class Signature(NamedTuple):
     def __str__(self) -> str:
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
-        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ")
+        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ").replace(
+            " ,", ","
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -27,8 +27,12 @@ class Checkpoints:
     and plain values only; they are read without unpickling other objects.
     """
 
-    def __init__(self, comm: asyncoll.Communicator, folder: Path | str, *, keep: int = 2) -> None:
-        """Raises UsageError if `keep` is below 2: while one rank saves a round, others may have only the one before."""
+    def __init__(self, comm: asyncoll.Communicator, folder: Path | str, *, keep: int = 3) -> None:
+        """Raises UsageError if `keep` is below 2: while one rank saves a round, others may have only the one before.
+
+        If every round of `DCS3GD` is saved, others may have only the second before, because its averages end a step
+        later. So three are kept by default.
+        """
         if keep < 2:
             raise asyncoll.UsageError(f"keep is a number of rounds, at least 2, not {keep}")
         self._comm = comm
@@ -50,22 +54,40 @@ class Checkpoints:
         return path
 
     async def newest(self) -> dict[str, Any] | None:
-        """This rank's state of the newest round that all ranks have saved; None if there is no such round. Collective.
+        """This rank's state of the newest round that all ranks have saved; None if a rank has saved none. Collective.
 
-        Raises UsageError if the folder holds checkpoints of another number of ranks only.
+        The training goes on from there, so this deletes the files of this rank that are of later rounds. Some ranks
+        have saved those before the job was killed, and with files of the resumed job they would mix two trainings.
+
+        Raises UsageError if all ranks have saved rounds, but none in common; and if the folder holds checkpoints of
+        another number of ranks only.
         """
-        rounds = await self._comm.allgatherv(torch.tensor(self._rounds(), dtype=torch.int64))
-        common = set(rounds[0].tolist()).intersection(*(each.tolist() for each in rounds[1:]))
+        gathered = await self._comm.allgatherv(torch.tensor(self._rounds(), dtype=torch.int64))
+        rounds = [each.tolist() for each in gathered]
+        common = set(rounds[0]).intersection(*rounds[1:])
         if common:
+            self._delete_after(max(common))
             state: dict[str, Any] = torch.load(self._path(max(common)), weights_only=True)
             return state
+        if all(rounds):
+            shown = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(rounds))
+            raise asyncoll.UsageError(
+                f"there is no round of which all ranks have a checkpoint in {self._folder} ({shown}): use a larger "
+                "`keep`, and another folder for a new training"
+            )
         others = {found[3] for found in self._found() if int(found[3]) != self._comm.size}
         if others:
             raise asyncoll.UsageError(
                 f"{self._folder} has checkpoints of {' and '.join(sorted(others))} ranks, and this job has "
                 f"{self._comm.size}: start as many ranks, or use another folder"
             )
+        self._delete_after(0)
         return None
+
+    def _delete_after(self, round_: int) -> None:
+        for later in self._rounds():
+            if later > round_:
+                self._path(later).unlink()
 
     def _path(self, round_: int) -> Path:
         return self._folder / f"round-{round_}-rank-{self._comm.rank}-of-{self._comm.size}.pt"

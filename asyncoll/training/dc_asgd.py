@@ -1,8 +1,8 @@
-"""DC-ASGD: a parameter server that compensates for the delay of gradients (algorithm 2).
+"""DC-ASGD: a parameter server that compensates for the delay of gradients (algorithms 1 and 2).
 
 Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous stochastic gradient descent with delay compensation", ICML 2017,
-section 3. A gradient of an old model w_bak is moved to the newest model w by the first term of its Taylor expansion, in
-which the Hessian is replaced by a cheap estimate, λ G∘G on the diagonal.
+sections 3 and 4. A gradient of an old model w_bak is moved to the newest model w by the first term of its Taylor
+expansion. The Hessian in it is replaced by a cheap estimate, the diagonal matrix λ G∘G.
 """
 
 from __future__ import annotations

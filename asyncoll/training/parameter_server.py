@@ -43,9 +43,9 @@ class ParameterServerSGD(Trainer):
     server's model, to the bit. Buffers are each rank's own until then.
 
     **Checkpoint.** That of rank 0 is the one of the training: its model, optimizer and trainer, saved after `step()`
-    without an `await` in between, are the server's at one moment. Rank 0 loads it, others may. Workers then go on from
-    that model, so gradients that were under way are lost, and with P > 1 the order of updates is another one in each
-    run. With P = 1 all of it is plain training, to the bit.
+    without an `await` in between, are the server's at one moment. Rank 0 loads it. All ranks then go on from it,
+    whatever the others have loaded. Gradients that were under way are lost, and with P > 1 the order of updates is
+    another one in each run. With P = 1 all of it is plain training, to the bit.
 
     **Errors.** A worker whose step fails, or is cancelled, ends the communicator, because the server may have applied
     its gradient or not. The error of a server that cannot take a step is a RemoteError at the worker, and an
@@ -111,15 +111,12 @@ class ParameterServerSGD(Trainer):
         try:
             return await self.comm.rpc.call(0, f"{self._name}.{function}", self.comm.rank, *arguments)
         except BaseException as error:
-            self.comm.abort(f"a step with the parameter server failed: {error!r}")
+            cause = str(error).partition("\n")[0] or type(error).__name__  # without the traceback of the server
+            self.comm.abort(f"a call of the parameter server failed: {cause}")
             raise
 
     async def _resume(self) -> None:
         if self._server is not None:
-            if self._server.updates // self.comm.size != self.round:
-                raise asyncoll.UsageError(
-                    f"rank 0 has the server, and has not loaded the checkpoint of round {self.round}: load it there"
-                )
             self._server.begin()
             for function in (self._server.push, self._server.leave):
                 self.comm.rpc.register(function, name=f"{self._name}.{function.__name__}")
@@ -129,10 +126,12 @@ class ParameterServerSGD(Trainer):
         return {} if self._server is None else self._server.state()
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        if not own:
-            raise asyncoll.UsageError("the checkpoint is that of a worker: load the one that rank 0 has saved")
-        if self._server is not None:
+        if self._server is None:
+            self.round = 0  # the training goes on from the newest round, which must be rank 0's
+        elif own:
             self._server.load_state(own)
+        else:
+            raise asyncoll.UsageError("the checkpoint is that of another rank: load the one that rank 0 has saved")
 
 
 class Server:

@@ -18,6 +18,7 @@ import hashlib
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
 import torch
@@ -315,21 +316,30 @@ class Trainer(ABC):
 
     async def _begin(self) -> None:
         """All ranks get one model and one optimizer, unless each has loaded a state of its own."""
-        own = torch.tensor([self.round, self._is_loaded])
-        rounds, loaded = (await self.comm.allgather(own)).T.tolist()
+        own = torch.tensor([self.round, self._is_loaded, self._schedule_offset()])
+        rounds, loaded, offsets = (await self.comm.allgather(own)).T.tolist()
         newest = max(rounds)
+        if len(set(offsets)) > 1:
+            steps = map(sum, zip(offsets, rounds, strict=True))
+            raise asyncoll.UsageError(
+                f"the learning-rate schedulers are at different steps ({_by_rank(steps)}), and the trainers at rounds "
+                f"({_by_rank(rounds)}): load the scheduler's state wherever the trainer's is loaded, and nowhere else"
+            )
         if self.has_local_state and any(loaded):
             if not all(loaded) or min(rounds) != newest:
-                each = ", ".join(f"rank {rank}: {round_}" for rank, round_ in enumerate(rounds))
                 raise asyncoll.UsageError(
-                    f"the ranks have loaded different rounds ({each}): {type(self).__name__} needs the checkpoint of "
-                    "one round at every rank, such as the newest that all ranks have (`Checkpoints.newest`)"
+                    f"the ranks have loaded different rounds ({_by_rank(rounds)}): {type(self).__name__} needs the "
+                    "checkpoint of one round at every rank, such as the newest that all have (`Checkpoints.newest`)"
                 )
             await replicas.check_same(self.comm, self.model, self.optimizer)
         else:
+            self._skip_to(newest)  # with the scheduler; the optimizer's rates are those of the root in any case
             await replicas.share(self.comm, self.model, self.optimizer, self._flat, root=rounds.index(newest))
-            self.round = newest
         await self._resume()
+
+    def _schedule_offset(self) -> int:
+        """The steps of the scheduler that were not rounds of this training: the same number at all ranks."""
+        return getattr(self._scheduler, "last_epoch", self.round) - self.round
 
     async def _start_late(self) -> None:
         """Start, although the first gradient is there already: it must be one of the model that all ranks share."""
@@ -409,6 +419,10 @@ class Trainer(ABC):
             f"{name} {parameter.dtype} {list(parameter.shape)}" for name, parameter in self.model.named_parameters()
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _by_rank(values: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def is_finite(x: Tensor) -> bool:

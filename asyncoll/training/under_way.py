@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
@@ -18,9 +19,8 @@ class UnderWay(Generic[T]):
 
     def __init__(self, call: Coroutine[Any, Any, T]) -> None:
         self._call = call
+        # Not `__del__`: the garbage collector may finalize the coroutine of a cycle, which warns, before this object.
+        weakref.finalize(self, call.close)
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._call.__await__()
-
-    def __del__(self) -> None:
-        self._call.close()

@@ -8,9 +8,9 @@ import hashlib
 import sys
 
 import torch
+from trainers.eager_sgd import eager_sgd
 
 import asyncoll
-from trainers.eager_sgd import eager_sgd
 
 PERIOD = 8
 

@@ -306,11 +306,11 @@ class SharedCall:
         A short copy is in a slot. A long one is in a block of its own, which is free when all `dests` have read it.
         """
         rendezvous = await self._next()
-        staging, arena, total = self._staging, self._staging.arena, mine.nbytes
+        staging, total, size = self._staging, mine.nbytes, 0
         is_long = total > staging.sizes.window
         if is_long:
-            address = arena.allocate(total)
-            room = arena.view(address, total)
+            address, size = staging.block(total)
+            room = staging.arena.view(address, total)
         else:
             address, room = staging.slot(rendezvous.turn, total)
         room[...] = mine.view(np.uint8)
@@ -329,7 +329,7 @@ class SharedCall:
         rendezvous.leave()
         if is_long:
             await rendezvous.read_by(len(dests))
-            arena.free(address)
+            staging.give_back(address, size)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
         """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.

@@ -16,6 +16,7 @@ leaves a rendezvous before all ranks have arrived at it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -79,6 +80,7 @@ class StagingArea:
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
         self.control_block = arena.control_block(context, self._begun + size)
         self._slots: dict[int, tuple[int, Array]] = {}  # by record: address and memory
+        self._spare: list[tuple[int, int]] = []  # at most one block: its address and its bytes
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self._turns: dict[int, Turn] = {}  # by the number of the call whose end a later call waits for
@@ -151,6 +153,26 @@ class StagingArea:
             slot = self.arena.view(address, room)
             self._slots[turn] = address, slot
         return address, slot[:nbytes]
+
+    def block(self, nbytes: int) -> tuple[int, int]:
+        """The address and the size of a block of at least `nbytes` bytes, for a long array of one call.
+
+        The last one that was given back, if it is long enough: page faults of a new one take longer than the copy.
+        """
+        # `pop`, without a look at the length before: calls run in several threads.
+        with contextlib.suppress(IndexError):
+            address, room = self._spare.pop()
+            if room >= nbytes:
+                return address, room
+            self.arena.free(address)
+        return self.arena.allocate(nbytes), nbytes
+
+    def give_back(self, address: int, room: int) -> None:
+        """Keep this block, which no rank reads any more, for a later call, or free it."""
+        if self._spare:
+            self.arena.free(address)
+        else:
+            self._spare.append((address, room))
 
     def short_array(self, rank: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
         """The memory in which group rank `rank` shows a short array at record `turn` of the control block.

@@ -251,7 +251,7 @@ class Gossip:
             await comm.allreduce(model, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
         self._check()
-        call = self._calls.number("the end of a gossip", "", -1, self._call.key, site_outside(__file__))
+        call = self._calls.number("Gossip.close", "", -1, self._call.key, site_outside(__file__))
         self._closed = True
         asked, rows = shapes.rows(self._size, 1), shapes.rows(self._size, 1)
         for passive, count in self._asked.items():
