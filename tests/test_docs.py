@@ -36,7 +36,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
 import trainers.demo
-from asyncoll import rpc, testing
+from asyncoll import rpc, testing, training
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -185,7 +185,7 @@ def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
             printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 
 
-@pytest.mark.parametrize("module", [asyncoll, rpc, testing], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [asyncoll, rpc, testing, training], ids=lambda module: module.__name__)
 def test_the_reference_has_every_public_name(module):
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     constants = {"__version__", *(op.name for op in asyncoll.ReduceOp)}  # these are shown at ReduceOp
