@@ -4,7 +4,7 @@
 
 The programs are `examples/train_ddp.py`, `train_allreduce_sgd.py` and `train_eager_sgd.py`: 4 processes, a byte-level
 Transformer on the standard library's sources, batches of different lengths, AdamW, warm-up and cosine, clipping, four
-micro-batches a step. The rank that is drawn for a step sleeps for `--straggle-s`, about the length of a step. Losses are
+micro-batches a step. The rank drawn for a step sleeps for `--straggle-s`, about the length of a step. Losses are
 those of rank 0 on the same held-out sequences. `time to DDP's loss` is the wall time until the loss is at most DDP's
 last one, and its share of DDP's wall time.
 """
