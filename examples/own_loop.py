@@ -27,7 +27,7 @@ async def main(comm: asyncoll.Communicator) -> None:
         # Sleeping blocks the loop, as computing does. In one step of ten a rank is late.
         time.sleep(0.02 if torch.rand(()) < 0.1 else 0.002)  # noqa: ASYNC251
         reduction = await comm.solo_allreduce(flat.gradients, op=asyncoll.AVG, history=ROUNDS)
-        for gradients in (*reduction.missed, flat.gradients.clone()):  # each round's result once, so weights stay equal
+        for gradients in reduction.results():  # each round's result once, so weights stay equal
             flat.gradients.copy_(gradients)
             optimizer.step()
         done = reduction.round

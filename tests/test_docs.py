@@ -36,7 +36,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
 import trainers.runs
-from asyncoll import rpc, testing
+from asyncoll import rpc, testing, training
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -49,7 +49,7 @@ RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
 # Loaded once by the launcher, and not by each rank.
 PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.runs.PRELOAD}
-LANGUAGES = {"python", "sh", "text"}
+LANGUAGES = {"python", "sh", "text", "diff"}  # `tests/test_examples.py` compares the differences with their files
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 REFERENCE = re.compile(
     r"`(?P<path>[\w./]+(?:\.py|/))(?:::(?P<name>[\w.]+))?`"
@@ -185,7 +185,7 @@ def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
             printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 
 
-@pytest.mark.parametrize("module", [asyncoll, rpc, testing], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [asyncoll, rpc, testing, training], ids=lambda module: module.__name__)
 def test_the_reference_has_every_public_name(module):
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     constants = {"__version__", *(op.name for op in asyncoll.ReduceOp)}  # these are shown at ReduceOp

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE_S, looped
@@ -299,6 +300,11 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial
         assert all(kept == results[0][2] for _, _, kept in results)
 
 
+@pytest.mark.xfail(
+    raises=asyncoll.DeadlockError,
+    strict=True,
+    reason="a synchronous round does not tell the ranks that are left that another has joined",
+)
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [1, 30])
 @looped("seed", range(6))
@@ -308,3 +314,41 @@ def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
     rules: dict[str, Any] = {"partial": partial, "history": history, "sync_every": 4}
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
     assert all(result == results[0] for result in results)
+
+
+# -- cancellation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partial", PARTIALS)
+@looped("accumulate", [1, 2])
+@looped("seed", range(4))
+def test_every_gradient_counts_once_although_steps_are_cancelled(partial: Partial, accumulate: int, seed: int) -> None:
+    """The models are the sum of all gradients, exactly, of which those of cancelled steps are a part."""
+    size = 4
+
+    async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, torch.Tensor, int]:
+        model = torch.nn.Linear(6, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        sgd = EagerSGD(comm, model, optimizer, partial=partial, history=60, accumulate=accumulate)
+        await sgd.start()
+        draw = np.random.default_rng((seed, comm.rank))
+        total, cancelled = torch.zeros(6), 0
+        for call in range(1, 12 * accumulate + 1):
+            gradient = torch.from_numpy(draw.integers(-50, 51, 6).astype("f4")) * accumulate
+            model(gradient[None]).sum().backward()
+            total += gradient / accumulate
+            step = asyncio.ensure_future(sgd.step())
+            await asyncio.sleep(straggle(seed, comm, call))
+            if comm.rank != 0 and draw.random() < 0.3:
+                step.cancel()
+            (outcome,) = await asyncio.gather(step, return_exceptions=True)
+            assert outcome is None or isinstance(outcome, asyncoll.Reduction | asyncio.CancelledError)
+            cancelled += isinstance(outcome, asyncio.CancelledError)
+        await sgd.finish()
+        return parameters(model), total, cancelled
+
+    results = simulate(size, main, Network(jitter_s=1e-3), seed=seed).results
+    expected = -0.25 / size * sum(total for _, total, _ in results)
+    assert all(torch.equal(model, expected) for model, _, _ in results)
+    assert partial == "solo" or sum(cancelled for _, _, cancelled in results)  # a solo step waits for no rank

@@ -1,19 +1,36 @@
-"""The language task of the examples, and the program that trains it with torch alone."""
+"""The language task of the examples, the program that trains it with torch alone, and its ports to each algorithm."""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib
 import math
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from training_loops import whole
+
+import asyncoll.training
+from asyncoll.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+ORIGINAL = EXAMPLES / "train_ddp.py"
+PORTS = sorted(set(EXAMPLES.glob("train_*.py")) - {ORIGINAL})
+PAGE = EXAMPLES.parent / "docs" / "howto" / "training.md"
+MOST_CHANGED = 20  # lines
 language = runpy.run_path(str(EXAMPLES / "language.py"))
+BATCHES = cache(language["Batches"])  # reading all sources takes half a second
 
 
 def test_a_target_is_the_next_byte() -> None:
@@ -68,3 +85,92 @@ def test_training_with_torch_alone_runs_and_saves_a_checkpoint(tmp_path: Path) -
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert saved["step"] == 1
     assert len(saved["optimizer"]["state"]) == len(list(language["Transformer"]().parameters()))
+
+
+# -- the ports -----------------------------------------------------------------------------------
+
+
+def code(path: Path) -> list[str]:
+    """The lines of a program without blank ones and without its docstring."""
+    text = path.read_text()
+    docstring = ast.parse(text).body[0].end_lineno
+    return [line for line in text.splitlines()[docstring:] if line.strip()]
+
+
+def changed_lines(before: list[str], after: list[str]) -> int:
+    """A line that is replaced by another one counts once."""
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for what, i1, i2, j1, j2 in changes if what != "equal")
+
+
+def test_changed_lines_are_counted() -> None:
+    assert changed_lines(list("abcdef"), list("aXcdefYZ")) == 3
+    assert changed_lines(list("abcdef"), list("aef")) == 3
+    assert changed_lines(list("abcdef"), list("abcdef")) == 0
+
+
+def test_every_algorithm_has_a_port() -> None:
+    made = "\n".join(path.read_text() for path in PORTS)
+    algorithms = set(asyncoll.training.__all__) - {"Trainer", "Checkpoints"}
+    assert [name for name in sorted(algorithms) if f"asyncoll.training.{name}(" not in made] == []
+
+
+@pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
+def test_a_port_changes_few_lines(path: Path) -> None:
+    assert 10 < changed_lines(code(ORIGINAL), code(path)) <= MOST_CHANGED
+
+
+def test_the_documentation_shows_a_port_as_it_is() -> None:
+    found = re.search(r"^```diff\n(.*?)\n```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, PAGE
+    shown = found[1].splitlines()
+    files = [EXAMPLES / name.rpartition("/")[2] for name in (shown[0], shown[1])]
+    before, after = (path.read_text().splitlines() for path in files)
+    names = [f"examples/{path.name}" for path in files]
+    assert shown == list(difflib.unified_diff(before, after, *names, n=len(before), lineterm=""))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
+def test_a_port_trains_and_resumes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks on one loop, with a narrow model and the shortest sequences. The second run does the second step."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    program = importlib.import_module(path.stem)
+    made: list[torch.nn.Module] = []
+
+    def model() -> torch.nn.Module:
+        made.append(language["Transformer"](width=8, layers=1, heads=2))
+        return made[-1]
+
+    monkeypatch.setattr(program, "Transformer", model)
+    monkeypatch.setattr(program, "Batches", few_batches)
+    monkeypatch.setattr(program, "DataLoader", without_workers)
+    for steps in ("1", "2"):
+        made.clear()
+        arguments = [path.name, "--steps", steps, "--every", "1", "--folder", str(tmp_path), "--bf16"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        run_ranks(2, partial(as_process, program.main, monkeypatch))
+        first, second = map(whole, made)
+        assert first == second
+        assert re.fullmatch(rf"step {steps}: validation loss \S+, \S+ s\n", capsys.readouterr().out)
+
+
+async def as_process(
+    main: Callable[[asyncoll.Communicator], Any], monkeypatch: pytest.MonkeyPatch, comm: asyncoll.Communicator
+) -> None:
+    """Run `main` in the environment of its rank, which it reads before it first gives way to the other rank."""
+    monkeypatch.setenv("RANK", str(comm.rank))
+    monkeypatch.setenv("WORLD_SIZE", str(comm.size))
+    await main(comm)
+
+
+def few_batches(validation: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The shortest ones: enough for one epoch of one step."""
+    return [BATCHES(validation=validation)[index] for index in range(8)]
+
+
+def without_workers(*arguments: Any, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
+    """A worker would be a fork of the process that runs all tests."""
+    return DataLoader(*arguments, **options)

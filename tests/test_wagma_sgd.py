@@ -176,6 +176,24 @@ def test_wagma_with_stragglers_learns_as_well_as_synchronous_sgd() -> None:
         assert digits_score(partial(WagmaSGD, order=order), 4) > synchronous - 0.02
 
 
+@looped("size", [2, 3, 4, 5])
+@looped("seed", range(4))
+def test_ranks_that_leave_at_different_rounds_have_equal_models(size: int, seed: int) -> None:
+    async def main(comm: asyncoll.Communicator) -> bytes:
+        workload = Digits(comm.rank, comm.size, batch=8, seed=4)
+        sgd = WagmaSGD(comm, workload.model, momentum(workload.model), sync_every=4)
+        await sgd.start()
+        while sgd.round < 3 + (5 * comm.rank + seed) % 11:
+            workload.loss().backward()
+            await asyncio.sleep(straggle(seed, comm, sgd.round))
+            await sgd.step()
+        await sgd.finish()
+        return bits(parameters(workload.model))
+
+    models = simulate(size, main, seed=seed).results
+    assert all(model == models[0] for model in models)
+
+
 @looped(
     ("rules", "words"),
     [
