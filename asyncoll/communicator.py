@@ -864,7 +864,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
@@ -960,7 +960,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
@@ -1047,7 +1047,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
