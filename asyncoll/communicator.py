@@ -866,7 +866,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
@@ -962,7 +962,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
@@ -1049,7 +1049,7 @@ class Communicator:
 
         A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
         contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting.
+        or a quorum waiting, unless it has called `join`.
 
         Args:
             x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
@@ -1200,12 +1200,15 @@ class Communicator:
         numbered among the collective calls. It starts at once, and takes its turn after the earlier calls of that name.
         A rank that has left its program counts as joined. The name cannot be used again on this communicator.
 
+        In groups there is no result of all ranks. The call then waits for no rank, changes nothing in `x`, and returns
+        None; the model that this rank contributed last stays in the rounds of its groups.
+
         Leave `x` alone from the call until the coroutine has ended.
 
         Cancellation of a call under way aborts the communicator, as that of a collective.
 
         Args:
-            name: of solo, majority or quorum allreduces of which this rank has made at least one call.
+            name: of wait-avoiding allreduces of which this rank has made at least one call.
             x: a tensor, or a list of tensors, as in those calls. It is overwritten with the newest result; its content
                 is not a contribution.
 
@@ -1214,8 +1217,8 @@ class Communicator:
             result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
 
         Raises:
-            UsageError: when called: this rank has not called `name`, or in groups, or `x` is not as in those calls; or
-                this thread runs no event loop. Nothing has been sent.
+            UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread runs
+                no event loop. Nothing has been sent.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for another operation at another rank.
             PeerLostError: when awaited: a rank of the world is gone or frozen.

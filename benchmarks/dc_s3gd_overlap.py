@@ -9,7 +9,7 @@ The ranks are real processes on one host. The parts of an iteration are measured
 gradient alone, by all ranks at once; `allreduce` is the allreduce alone; `local` is an iteration of DC-S3GD without
 both, by all ranks at once: copies, compensation and the optimizer's step (momentum SGD). The equation leaves `local`
 out, and nothing hides it. The synchronous trainer beside it takes compute + allreduce (equation 13). A time is the
-slowest rank's mean over iterations from update to update, everything included; of several repeats (worlds of processes)
+slowest rank's mean over iterations from step to step, everything included; of several repeats (worlds of processes)
 the median.
 
 The gradient of so many float32 parameters is emulated, and takes `factor` times the allreduce. It `sleep`s, as if an
@@ -31,7 +31,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +40,14 @@ import torch
 from common import Record, ask, numbers, parser, program
 
 import asyncoll
-from trainers.allreduce_sgd import allreduce_sgd
-from trainers.dc_s3gd import dc_s3gd
+from asyncoll.training import DCS3GD, AllreduceSGD, Trainer
 
 WARMUP = 3
 TARGET = 1.15
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 PRODUCT = 128  # rows of the matrices that are multiplied: they stay in a core's cache
 CALIBRATION = 300  # products
-TRAINERS: dict[str, Callable[..., AsyncIterator[asyncoll.Reduction]]] = {
-    "DC-S3GD": dc_s3gd,
-    "synchronous": allreduce_sgd,
-}
+TRAINERS: dict[str, type[Trainer]] = {"DC-S3GD": DCS3GD, "synchronous": AllreduceSGD}
 RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
     "DC-S3GD/max": lambda row: row["DC-S3GD_s"] / longest(row),
     "processors/max": lambda row: row["processors_s"] / longest(row),
@@ -267,20 +263,20 @@ async def gradients(comm: asyncoll.Communicator, parameters: int, rounds: int, c
     return await meter.cost(comm)
 
 
-async def iterations(network: Network, trainer: str, parameters: int, rounds: int, compute: Callable[[], None]) -> Cost:
-    """A trainer's iterations from yield to yield, but the last: DC-S3GD makes no gradient in it."""
+async def iterations(network: Any, trainer: str, parameters: int, rounds: int, compute: Callable[[], None]) -> Cost:
+    """A trainer's iterations, from the end of one step to that of the next."""
     model, meter = model_of(parameters), Meter()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-
-    async def gradient(round_: int) -> None:
+    sgd = TRAINERS[trainer](network, model, optimizer)
+    await sgd.start()
+    meter.start()
+    for _ in range(WARMUP + rounds):
         compute()
         assert model.weight.grad is not None
         model.weight.grad.fill_(network.rank + 1)
-
-    async for done in TRAINERS[trainer](network, model, optimizer, gradient, rounds=WARMUP + rounds + 1):
+        await sgd.step()
         meter.stop()
-        if done.round == WARMUP + rounds:
-            break
+    await sgd.finish()
     return await meter.cost(network._comm)
 
 

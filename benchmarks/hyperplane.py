@@ -9,9 +9,9 @@ The paper's size: 8,193 parameters, 32,768 points, 256 samples on each of 8 rank
 sleeping, which is what the paper's three ratios imply, and the rank drawn for a round takes the delay more. Four
 trainers in turn, with the same model, data, order of samples, delays and learning rates, by round:
 
-    synchronous   trainers/allreduce_sgd.py
+    synchronous   asyncoll.training.AllreduceSGD
     DDP, Gloo     torch's DistributedDataParallel; its allreduce begins when the step has been padded
-    solo          trainers/eager_sgd.py, with history: every rank applies every result once
+    solo          asyncoll.training.EagerSGD, with history: every rank applies every result once
     majority      the same, opened by the rank that is drawn for a round
 
 `round allows` is the least a round can take: c + d synchronous, c solo, c + d/8 majority. The paper's solo ratios are
@@ -21,10 +21,8 @@ share of the variance of the held-out targets.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,8 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainers.experiment import learning_rate
 from trainers.imbalance import OneRandom, parse_duration
+from trainers.runs import RunFailedError, launch
 from trainers.settings import Settings
-from trainers.time_model import Rule, least_round_s
+from trainers.time_model import Rule, Waiting, least_round_s
 from trainers.workloads import WORKLOADS
 
 Report = dict[str, Any]
@@ -101,18 +100,13 @@ def train(method: str, delay_s: float, seed: int, rounds: int) -> Report:
     if method == DDP:
         report: Report = ask(RANKS, __file__, {"delay_s": delay_s, "seed": seed, "rounds": rounds})
         return report
+    trainer = [*OURS[method], "--workload", WORKLOAD, "--rounds", str(rounds), "--seed", str(seed)]
+    machine = ["--compute", f"{COMPUTE_S}s", "--imbalance", str(OneRandom(delay_s))]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report"
-        trainer = [*OURS[method], "--workload", WORKLOAD, "--rounds", str(rounds), "--seed", str(seed)]
-        machine = ["--compute", f"{COMPUTE_S}s", "--imbalance", str(OneRandom(delay_s)), "--report", str(path)]
-        launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(RANKS), "-m", "trainers"]
-        done = subprocess.run(
-            [*launch, *trainer, *machine], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if done.returncode:
-            sys.exit(f"{done.stdout}\nthe {method} run failed with exit code {done.returncode}")
-        found: Report = json.loads(path.read_text())
-        return found
+        try:
+            return launch(RANKS, [*trainer, *machine], Path(folder) / "report").report
+        except RunFailedError as error:
+            sys.exit(f"the {method} run failed: {error}")
 
 
 def ddp_rank(question: dict[str, Any]) -> Report:
@@ -187,7 +181,10 @@ def table(delay_s: float, runs: dict[str, list[Report]]) -> list[list[str]]:
     for method, reports in runs.items():
         speeds = [report["steps_per_s"] for report in reports]
         over = [ratios(reports, runs[base]) for base in ("synchronous", DDP)]
-        least_s = {of: least_round_s(RULES[of], COMPUTE_S, delay_s, RANKS) for of in ("synchronous", method)}
+        least_s = {
+            of: least_round_s(Waiting(RULES[of]), COMPUTE_S, OneRandom(delay_s), RANKS)
+            for of in ("synchronous", method)
+        }
         times = [
             f"{statistics.median(speeds):.3f}",
             f"{1e3 / statistics.median(speeds):.0f}",

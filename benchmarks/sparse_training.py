@@ -5,13 +5,14 @@ learning" (Ok-Topk), PPoPP 2022.
 
     python benchmarks/sparse_training.py [--ranks 4,8] [--seeds 0] [--workloads digits:180,digits-wide:120]
 
-*Trainings.* Real processes by message (`--transport zmq`), each method of `trainers/oktopk_sgd.py` in turn, with the
-same model, data, order of samples and learning rates; accumulate="updates", the paper's algorithm 2. `oktopk` has new
+*Trainings.* Real processes by message (`--transport zmq`), each method of `asyncoll.training.OkTopkSGD` in turn, with
+the same model, data, order of samples and learning rates; residual="updates", the paper's algorithm 2. `oktopk` has new
 thresholds in each round and so sends k elements, as topka, topkdsa and gtopk do; `oktopk, 32 rounds` reuses them for so
-many, as the paper. `dense-overlapped` takes buckets of 1 MiB. Time is that of the caller, per round, the mean of all
-ranks: `selection` is what `comm.sparse_allreduce` does before it returns its awaitable, `communication` what is awaited
-(with what the algorithm computes meanwhile: sums, global thresholds), `compute` the gradient (and, overlapped, what
-starts the buckets in it). A round is longer by the update. Words of 4 bytes received are counted by the transport.
+many, as the paper. `dense-overlapped` is `OverlappedSGD`, with buckets of 1 MiB. Time is that of the caller, per round,
+the mean of all ranks: `selection` is what `comm.sparse_allreduce` does before it returns its awaitable, `communication`
+what is awaited (with what the algorithm computes meanwhile: sums, global thresholds), `compute` the gradient (and,
+overlapped, what starts the buckets in it). A round is longer by the update. Words of 4 bytes received are counted by
+the transport.
 
 *Counts.* Digits among more ranks, in one process (`asyncoll.testing.simulate`), at a constant learning rate; times mean
 nothing there. `plain sum` is the share of elements that are chosen, exactly, by any rank, `topkdsa` what its result
@@ -35,16 +36,17 @@ from common import Record, ask, numbers, parser, program
 
 import asyncoll
 from asyncoll.testing import simulate
+from asyncoll.training import OkTopkSGD, OverlappedSGD, Trainer
 from trainers.experiment import learning_rate
-from trainers.oktopk_sgd import oktopk_sgd
 from trainers.settings import Settings
 from trainers.workloads import WORKLOADS
 
 Options = dict[str, Any]
+OVERLAPPED = "dense-overlapped"
 REUSED = "oktopk, 32 rounds"  # the paper's thresholds
 METHODS: dict[str, Options] = {
     "dense": {"algorithm": "dense"},
-    "dense-overlapped": {"algorithm": "dense-overlapped", "bucket_bytes": 1 << 20},
+    OVERLAPPED: {"bucket_bytes": 1 << 20},
     "topka": {"algorithm": "topka"},
     "topkdsa": {"algorithm": "topkdsa"},
     "gtopk": {"algorithm": "gtopk"},
@@ -195,27 +197,34 @@ async def train(
     watched, counts = Stopwatch(comm), Counts(settings, elements)
     workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
-
-    async def gradient(round_: int) -> None:
-        started_s = time.perf_counter()
-        workload.loss().backward()
-        watched.compute_s += time.perf_counter() - started_s
-
-    def schedule(round_: int) -> None:
-        optimizer.param_groups[0]["lr"] = learning_rate(round_, settings)
-
+    if name == OVERLAPPED:
+        sgd: Trainer = OverlappedSGD(watched, workload.model, optimizer, **options)
+    else:
+        sgd = sparse_trainer(watched, workload.model, optimizer, settings, counts, name=name, **options)
+    await sgd.start()
     before = words_received(comm)
     await comm.barrier()
     started_s = time.perf_counter()
-    rules: Options = {"rounds": settings.rounds, "schedule": schedule, "density": settings.density, "name": name}
-    async for _ in oktopk_sgd(watched, workload.model, optimizer, gradient, observe=counts.observe, **rules, **options):
-        pass
+    while sgd.round < settings.rounds:
+        computing_s = time.perf_counter()
+        workload.loss().backward()
+        watched.compute_s += time.perf_counter() - computing_s
+        optimizer.param_groups[0]["lr"] = learning_rate(sgd.round + 1, settings)
+        await sgd.step()
+    await sgd.finish()
     watched.round_s = time.perf_counter() - started_s
     words = words_received(comm) - before
     of_rank = [watched.selection_s, watched.communication_s, watched.compute_s, watched.round_s, words]
     means = await comm.allreduce(np.array(of_rank) / settings.rounds, op=asyncoll.AVG)
     keys = ("selection_s", "communication_s", "compute_s", "round_s", "words")
     return {"score": workload.score(), **dict(zip(keys, means.tolist(), strict=True)), **await counts.collect(comm)}
+
+
+def sparse_trainer(
+    comm: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, counts: Counts, **own: Any
+) -> OkTopkSGD:
+    rules: Options = {"density": settings.options["density"], "residual": "updates", "observe": counts.observe}
+    return OkTopkSGD(comm, model, optimizer, **rules, **own)
 
 
 def words_received(comm: asyncoll.Communicator) -> float:
@@ -254,7 +263,7 @@ class Counts:
     """The numbers of elements that this rank selected, and that were in the sum, over k, by round."""
 
     def __init__(self, settings: Settings, elements: int) -> None:
-        self._k = max(1, round(settings.density * elements))
+        self._k = max(1, round(settings.options["density"] * elements))
         self._selected: list[float] = []
         self._summed: list[float] = []
 
@@ -310,13 +319,12 @@ def count(
         workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
         optimizer = torch.optim.SGD(workload.model.parameters(), lr=settings.learning_rate)
         counts = Counts(settings, elements)
-
-        async def gradient(round_: int) -> None:
+        sgd = sparse_trainer(watch(comm), workload.model, optimizer, settings, counts, **options)
+        await sgd.start()
+        while sgd.round < settings.rounds:
             workload.loss().backward()
-
-        rules: Options = {"rounds": settings.rounds, "density": settings.density, "observe": counts.observe}
-        async for _ in oktopk_sgd(watch(comm), workload.model, optimizer, gradient, **rules, **options):
-            pass
+            await sgd.step()
+        await sgd.finish()
         return {"score": workload.score(), **await counts.collect(comm)}
 
     started_s = time.perf_counter()

@@ -176,7 +176,7 @@ def test_where_ranks_are_equal_one_checkpoint_is_enough(algorithm: str, loaded: 
         assert sgd.round == scheduler.last_epoch == 4 + max(loaded)
         assert model[0].weight[0, 0].item() == pytest.approx(0.1 * max(loaded)) or loaded == {0}
         await trained(sgd, on_batches(comm, model), 8)
-        assert sgd.round == scheduler.last_epoch == 8
+        assert sgd.round == scheduler.last_epoch >= 8
         return whole(model), state(optimizer)
 
     results = simulate(3, main).results

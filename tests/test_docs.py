@@ -35,7 +35,7 @@ from sybil import Document, Region
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
-import trainers.demo
+import trainers.runs
 from asyncoll import rpc, testing, training
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ PROSE = [*PAGES, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMA
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
 # Loaded once by the launcher, and not by each rank.
-PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.demo.PRELOAD}
+PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.runs.PRELOAD}
 LANGUAGES = {"python", "sh", "text", "diff"}  # `tests/test_examples.py` compares the differences with their files
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 REFERENCE = re.compile(

@@ -280,9 +280,37 @@ def test_a_cancelled_join_aborts_the_communicator(simulated):
     assert [round(time) for time in simulated(3, main).results] == [1, 1, 10]
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@looped("seed", range(4))
+def test_in_groups_a_rank_that_has_joined_holds_up_no_round_of_all(size, seed, simulated):
+    """No round waits for it, and no round is synchronous without it; its last model stays in its groups."""
+
+    async def main(comm):
+        x, seen, last = np.zeros(1), [], 3 + (5 * comm.rank + seed) % 11
+        newest = 0
+        while newest < last:
+            await asyncio.sleep(1e-3 * ((comm.rank + seed) % 3 + 1))
+            x[:] = comm.rank
+            reduction = await comm.group_allreduce(x, group_size=2, sync_every=4)
+            newest = reduction.round
+            seen.append((newest, reduction.synchronous, reduction.active))
+        assert await comm.join("group", x) is None
+        await comm.barrier()
+        return last, seen
+
+    results = simulated(size, main).results
+    first = min(last for last, _ in results)
+    for _, seen in results:
+        for number, synchronous, active in seen:
+            if synchronous:
+                assert number % 4 == 0
+                assert active == size
+            elif number % 4 == 0:
+                assert number > first
+
+
 BAD = {
     "never called": (lambda comm: comm.join("other", np.zeros(2)), "has made no call named 'other'"),
-    "in groups": (lambda comm: comm.join("group", np.zeros(2)), "in groups"),
     "size": (lambda comm: comm.join("solo", np.zeros(3)), "same dtypes and sizes"),
     "dtype": (lambda comm: comm.join("solo", np.zeros(2, "f4")), "same dtypes and sizes"),
     "buckets": (lambda comm: comm.join("solo", [np.zeros(1), np.zeros(1)]), "same dtypes and sizes"),
@@ -297,7 +325,6 @@ def test_bad_input_is_refused_and_has_no_effect(what, simulated):
 
     async def main(comm):
         await comm.solo_allreduce(np.ones(2))
-        await comm.group_allreduce(np.ones(2), group_size=1)
         with pytest.raises(UsageError, match=advice):
             call(comm)
         await comm.solo_allreduce(np.ones(2))

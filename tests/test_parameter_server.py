@@ -283,6 +283,23 @@ def test_frozen_models_and_empty_trainings_end_well(trainer: str) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_the_scheduler_of_rank_0_follows_the_clock_of_the_server() -> None:
+    async def main(comm: asyncoll.Communicator) -> float:
+        model = scalar()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        sgd = ParameterServerSGD(comm, model, optimizer, scheduler=scheduler)
+        await sgd.start()
+        await asyncio.sleep(0 if comm.rank else 100)  # rank 0 makes its only step after all of rank 1's
+        for _ in range(6 if comm.rank else 1):
+            model.weight.grad.fill_(-1.0)
+            await sgd.step()
+        await sgd.finish()
+        return model.weight.item()
+
+    assert simulate(2, main).results == [2 * (1 + 0.5 + 0.25) + 0.125] * 2
+
+
 # -- staleness -----------------------------------------------------------------------------------
 
 
@@ -335,7 +352,7 @@ def test_a_worker_is_never_more_than_the_bound_ahead_of_the_slowest_and_none_wai
     """A deadlock is an error in virtual time."""
     tight, beyond = [], []
     for seed in range(300):
-        size, staleness = 2 + seed % 4, seed % 3
+        size, staleness = 2 + seed % 3, seed // 3 % 3
         with case(seed=seed):
             bounded = race(size, seed, staleness)
             assert max(bounded.ahead, default=0) <= staleness
@@ -714,19 +731,19 @@ def test_processes_end_with_one_model(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "transport"), [(0, "zmq"), (1, "shm")])
-def test_a_killed_process_is_an_error_at_the_survivor(victim: int, transport: str) -> None:
+def test_a_killed_process_is_an_error_at_the_survivor() -> None:
     """The ranks have no launcher, because it would stop the others soon after the first death."""
     with ExitStack() as stack:
         port = stack.enter_context(reserve_port()).getsockname()[1]
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
         for rank in range(2):
-            env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": transport}
-            command = [sys.executable, "-W", "error", SCRIPT, str(victim)]
+            env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": "shm"}
+            command = [sys.executable, "-W", "error", SCRIPT, "1"]
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         ends = [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in ranks]
-    for rank, (out, err, code) in enumerate(ends):
-        assert (out, code) == (("", -signal.SIGKILL) if rank == victim else (f"rank {victim} is lost\n", 0)), err
+    (out, err, code), killed = ends
+    assert (out, code) == ("rank 1 is lost\n", 0), err
+    assert killed[2] == -signal.SIGKILL

@@ -19,7 +19,7 @@ class Distance(NamedTuple):
 
 
 class Consensus:
-    """One rank's part of the distances. `wagma_sgd` calls `observe`."""
+    """One rank's part of the distances. A trainer calls `observe`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[float, float]] = {}

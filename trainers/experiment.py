@@ -1,9 +1,8 @@
-"""One training run at one rank: a trainer, a workload, an emulated machine, and a record of the calls."""
+"""One training run at one rank: an algorithm, a workload, an emulated machine, and a record of the steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
@@ -11,39 +10,64 @@ from rich.console import Console
 from rich.progress import Progress
 
 import asyncoll
-from trainers.allreduce_sgd import allreduce_sgd
+from asyncoll.training import Trainer
+from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Consensus
-from trainers.dc_s3gd import dc_s3gd
-from trainers.eager_sgd import eager_sgd
-from trainers.oktopk_sgd import oktopk_sgd
-from trainers.report import Call, Point, Report, collect
+from trainers.imbalance import Real
+from trainers.report import Record, Report, collect
 from trainers.settings import Settings
-from trainers.wagma_sgd import wagma_sgd
 from trainers.workloads import WORKLOADS, Workload
 
+_SCORING_SHARE = 0.05  # of rank 0's time, so that large models do not make it the slowest rank
 
-async def experiment(comm: asyncoll.Communicator, trainer: str, settings: Settings) -> Report | None:
-    """Train and report. Collective; rank 0 gets the report, the other ranks None."""
-    workload = WORKLOADS[settings.workload](comm.rank, comm.size, settings.batch, settings.seed)
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0, momentum=settings.momentum)
-    calls: list[Call] = []
-    curve: list[Point] = []
+
+async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Settings) -> Report | None:
+    """Train and report. Collective; rank 0 gets the report, the other ranks None.
+
+    Raises UsageError for settings that are impossible together, or with this number of ranks.
+    """
+    _check(comm, settings)
+    workload = WORKLOADS[settings.workload](
+        comm.rank, comm.size, settings.batch, settings.seed, full=settings.full, data=settings.data
+    )
     consensus = Consensus()
-    newest = 0
+    trainer = make_trainer(comm, algorithm, settings, workload, consensus)
+    machine = Machine(comm, workload, settings, ALGORITHMS[algorithm].is_served)
+    await trainer.start()
+    await comm.barrier()
+    record = Record(comm, trainer)
     with _progress(comm) as progress:
-        task = progress.add_task(trainer, total=settings.rounds)
-        await comm.barrier()
-        started = time.perf_counter()
-        async for done in _train(comm, trainer, settings, workload, optimizer, consensus):
-            calls.append(Call(newest + 1, done.round, done.active, done.included, min(done.group)))
-            newest = done.round
-            if comm.rank == 0:  # scoring takes a few milliseconds at most
-                curve.append(Point(time.perf_counter() - started, newest, workload.score()))
-            progress.update(task, completed=newest)
+        task = progress.add_task(algorithm, total=settings.rounds)
+        while trainer.round < settings.rounds:
+            await machine.step(trainer, record)
+            _score(workload, record)
+            progress.update(task, completed=trainer.round)
+        record.end_rounds()
+        await trainer.finish()
         await comm.barrier()  # all ranks are done
-        wall_s = time.perf_counter() - started
-    curve.append(Point(wall_s, newest, workload.score()))
-    return await collect(comm, trainer, settings, workload.metric, calls, curve, consensus)
+    record.score(workload.score())
+    return await collect(comm, algorithm, settings, workload, record, await consensus.collect(comm))
+
+
+def make_trainer(
+    comm: asyncoll.Communicator, algorithm: str, settings: Settings, workload: Workload, consensus: Consensus
+) -> Trainer:
+    """The algorithm's object around the workload's model, its optimizer and a schedule."""
+    entry = ALGORITHMS[algorithm]
+    optimizer = workload.optimizer(settings.learning_rate, settings.momentum)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda passed: _triangle(passed + 1, settings.rounds))
+    options: dict[str, Any] = {
+        "clip_norm": settings.clip_norm,
+        "accumulate": settings.accumulate,
+        "buffers": settings.buffers,
+        "scheduler": scheduler,
+        **settings.options,
+    }
+    if entry.is_seeded:
+        options["seed"] = settings.seed
+    if entry.is_observed:
+        options["observe"] = consensus.observe
+    return entry.trainer(comm, workload.model, optimizer, **options)
 
 
 def learning_rate(round_: int, settings: Settings) -> float:
@@ -52,70 +76,70 @@ def learning_rate(round_: int, settings: Settings) -> float:
     It rises first, because the global batch is P times the local one, and falls then, so that runs end converged and
     can be compared. It follows rounds and not local steps, so that ranks which skip rounds agree on it.
     """
-    along = round_ / (settings.rounds + 1)
-    return settings.learning_rate * 2 * min(along, 1 - along)
+    return settings.learning_rate * _triangle(round_, settings.rounds)
 
 
-def _train(
-    comm: asyncoll.Communicator,
-    trainer: str,
-    settings: Settings,
-    workload: Workload,
-    optimizer: torch.optim.Optimizer,
-    consensus: Consensus,
-) -> AsyncIterator[asyncoll.Reduction]:
-    async def gradient(round_: int) -> None:
-        started = time.perf_counter()
-        workload.loss().backward()
-        delay_s = settings.imbalance.delay_s(settings.seed, round_, comm.rank, comm.size)
-        # Blocks this rank's loop on purpose, as real computation would. The runtime must answer all the same.
-        time.sleep(max(0.0, settings.compute_s - (time.perf_counter() - started)) + delay_s)  # noqa: ASYNC251
+def _triangle(round_: int, rounds: int) -> float:
+    along = round_ / (rounds + 1)
+    return max(0.0, 2 * min(along, 1 - along))
 
-    def schedule(round_: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(round_, settings)
 
-    common: dict[str, Any] = {"rounds": settings.rounds, "schedule": schedule}
-    given = comm, workload.model, optimizer, gradient
-    match trainer:
-        case "allreduce_sgd":
-            return allreduce_sgd(*given, **common)
-        case "eager_sgd":
-            return eager_sgd(
-                *given,
-                **common,
-                partial=settings.partial,
-                candidates=settings.candidates,
-                quorum=settings.quorum,
-                history=settings.history,
-                sync_every=settings.sync_every,
-                average_every=settings.average_every,
-                seed=settings.seed,
-            )
-        case "wagma_sgd":
-            return wagma_sgd(
-                *given,
-                **common,
-                group_size=settings.group_size,
-                sync_every=settings.sync_every,
-                order=settings.order,
-                fixed=settings.fixed,
-                observe=consensus.observe,
-            )
-        case "dc_s3gd":
-            return dc_s3gd(*given, **common, lambda0=settings.lambda0)
-        case "oktopk_sgd":
-            return oktopk_sgd(
-                *given,
-                **common,
-                algorithm=settings.algorithm,
-                density=settings.density,
-                accumulate=settings.accumulate,
-                thresholds_every=settings.thresholds_every,
-                regions_every=settings.regions_every,
-                warm_up=settings.warm_up,
-            )
-    raise asyncoll.UsageError(f"there is no trainer {trainer!r}")
+class Machine:
+    """The emulated machine of one rank, which computes for a longer time than the real one."""
+
+    def __init__(self, comm: asyncoll.Communicator, workload: Workload, settings: Settings, in_thread: bool) -> None:
+        """`in_thread`: the loop of the program goes on while this rank computes."""
+        self._comm = comm
+        self._workload = workload
+        self._settings = settings
+        self._in_thread = in_thread
+        self._backward_s = 0.0  # of the batch before
+
+    async def step(self, trainer: Trainer, record: Record) -> None:
+        """One gradient, of `accumulate` batches. A late rank is late with the first of them."""
+        aim = trainer.round + 1
+        for batch in range(self._settings.accumulate):
+            late_for = aim if batch == 0 else None
+            if self._in_thread:
+                await asyncoll.offload(self._compute, late_for)
+            else:
+                self._compute(late_for)
+            called_s = time.perf_counter()
+            reduction = await trainer.step()
+            record.step(reduction, time.perf_counter() - called_s)
+
+    def _compute(self, late_for: int | None) -> None:
+        """Compute the gradient of a batch; a late rank of round `late_for` takes longer.
+
+        Time passes before `backward()`, so that algorithms that send during `backward()` get no gradient of a late rank
+        early. Sleeping blocks the caller on purpose, as computing would: the runtime must answer all the same.
+        """
+        settings, comm = self._settings, self._comm
+        started_s = time.perf_counter()
+        loss = self._workload.loss()
+        real_s = time.perf_counter() - started_s + self._backward_s
+        step_s = max(settings.compute_s, real_s)
+        if late_for is not None:
+            whole_s = settings.accumulate * step_s
+            step_s += settings.imbalance.delay_s(settings.seed, late_for, comm.rank, comm.size, whole_s)
+        time.sleep(step_s - real_s)
+        started_s = time.perf_counter()
+        loss.backward()
+        self._backward_s = time.perf_counter() - started_s
+
+
+def _score(workload: Workload, record: Record) -> None:
+    """Score the model of rank 0, unless that has taken too large a share of the time so far."""
+    if record.is_kept and record.scoring_s <= _SCORING_SHARE * record.elapsed_s():
+        started_s = time.perf_counter()
+        record.score(workload.score())
+        record.scoring_s += time.perf_counter() - started_s
+
+
+def _check(comm: asyncoll.Communicator, settings: Settings) -> None:
+    if isinstance(settings.imbalance, Real) and settings.compute_s:
+        raise asyncoll.UsageError("--imbalance real takes the machine as it is: leave out --compute")
+    settings.imbalance.delay_s(settings.seed, 1, comm.rank, comm.size)  # raises if it needs more ranks
 
 
 def _progress(comm: asyncoll.Communicator) -> Progress:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from trainers.eager_sgd import Partial
-from trainers.imbalance import Balanced, Imbalance, parse_duration, parse_imbalance
-from trainers.oktopk_sgd import Accumulate, Algorithm
-from trainers.wagma_sgd import Order
+from trainers.algorithms import ALGORITHMS, LEAST_ZERO, NATURAL, POSITIVE, Option
+from trainers.imbalance import IMBALANCES, Balanced, Imbalance, parse_duration, parse_imbalance
 from trainers.workloads import WORKLOADS
-
-TRAINERS = {
-    "allreduce_sgd": "Synchronous data-parallel SGD.",
-    "eager_sgd": "Eager-SGD: partial allreduces, which do not wait for slow ranks.",
-    "wagma_sgd": "WAGMA-SGD: changing groups average their models, and do not wait for slow ranks.",
-    "dc_s3gd": "DC-S3GD: synchronous, one step stale and compensated; communication overlaps computation.",
-    "oktopk_sgd": "Ok-Topk SGD: sparse allreduces send the largest updates and keep the others; and its baselines.",
-}
 
 
 def _parsed(name: str, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -38,107 +29,120 @@ def _parsed(name: str, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     return convert
 
 
-def _flag(kind: Any, help_: str, *, only: tuple[str, ...] = tuple(TRAINERS)) -> dict[str, Any]:
-    """The flag of a field, and the trainers that have it."""
-    return {"type": kind, "help": help_, "only": only}
+def _flag(kind: Any, help_: str) -> dict[str, Any]:
+    return {"type": kind, "help": help_}
 
 
-_POSITIVE = click.IntRange(min=1)
-_NATURAL = click.IntRange(min=0)
-_LEAST_ZERO = click.FloatRange(min=0.0)
 _MOMENTUM = click.FloatRange(0.0, 1.0, max_open=True)
+_NORM = click.FloatRange(min=0.0, min_open=True)
 _DURATION = _parsed("duration", parse_duration)
 _IMBALANCE = _parsed("imbalance", parse_imbalance)
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_DENSITY = click.FloatRange(0.0, 1.0, min_open=True)
-_EAGER, _WAGMA, _DC, _OKTOPK = ("eager_sgd",), ("wagma_sgd",), ("dc_s3gd",), ("oktopk_sgd",)
-
-_PARTIAL = _flag(click.Choice(get_args(Partial)), "The rule by which a round starts.", only=_EAGER)
-_CANDIDATES = _flag(_POSITIVE, "Ranks drawn for each round; the first of them to arrive starts it.", only=_EAGER)
-_QUORUM = _flag(_POSITIVE, "Ranks that a round waits for (by default more than half).", only=_EAGER)
-_HISTORY = _flag(_NATURAL, "Results kept for late ranks, so that they apply each one.", only=_EAGER)
-_AVERAGE = _flag(_NATURAL, "Rounds between averages of the models, without history (0: one at the end).", only=_EAGER)
-_SYNC = _flag(_NATURAL, "Wait for all ranks in every N-th round (0: never).", only=_EAGER + _WAGMA)
-_GROUP = _flag(_POSITIVE, "Ranks that average their models (by default the square root of all).", only=_WAGMA)
-_FIXED = _flag(bool, "The same groups in every round.", only=_WAGMA)
-_ORDER = _flag(click.Choice(get_args(Order)), "The paper's order, or that of its authors' code.", only=_WAGMA)
-_LAMBDA = _flag(_LEAST_ZERO, "Delay compensation, as a share of the gradient (0: none).", only=_DC)
-_ALGORITHM = _flag(click.Choice(get_args(Algorithm)), "The allreduce.", only=_OKTOPK)
-_SHARE = _flag(_DENSITY, "The share of all elements that is sent.", only=_OKTOPK)
-_THRESHOLDS = _flag(_POSITIVE, "Number of rounds for which a threshold is used (τ').", only=_OKTOPK)
-_REGIONS = _flag(_POSITIVE, "Number of rounds for which the regions are used (τ).", only=_OKTOPK)
-_WARM_UP = _flag(_NATURAL, "Dense rounds at the start.", only=_OKTOPK)
-_ACCUMULATE = _flag(
-    click.Choice(get_args(Accumulate)), "What residuals hold: as in the paper, or in its code.", only=_OKTOPK
+_WORKLOAD = _flag(click.Choice(sorted(WORKLOADS)), "The workload to train.")
+_FULL = _flag(bool, "The size of the paper, instead of one for two cores and minutes.")
+_DATA = _flag(click.Path(path_type=Path), "The workload's data, for those that read files.")
+_RATE = _flag(LEAST_ZERO, "Peak of the learning rate, in the middle of the run.")
+_BETA = _flag(_MOMENTUM, "Momentum of SGD; beta 1 of the Adam family.")
+_CLIP = _flag(_NORM, "Clip gradients to this norm.")
+_ACCUMULATE = _flag(POSITIVE, "Batches that make one gradient.")
+_BUFFERS = _flag(
+    click.Choice(["broadcast", "average", "local"]), "What happens to buffers where all models are made equal."
 )
-_DELAYS = _flag(_IMBALANCE, "Delays: none, one-random:200ms or all-skewed:50ms-400ms.")
+_COMPUTE = _flag(_DURATION, "Stretch the computation of each batch to this time, such as 100ms.")
+_DELAYS = _flag(_IMBALANCE, f"How steps differ in length: {', '.join(IMBALANCES)}.")
+_TARGET = _flag(click.FloatRange(0.0, 1.0), "Measure the time to this score.")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One run: what to train, how, and on which emulated machine.
 
-    The defaults train digits to about 98 % in 180 rounds on 4 ranks. The default history is longer than that, so it
-    keeps every result.
+    The defaults train digits to about 98 % in 180 rounds on 4 ranks. `options` are those of the algorithm alone.
     """
 
-    workload: str = field(default="digits", metadata=_flag(click.Choice(sorted(WORKLOADS)), "The workload to train."))
-    rounds: int = field(default=180, metadata=_flag(_POSITIVE, "Rounds to train."))
-    batch: int = field(default=64, metadata=_flag(_POSITIVE, "Samples per rank and step."))
-    learning_rate: float = field(
-        default=1.0, metadata=_flag(_LEAST_ZERO, "Peak of the learning rate, in the middle of the run.")
-    )
-    momentum: float = field(default=0.0, metadata=_flag(_MOMENTUM, "Momentum of SGD."))
-    partial: Partial = field(default="solo", metadata=_PARTIAL)
-    candidates: int = field(default=1, metadata=_CANDIDATES)
-    quorum: int | None = field(default=None, metadata=_QUORUM)
-    history: int = field(default=256, metadata=_HISTORY)
-    average_every: int = field(default=0, metadata=_AVERAGE)
-    sync_every: int = field(default=0, metadata=_SYNC)
-    group_size: int | None = field(default=None, metadata=_GROUP)
-    fixed: bool = field(default=False, metadata=_FIXED)
-    order: Order = field(default="step-then-average", metadata=_ORDER)
-    lambda0: float = field(default=0.2, metadata=_LAMBDA)
-    algorithm: Algorithm = field(default="oktopk", metadata=_ALGORITHM)
-    density: float = field(default=0.02, metadata=_SHARE)
-    accumulate: Accumulate = field(default="updates", metadata=_ACCUMULATE)
-    thresholds_every: int = field(default=1, metadata=_THRESHOLDS)
-    regions_every: int = field(default=64, metadata=_REGIONS)
-    warm_up: int = field(default=0, metadata=_WARM_UP)
-    seed: int = field(default=0, metadata=_flag(_NATURAL, "Seed of all draws; the same at every rank."))
-    compute_s: float = field(default=0.0, metadata=_flag(_DURATION, "Stretch each step to this time, such as 100ms."))
+    workload: str = field(default="digits", metadata=_WORKLOAD)
+    full: bool = field(default=False, metadata=_FULL)
+    data: Path | None = field(default=None, metadata=_DATA)
+    rounds: int = field(default=180, metadata=_flag(POSITIVE, "Rounds to train."))
+    batch: int = field(default=64, metadata=_flag(POSITIVE, "Samples per rank and step."))
+    learning_rate: float = field(default=1.0, metadata=_RATE)
+    momentum: float = field(default=0.0, metadata=_BETA)
+    clip_norm: float | None = field(default=None, metadata=_CLIP)
+    accumulate: int = field(default=1, metadata=_ACCUMULATE)
+    buffers: str = field(default="broadcast", metadata=_BUFFERS)
+    compute_s: float = field(default=0.0, metadata=_COMPUTE)
     imbalance: Imbalance = field(default=Balanced(), metadata=_DELAYS)
-    target: float = field(default=0.96, metadata=_flag(click.FloatRange(0.0, 1.0), "Measure the time to this score."))
+    target: float = field(default=0.96, metadata=_TARGET)
+    seed: int = field(default=0, metadata=_flag(NATURAL, "Seed of all draws; the same at every rank."))
     report: Path | None = field(default=None, metadata=_flag(_FILE, "Write the report to this JSON file."))
     plot: Path | None = field(default=None, metadata=_flag(_FILE, "Plot score over time to this PNG file."))
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trainer: str, workload: str = "digits", **given: Any) -> Settings:
-        """The `given` values that are not None; otherwise those of the workload, of the trainer, and the defaults."""
-        own: dict[str, Any] = {"sync_every": 10} if trainer == "wagma_sgd" else {}  # τ = 10, section IV
+    def of(cls, algorithm: str, /, workload: str = "digits", **given: Any) -> Settings:
+        """The `given` values that are not None, also of the algorithm's options; otherwise the defaults.
+
+        Defaults are those of the workload, and of the algorithm, where these have their own.
+        """
         chosen = {name: value for name, value in given.items() if value is not None}
-        return cls(workload=workload, **own | WORKLOADS[workload].defaults | chosen)
+        options = ALGORITHMS[algorithm].defaults()
+        own = {name: chosen.pop(name) for name in options if name in chosen}
+        return cls(workload=workload, options=options | own, **WORKLOADS[workload].defaults | chosen)
+
+    def plain(self) -> dict[str, Any]:
+        """All settings and options, as values that JSON has."""
+        common = {f.name: getattr(self, f.name) for f in COMMON}
+        return {name: _plain(value) for name, value in (common | self.options).items()}
 
 
-def options(trainer: str) -> list[click.Parameter]:
-    """The command line options of a trainer: one for each of its fields of `Settings`; `compute_s` is `--compute`.
+def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, enum.Enum) else value
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+COMMON = tuple(f for f in dataclasses.fields(Settings) if f.name != "options")
+
+
+def flags(algorithm: str, without: Iterable[str] = ()) -> list[click.Parameter]:
+    """The command line options of an algorithm's command: the common ones, and its own."""
+    entry = ALGORITHMS[algorithm]
+    defaults = entry.defaults()
+    return [*common_flags(without), *(_own_flag(option, defaults[option.name]) for option in entry.options)]
+
+
+def common_flags(without: Iterable[str] = ()) -> list[click.Parameter]:
+    """The options of all algorithms: one for each field of `Settings`; `compute_s` is `--compute`.
 
     An option whose default depends on the workload is None unless it is given; `Settings.of` then sets it.
     """
-    return [_option(trainer, f) for f in dataclasses.fields(Settings) if trainer in f.metadata["only"]]
+    return [_common_flag(f) for f in COMMON if f.name not in without]
 
 
-def _option(trainer: str, f: dataclasses.Field[Any]) -> click.Option:
-    default = getattr(Settings.of(trainer), f.name)
-    shown: bool | str = default is not None
-    if any(f.name in workload.defaults for workload in WORKLOADS.values()):
-        values = {name: getattr(Settings.of(trainer, name), f.name) for name in sorted(WORKLOADS)}
-        default, shown = None, ", ".join(f"{value} for {name}" for name, value in values.items())
+def _common_flag(f: dataclasses.Field[Any]) -> click.Option:
+    default = f.default
+    shown: bool | str = _has_value(default)
+    others = {name: kind.defaults[f.name] for name, kind in sorted(WORKLOADS.items()) if f.name in kind.defaults}
+    if others:
+        listed = ", ".join(f"{value} for {name}" for name, value in others.items())
+        default, shown = None, f"{default}; {listed}"
+    return _option(f.name.removesuffix("_s"), f.name, f.metadata["type"], f.metadata["help"], default, shown)
+
+
+def _own_flag(option: Option, default: Any) -> click.Option:
+    shown = _plain(default) if isinstance(default, enum.Enum) else _has_value(default)
+    return _option(option.name, option.name, option.kind, option.help, default, shown)
+
+
+def _has_value(default: Any) -> bool:
+    return default is not None and default is not False
+
+
+def _option(flag: str, name: str, kind: Any, help_: str, default: Any, shown: bool | str) -> click.Option:
     return click.Option(
-        [f"--{f.name.removesuffix('_s').replace('_', '-')}", f.name],
-        type=f.metadata["type"],
-        is_flag=f.metadata["type"] is bool,
+        [f"--{flag.replace('_', '-')}", name],
+        type=kind,
+        is_flag=kind is bool,
         default=default,
-        help=f.metadata["help"],
+        help=help_,
         show_default=shown,
     )

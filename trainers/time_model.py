@@ -3,8 +3,11 @@
 With A_r the moment when rank r calls round t and X the end of the previous round, round t ends at
 
     synchronous: max_r A_r       solo: max(X, min_r A_r)       majority: max(X, A_i), i drawn for t
+    quorum: max(X, the q-th smallest A_r)
 
-and rank r starts its next step at max(A_r, end). Let each step compute c, and one rank drawn for each round d more:
+and rank r starts its next step at max(A_r, end). A call opens no round if its step began before X: it gets the newest
+result instead. So no round is shorter than the shortest, the drawn rank's, the q-th shortest or the longest step that
+aims at it. Let each step compute c, and one rank drawn for each round d more:
 
 * synchronous: every round contains the drawn rank: exactly c + d.
 * solo: no round without one step: at least c. (That is below c + d/P, the mean step of a rank, which bounds a system
@@ -16,28 +19,84 @@ Solo and majority reach these bounds only if no rank carries lateness into the n
 does so for d/c rounds: it may be drawn as initiator while it still computes. A late call opens no round, unless at
 least half of the ranks wait for that caller. This cost has no short formula; `expected_round_s` runs the recursion over
 many draws.
+
+The bound of majority needs delays that are drawn for each round anew. If one rank is late in many rounds, the late
+calls that open rounds make them shorter: such a round is at least as long as half of the ranks' steps.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from trainers.imbalance import Imbalance
+from trainers.imbalance import Balanced, Imbalance, KRandom, OneRandom, Real, Trace
 
-Rule = Literal["synchronous", "solo", "majority"]
+_DRAWN = (Balanced, OneRandom, KRandom, Trace)  # the delays of a round do not depend on those of the round before
+Rule = Literal["synchronous", "solo", "majority", "quorum"]
 
 
-def least_round_s(rule: Rule, compute_s: float, late_s: float, ranks: int) -> float:
-    """The bound above for one random late rank per round, in seconds per round."""
-    return compute_s + {"synchronous": late_s, "solo": 0.0, "majority": late_s / ranks}[rule]
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The ranks that a round waits for.
+
+    `quorum` and `candidates` are those of the rules of these names. Every `sync_every`-th round is synchronous (0:
+    none). Synchronous ranks wait for each other after every `steps` steps (0: at the end only, so that a rank may be
+    late as long as it catches up).
+    """
+
+    rule: Rule
+    quorum: int = 1
+    candidates: int = 1
+    sync_every: int = 0
+    steps: int = 1
+
+
+def least_round_s(
+    waiting: Waiting, compute_s: float, imbalance: Imbalance, ranks: int, *, rounds: int = 4000, seed: int = 0
+) -> float:
+    """The bound above, in mean seconds of the rounds of a run with this `seed`; 0 if the steps' times are unknown."""
+    if isinstance(imbalance, Real):
+        return 0.0
+    steps_s = np.array(
+        [
+            [compute_s + imbalance.delay_s(seed, round_, rank, ranks, compute_s) for rank in range(ranks)]
+            for round_ in range(1, rounds + 1)
+        ]
+    )
+    if waiting.rule == "synchronous":
+        together = waiting.steps or rounds
+        starts = range(0, rounds, together)
+        return float(sum(steps_s[start : start + together].sum(axis=0).max() for start in starts)) / rounds
+    ascending = np.sort(steps_s, axis=1)
+    opening_s = ascending
+    if waiting.rule == "majority" and not isinstance(imbalance, _DRAWN):
+        opening_s = np.minimum(ascending, ascending[:, [(ranks - 1) // 2]])
+    least_s = opening_s @ _openers(waiting, ranks)
+    if waiting.sync_every:
+        every = waiting.sync_every
+        least_s[every - 1 :: every] = ascending[every - 1 :: every, -1]
+    return float(least_s.mean())
+
+
+def _openers(waiting: Waiting, ranks: int) -> list[float]:
+    """The probability that the rank with the k-th shortest step opens the round, for each k."""
+    if waiting.rule == "majority":  # all of the candidates are among the ranks from the k-th on, and it is one
+        drawn = min(waiting.candidates, ranks)
+        return [math.comb(ranks - k, drawn - 1) / math.comb(ranks, drawn) for k in range(1, ranks + 1)]
+    opener = 1 if waiting.rule == "solo" else waiting.quorum
+    return [float(k == min(opener, ranks)) for k in range(1, ranks + 1)]
 
 
 def expected_round_s(
     rule: Rule, compute_s: float, imbalance: Imbalance, ranks: int, average_every: int, rounds: int = 4000
 ) -> float:
-    """Mean seconds per round of the recursion above; models are averaged every `average_every` rounds (0: never)."""
+    """Mean seconds per round of the recursion above, for synchronous, solo and majority.
+
+    Models are averaged every `average_every` rounds (0: never).
+    """
     initiators = np.random.default_rng(0).integers(ranks, size=rounds + 1)
     newest, end_s = 0, 0.0
     aims = [1] * ranks

@@ -39,7 +39,8 @@ class EagerSGD(Trainer):
     with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
     divided by the weights in the round.
 
-    Ranks may end at different rounds: `finish()` gives all of them the newest one. Where models are equal, at the start
+    Ranks may end at different rounds: `finish()` gives all of them the newest one. (Either every rank has made a step
+    by then, or none.) Where models are equal, at the start
     and after a round that is `synchronous` with history, a checkpoint of one rank is one of all. A checkpoint of
     another moment lacks the gradients that are staged and in no round yet. If the ranks have loaded different rounds,
     all go on from the newest.
@@ -81,9 +82,11 @@ class EagerSGD(Trainer):
         self._average_every = average_every
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._has_called = False
         self._lost = 0  # results that this rank has lost since all replicas were equal
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
+        self._has_called = True
         # G_local = mean gradient of b local samples at w
         reduction = await self._allreduce(self._flat.gradients, weight=weight)  # line 7: G = U_sum / P
         if self._history and reduction.skipped and not self._sync_every:
@@ -113,9 +116,10 @@ class EagerSGD(Trainer):
             await self._average_models()
 
     async def _finish(self) -> None:
-        reduction = await self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
-        if reduction is not None:
-            await self._apply_results(reduction)
+        if self._has_called:
+            reduction = await self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
+            if reduction is not None:
+                await self._apply_results(reduction)
         if self._history:
             await self._resynchronise()
             await self._unite_buffers()

@@ -26,9 +26,9 @@ class ParameterServerSGD(Trainer):
     (about P - 1 if all ranks are equally fast); `active` is 1, because each update has one gradient.
 
     With `staleness` (s, at least 0) a worker that has made more than s steps more than the slowest one waits for it, so
-    `skipped` is at most (P - 1) (2 s + 1). s = 0 lets nobody begin a step before all have ended the one before. A rank
-    that has called `finish()` does not count any more. A rank that waits for the others in a collective call of the
-    program does count: with `staleness`, make such calls only where all ranks have made the same number of steps.
+    `skipped` is at most (P - 1) (2 s + 1). With s = 0 no rank begins a step before all have ended the one before. A
+    rank that has called `finish()` does not count any more. A rank that waits for the others in a collective call of
+    the program does count: with `staleness`, make such calls only where all ranks have made as many steps.
 
     **Clock.** P updates are a round. `round` is the number of complete rounds in this rank's model; at rank 0, in the
     server's. So ranks make different numbers of steps in a loop such as `while sgd.round < rounds`, which ends at every
@@ -171,7 +171,7 @@ class Server:
         return skipped, self.updates, self.hand_out(worker) if worker else None
 
     async def leave(self, worker: int) -> None:
-        """Nobody waits for `worker` any more."""
+        """The training ends at `worker`: no other one waits for it any more."""
         self._workers.remove(worker)
         self._has_moved.set()
 

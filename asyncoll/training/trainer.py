@@ -306,11 +306,11 @@ class Trainer(ABC):
         )
 
     def _at_own_round(self, reduction: asyncoll.Reduction) -> asyncoll.Reduction:
-        """`reduction` with the round of this training, and without the results, which are in the model.
+        """`reduction` with the round of this training, and without its result, which is in the model.
 
         A checkpoint may have moved the training's round ahead of the operation's.
         """
-        return dataclasses.replace(reduction, round=self.round, missed=(), result=None)
+        return dataclasses.replace(reduction, round=self.round, result=None)
 
     # -- the start --------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ class WagmaSGD(Trainer):
 
     `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
     the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
-    after a round that is `synchronous`, with "step-then-average". Ranks may end at different rounds: `finish()` gives
-    all ranks an average of all models.
+    after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of all models.
+    Ranks may end at different rounds: their last models then stay in the rounds of the others.
 
     `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
     (both flat). Their distance is this rank's part of the consensus distance.
@@ -71,9 +71,11 @@ class WagmaSGD(Trainer):
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._total = torch.empty_like(weights(self._flat))
+        self._has_called = False
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight)
+        self._has_called = True
         if self._order == "step-then-average":
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = weights(self._flat)
@@ -93,9 +95,8 @@ class WagmaSGD(Trainer):
 
     async def _finish(self) -> None:
         own = weights(self._flat)
-        reduction = await self.comm.join(self._name, self._total)  # no round waits for this rank any more
-        if reduction is not None:
-            self._skip_to(self._base + reduction.round)
+        if self._has_called:
+            await self.comm.join(self._name, self._total)  # no synchronous round waits for this rank any more
         mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)
         self._observe(self.round, own, mean)
         own.copy_(mean)  # all ranks leave with one model

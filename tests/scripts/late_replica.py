@@ -8,9 +8,9 @@ import hashlib
 import sys
 
 import torch
-from trainers.eager_sgd import eager_sgd
 
 import asyncoll
+from asyncoll.training import EagerSGD
 
 PERIOD = 8
 
@@ -24,8 +24,11 @@ async def main(comm: asyncoll.Communicator, optimizer: str) -> tuple[str, int, i
     word = torch.zeros(1)
     periods = 0  # that rank 0 has released the last rank in
 
-    async def gradient(round_: int) -> None:
-        nonlocal periods
+    sgd = EagerSGD(comm, model, steps, history=1, sync_every=PERIOD)
+    await sgd.start()
+    lost = missed = 0
+    while sgd.round < 4 * PERIOD:
+        round_ = sgd.round + 1
         model(torch.randn(4, 8)).square().mean().backward()
         if comm.rank == 0 and periods < (round_ + PERIOD - 5) // PERIOD:
             periods += 1
@@ -33,11 +36,10 @@ async def main(comm: asyncoll.Communicator, optimizer: str) -> tuple[str, int, i
         if comm.rank == comm.size - 1 and periods < (round_ + PERIOD - 1) // PERIOD:
             periods += 1
             await comm.recv(word, source=0)
-
-    lost = missed = 0
-    async for done in eager_sgd(comm, model, steps, gradient, rounds=4 * PERIOD, history=1, sync_every=PERIOD):
+        done = await sgd.step()
         lost += done.skipped
         missed += len(done.missed)
+    await sgd.finish()
     kept = [value for p in model.parameters() for _, value in sorted(steps.state[p].items())]
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *kept])
     return hashlib.sha256(bits).hexdigest(), lost, missed

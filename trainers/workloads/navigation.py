@@ -82,6 +82,8 @@ class Navigation:
         self, rank: int, size: int, batch: int, seed: int, *, full: bool = False, data: Path | None = None
     ) -> None:
         refuse_data(self.name, data)
+        if batch < _MINIBATCHES:  # an episode may have one step, and a minibatch needs one
+            raise asyncoll.UsageError(f"{self.name} needs a batch of at least {_MINIBATCHES} episodes, not {batch}")
         side = 33 if full else 9
         self._mazes = [_maze(side) for _ in range(batch)]
         self._test_mazes = [_maze(side) for _ in range(_HELD_OUT)]

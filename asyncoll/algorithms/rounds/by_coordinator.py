@@ -146,7 +146,7 @@ class CoordinatedRounds(WaitAvoiding):
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
         ranks, gone, weight = self._tally.count_round(self._all_ranks, participation)
-        synchronous = self.operation.is_synchronous(self._number)
+        synchronous = self.operation.is_synchronous(self._number) and not gone
         self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 
     def _coordinator_of(self, number: int) -> int:

@@ -157,6 +157,7 @@ class ActivatedRounds(WaitAvoiding):
         ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size
+        synchronous &= not absent
         self._end_round(Result(number, parts, ranks, members, taken, synchronous, total, deserted, lent), absent)
 
     def _take(self) -> tuple[Parts, bool]:

@@ -28,10 +28,10 @@ class Rounds(Protocol):
         """
 
     async def join(self) -> Delivery | None:
-        """Contribute no more, and wait until no rank does. Not for operations in groups.
+        """Contribute no more, and wait until no rank does.
 
         Then one more round takes all that is still staged. Returns the rounds that this rank was not told of; None if
-        there are none. Cancelling it leaves the operation in an undefined state.
+        there are none. In groups, which have no result of all ranks, it waits for nothing and returns None. Cancelling it leaves the operation in an undefined state.
         """
 
     def release(self, delivery: Delivery) -> None:

@@ -129,6 +129,8 @@ class OneSidedRounds:
             rounds, engine = self._rounds, self._engine
             with self._control_block:
                 rounds.join()
+            if self.operation.group_size:
+                return None
             while not await self._close():
                 await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
             with self._control_block:
@@ -413,13 +415,13 @@ class OneSidedRounds:
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
-        number, block, _, taken = kept
+        number, block, _, absent, taken = kept
         blocks = self._rounds.blocks
         parts = self._parts(blocks.address(block)) if block else []
         ranks = _ranks_of(blocks.contributors(block)) if block else ()
         members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
         weight = blocks.weight(block) if block else 0.0
-        synchronous = self.operation.is_synchronous(number)
+        synchronous = self.operation.is_synchronous(number) and not absent
         return Result(number, parts, ranks, members, taken, synchronous, weight, block=block)
 
     def release(self, delivery: Delivery) -> None:

@@ -45,7 +45,10 @@ class Reduction:
     """The number of rounds since this rank's last one whose results this rank will never be given."""
 
     synchronous: bool
-    """Whether the round is a `sync_every` round, which has waited for every rank."""
+    """Whether the round is a `sync_every` round, for which every rank has come.
+
+    False if a rank had joined the operation, or left its program, when the round began.
+    """
 
     missed: tuple[Any, ...] = ()
     """With `history`: the results of rounds since this rank's last one, oldest first.
@@ -192,8 +195,6 @@ class Operations:
         spec = self._called.get(name)
         if spec is None:
             raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
-        if spec.group_size:
-            raise UsageError(f"{spec} is in groups, which have no newest result of all ranks: reduce once more instead")
         given = bundle(x, spec.op)
         if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")

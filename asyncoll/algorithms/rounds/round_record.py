@@ -58,12 +58,14 @@ class Row(NamedTuple):
     round: int  # the `Kept` that the running round is to have
     block: int
     active: int
+    absent: int
     taken: int
     here: int  # the newest round that a caller of it has arrived at; 0: none
     waits_for: int  # that round as long as the caller waits for it; 0: none
     granted: int  # the `Kept` that was granted to its caller; 0: none
     granted_block: int
     granted_active: int
+    granted_absent: int
     granted_taken: int
     waited_ns: int  # the time that its callers have waited for rounds to begin
     late_ns: int  # the time from the beginning of rounds until its callers arrived
@@ -75,6 +77,7 @@ class Kept(NamedTuple):
     number: int  # of its round
     block: int  # the result of the rank's group
     active: int  # the number of contributors
+    absent: int  # the number of ranks that made no more calls when the round began
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
@@ -265,7 +268,7 @@ class RoundRecord:
         cells[head.claimed] = cells[head.done] = 0
         cells[self._begun + number % _BEGINNINGS] = now_ns
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
-        chunks = 0
+        chunks, absent = 0, int(np.count_nonzero(self._gone))
         for ranks, index in groups:
             taken, contributors, weight = [], 0, 0.0
             for rank, block in zip(ranks, table[index, COLUMN.source].tolist(), strict=True):
@@ -288,7 +291,7 @@ class RoundRecord:
                 dest = self.blocks.take()
                 chunks += self._chunks_of_block
             self.blocks.sign(dest, contributors, weight)
-            table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken)
+            table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round
             self._publish()

@@ -100,7 +100,8 @@ class Tally:
     def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
         """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
         participation = np.zeros((self._rows, members), self._dtype)
-        participation[_GONE, list(gone)] = 1
+        for rank in gone:
+            participation[_GONE, rank] = 1
         return participation
 
     def sign(self, members: int, index: int, *, contributes: bool, gone: bool, weight: float) -> Array:
@@ -126,7 +127,7 @@ class Tally:
         if ranks or gone < len(members):  # otherwise there is no result, and no caller for it
             self.rounds += 1
             self.active[len(ranks)] += 1
-        return Participation(ranks, gone, float(rows[_WEIGHT:].sum()))
+        return Participation(ranks, gone, float(rows[_WEIGHT].sum()) if self._rows > _WEIGHT else 0.0)
 
     def returned(self, *, next_has_begun: bool) -> None:
         """The call of this rank returns."""

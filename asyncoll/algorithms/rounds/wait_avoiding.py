@@ -153,6 +153,9 @@ class WaitAvoiding(ABC):
         async with self._turn:
             self._port.check()
             self._handed, self._has_joined = None, True
+            if self.operation.group_size:
+                self._take_part_if_gone()
+                return None
             if not self._is_over:
                 with self._port.watch(f"{self.describe()}: ranks that have not joined") as self._joining:
                     self._take_part_if_gone()
@@ -254,7 +257,7 @@ class WaitAvoiding(ABC):
 
     def _end_round(self, result: Result, gone: int) -> None:
         """The round that was armed is over, and so many ranks made no more calls."""
-        self._is_over = self._has_joined and gone == self._group.size
+        self._is_over = self._has_joined and not self.operation.group_size and gone == self._group.size
         if result.ranks or not self._is_over:
             self._publish(result)
         if self._is_over and self._joining is not None and not self._joining.done():
@@ -295,7 +298,8 @@ class WaitAvoiding(ABC):
         synchronous round after another, without any caller, as long as the world exists.
         """
         if self._is_gone and not self._is_over and not self._latest.deserted:
-            self._follow(self._round.here(JOINED if self._has_joined else GONE))
+            waits = self._has_joined and not self.operation.group_size
+            self._follow(self._round.here(JOINED if waits else GONE))
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
