@@ -1217,8 +1217,8 @@ class Communicator:
             result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
 
         Raises:
-            UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread runs
-                no event loop. Nothing has been sent.
+            UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread
+                runs no event loop. Nothing has been sent.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for another operation at another rank.
             PeerLostError: when awaited: a rank of the world is gone or frozen.

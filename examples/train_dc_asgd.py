@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import asyncoll.training
 
-MICRO, CLIP, WARM_UP, SEED = 4, 1.0, 10, 0
+MICRO, CLIP, WARM_UP = 4, 1.0, 10
 
 
 async def main(comm: asyncoll.Communicator) -> None:
@@ -27,13 +27,14 @@ async def main(comm: asyncoll.Communicator) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/train"), help="for checkpoints; a run resumes there")
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints and validations")
     parser.add_argument("--straggle-s", type=float, default=0.0, help="sleep of one random rank in each step")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     args = parser.parse_args()
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.manual_seed(SEED)
+    torch.manual_seed(args.seed)
     batches = Batches()
-    sampler: DistributedSampler[int] = DistributedSampler(batches, size, rank, seed=SEED, drop_last=True)
+    sampler: DistributedSampler[int] = DistributedSampler(batches, size, rank, seed=args.seed, drop_last=True)
     loader = DataLoader(batches, batch_size=None, sampler=sampler, num_workers=1)
     validation = list(DataLoader(Batches(validation=True), batch_size=None))[::4]
 

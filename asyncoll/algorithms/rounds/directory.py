@@ -31,7 +31,8 @@ class Rounds(Protocol):
         """Contribute no more, and wait until no rank does.
 
         Then one more round takes all that is still staged. Returns the rounds that this rank was not told of; None if
-        there are none. In groups, which have no result of all ranks, it waits for nothing and returns None. Cancelling it leaves the operation in an undefined state.
+        there are none. In groups, which have no result of all ranks, it waits for nothing and returns None. Cancelling
+        it leaves the operation in an undefined state.
         """
 
     def release(self, delivery: Delivery) -> None:
