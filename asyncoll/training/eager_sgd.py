@@ -40,14 +40,16 @@ class EagerSGD(Trainer):
     divided by the weights in the round.
 
     Ranks may end at different rounds: `finish()` gives all of them the newest one. (Either every rank has made a step
-    by then, or none.) Where models are equal, at the start
+    by then, or none. With `average_every` or `sync_every`, all leave at the same round: a rank that goes on would wait
+    for the others there.) Where models are equal, at the start
     and after a round that is `synchronous` with history, a checkpoint of one rank is one of all. A checkpoint of
     another moment lacks the gradients that are staged and in no round yet. If the ranks have loaded different rounds,
     all go on from the newest.
 
     A second training on one communicator needs another `name`. See `Trainer` for the other arguments.
 
-    Memory: the gradients, as one flat tensor, and one more for each result of the history.
+    Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
+    contribution, the sum that is reduced, and the result), and one for each result of the history.
     """
 
     def __init__(

@@ -52,7 +52,8 @@ class OkTopkSGD(Trainer):
     A step raises NonFiniteError at every rank, with the parameters of the round before, if any rank's gradient holds
     NaN or infinity.
 
-    Memory: the gradients, as one flat tensor, and the residual.
+    Memory: the gradients, as one flat tensor, and the residual; during the step about one and a half more of that size,
+    to select elements.
     """
 
     has_local_state: ClassVar[bool] = True

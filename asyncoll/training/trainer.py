@@ -56,7 +56,8 @@ class Trainer(ABC):
         clip_norm: the largest norm of a gradient that a step is taken with, as for `torch.nn.utils.clip_grad_norm_`.
             It is applied to the reduced gradient, so replicas that apply the same one stay equal to the bit. Algorithms
             that take local steps clip the local gradient. None: no clipping.
-        accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing.
+        accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing. With
+            weights, the sum takes memory of its own, as much as the gradients.
         scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
             that this rank has skipped; the program does not step it.
         scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is

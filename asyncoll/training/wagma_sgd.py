@@ -41,7 +41,8 @@ class WagmaSGD(Trainer):
     training on one communicator needs another `name`. See `Trainer` for the other arguments; a `weight` is refused,
     because models are averaged, and not gradients.
 
-    Memory: the gradients, as one flat tensor, and one copy of the parameters.
+    Memory: the gradients, as one flat tensor, and one copy of the parameters; a second copy during the step. The rounds
+    hold about three more of that size by message: the staged model, the sum that is reduced, and the result.
     """
 
     has_local_state: ClassVar[bool] = True
