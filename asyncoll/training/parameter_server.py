@@ -127,11 +127,14 @@ class ParameterServerSGD(Trainer):
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         if self._server is None:
-            self.round = 0  # the training goes on from the newest round, which must be rank 0's
-        elif own:
-            self._server.load_state(own)
-        else:
+            return
+        if not own:
             raise asyncoll.UsageError("the checkpoint is that of another rank: load the one that rank 0 has saved")
+        self._server.load_state(own)
+
+    def _source(self, rounds: list[int]) -> int:
+        """Rank 0, which has the server, also if another rank has loaded a newer round."""
+        return 0
 
 
 class Server:

@@ -319,7 +319,8 @@ class Trainer(ABC):
         """All ranks get one model and one optimizer, unless each has loaded a state of its own."""
         own = torch.tensor([self.round, self._is_loaded, self._schedule_offset()])
         rounds, loaded, offsets = (await self.comm.allgather(own)).T.tolist()
-        newest = max(rounds)
+        root = self._source(rounds)
+        newest = rounds[root]
         if len(set(offsets)) > 1:
             steps = map(sum, zip(offsets, rounds, strict=True))
             raise asyncoll.UsageError(
@@ -335,8 +336,13 @@ class Trainer(ABC):
             await replicas.check_same(self.comm, self.model, self.optimizer)
         else:
             self._skip_to(newest)  # with the scheduler; the optimizer's rates are those of the root in any case
-            await replicas.share(self.comm, self.model, self.optimizer, self._flat, root=rounds.index(newest))
+            self.round = newest
+            await replicas.share(self.comm, self.model, self.optimizer, self._flat, root=root)
         await self._resume()
+
+    def _source(self, rounds: list[int]) -> int:
+        """The rank whose model and optimizer all get. `rounds` has the round that each rank has loaded."""
+        return rounds.index(max(rounds))
 
     def _schedule_offset(self) -> int:
         """The steps of the scheduler that were not rounds of this training: the same number at all ranks."""
