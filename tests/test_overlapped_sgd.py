@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -231,9 +232,10 @@ def test_a_gradient_without_a_step_is_dropped_at_the_end(buckets: int, ranks: Ra
             model(torch.ones(2, 5)).sum().backward()
         await sgd.finish()
         assert torch.equal(before, parameters(model))
-        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-        return before, float(await comm.allreduce(torch.ones(1)))
+        total = float(await comm.allreduce(torch.ones(1)))
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+        return before, total
 
     for model, total in ranks(3, main):
         assert total == 3.0
@@ -255,6 +257,20 @@ def replicas_of_two_rounds(ranks: Ranks) -> torch.Tensor:
 
     model: torch.Tensor = ranks(3, main)[0]
     return model
+
+
+def test_a_trainer_that_is_dropped_without_an_end_starts_no_calls_and_is_freed(ranks: Ranks) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[bool, int]:
+        recorder, model = Recorder(comm), network()
+        sgd = OverlappedSGD(recorder, model, plain(model), bucket_bytes=1)  # type: ignore[arg-type]
+        await sgd.start()
+        known = weakref.ref(sgd)
+        del sgd
+        gc.collect()
+        model(torch.ones(1, 5)).sum().backward()
+        return known() is None, len(recorder.sizes)
+
+    assert ranks(2, main) == [(True, 0)] * 2
 
 
 def test_backward_on_another_thread_is_a_usage_error() -> None:

@@ -7,7 +7,8 @@ as it is complete, so only the first layers' bucket is left to wait for when `ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -67,7 +68,8 @@ class OverlappedSGD(Trainer):
         buckets = (index for index, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
         self._bucket_of = dict(zip(reversed(self._parameters), buckets, strict=True))
         self._thread = threading.get_ident()  # of the loop: calls can only be made there
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
+        hook = _weak(self._arrived)
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
         self._open()
 
     def _open(self) -> None:
@@ -136,6 +138,21 @@ class OverlappedSGD(Trainer):
             self._open()
             self._flat.zero_gradients()
         await self._unite_buffers()
+
+
+def _weak(arrived: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that does nothing when the trainer is gone: one that a program drops without `finish()` starts no calls.
+
+    The garbage collector does not see references from the hooks of a tensor, so a plain one would keep the trainer.
+    """
+    method = weakref.WeakMethod(arrived)
+
+    def hook(parameter: nn.Parameter) -> None:
+        known = method()
+        if known is not None:
+            known(parameter)
+
+    return hook
 
 
 def cut(sizes: Sequence[int], least: int) -> list[Bucket]:
