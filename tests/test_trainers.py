@@ -80,7 +80,7 @@ def test_a_real_machine_has_no_bound() -> None:
 
 @pytest.mark.parametrize("partial", ["solo", "majority"])
 def test_the_recursion_predicts_the_protocol_in_virtual_time(partial: Literal["solo", "majority"]) -> None:
-    imbalance, rounds, size = OneRandom(0.2), 150, 8
+    imbalance, rounds, size = OneRandom(0.2), 100, 8
 
     async def main(comm: asyncoll.Communicator) -> None:
         model = torch.nn.Linear(1, 1)

@@ -24,7 +24,7 @@ from trainers.report import MEGABYTE, Point, machine, number
 from trainers.runs import Run, RunFailedError, launch
 from trainers.settings import flags
 
-TABLE_WIDTH = 160  # of a table that goes into a file or a pipe
+TABLE_WIDTH = 160  # at most: a table is as wide as its content
 _OF_ALL = {"workload", "full", "data", "rounds", "target", "compute_s", "imbalance", "seed", "report", "plot"}  # runs
 _NOT_IN_A_NAME = re.compile(r"[^\w.=-]+")
 
@@ -106,8 +106,7 @@ def compare(
     _write(algorithms, seeds, folder)
     finished = [compared for compared in algorithms if compared.runs]
     if finished:
-        wide = console if console.is_terminal else Console(width=TABLE_WIDTH)
-        wide.print(comparison(finished))
+        Console(width=max(console.width, TABLE_WIDTH)).print(comparison(finished))  # a narrow terminal wraps lines
         _plot(finished, folder)
         if tensorboard:
             _write_events(finished, folder / "tensorboard")

@@ -4,7 +4,7 @@
 
 The programs are `examples/train_ddp.py`, `train_allreduce_sgd.py` and `train_eager_sgd.py`: 4 processes, a byte-level
 Transformer on the standard library's sources, batches of different lengths, AdamW, warm-up and cosine, clipping, four
-micro-batches a step. The rank that is drawn for a step sleeps for `--straggle-s`, about the length of a step. Losses are
+micro-batches a step. The rank drawn for a step sleeps for `--straggle-s`, about the length of a step. Losses are
 those of rank 0 on the same held-out sequences. `time to DDP's loss` is the wall time until the loss is at most DDP's
 last one, and its share of DDP's wall time.
 """
@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Record, numbers, parser
 
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RANKS = 4
 PROGRAMS = {"DDP, Gloo": "train_ddp", "AllreduceSGD": "train_allreduce_sgd", "EagerSGD": "train_eager_sgd"}
 LINE = re.compile(r"step (\d+): validation loss (\S+), (\S+) s")
@@ -69,7 +69,7 @@ def main() -> None:
 def run(program: str, flags: list[str]) -> list[Point]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(RANKS)]
-        command += [str(ROOT / "examples" / f"{program}.py"), "--folder", folder, *flags]
+        command += [str(EXAMPLES / f"{program}.py"), "--folder", folder, *flags]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout}\n{done.stderr}\n{program} failed with exit code {done.returncode}")
