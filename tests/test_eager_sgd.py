@@ -300,11 +300,6 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial
         assert all(kept == results[0][2] for _, _, kept in results)
 
 
-@pytest.mark.xfail(
-    raises=asyncoll.DeadlockError,
-    strict=True,
-    reason="a synchronous round does not tell the ranks that are left that another has joined",
-)
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [1, 30])
 @looped("seed", range(6))

@@ -221,6 +221,29 @@ def test_zero_grad_in_the_loop_does_no_harm(algorithm: str, size: int, accumulat
     assert models(does_clear=True) == models(does_clear=False)
 
 
+@looped("set_to_none", [True, False])
+@looped("accumulate", [1, 2])
+def test_zero_grad_discards_the_gradients_of_no_step(accumulate: int, set_to_none: bool) -> None:
+    def models(*, discards: bool) -> list[dict[str, bytes]]:
+        async def main(comm: asyncoll.Communicator) -> dict[str, bytes]:
+            model = network()
+            optimizer = momentum(model)
+            sgd = AllreduceSGD(comm, model, optimizer, accumulate=accumulate)
+            await sgd.start()
+            for call in range(3 * accumulate):
+                if discards:
+                    loss(model, comm.rank, 100 + call).backward()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                loss(model, comm.rank, call).backward()
+                await sgd.step()
+            await sgd.finish()
+            return whole(model)
+
+        return ranks(2, main)
+
+    assert models(discards=True) == models(discards=False)
+
+
 # -- clipping ------------------------------------------------------------------------------------
 
 

@@ -120,10 +120,10 @@ class Flat:
         self.gradients.zero_()
 
     def collect_gradients(self) -> None:
-        """Add gradients that `backward()` has put elsewhere, after `zero_grad()`, to the flat tensor, for good.
+        """Copy gradients that `backward()` has put elsewhere, after `zero_grad()`, into the flat tensor, for good.
 
-        `gradients` then has everything that was computed since the last `zero_gradients()`. Raises UsageError if the
-        model no longer uses the flat tensors.
+        `gradients` then has what the parameters' `grad` has; 0 where that is None. Raises UsageError if the model no
+        longer uses the flat tensors.
         """
         self._check_model()
         if self._gradients.lacks(list(map(_GRAD, self._trainable))) is not None:
@@ -134,10 +134,12 @@ class Flat:
         """As `collect_gradients`, for one trainable parameter, and without the check of the model."""
         piece = self._piece_of[parameter]
         if parameter.grad is None:
-            parameter.grad = piece.detach()
-        elif parameter.grad.data_ptr() != piece.data_ptr():
-            piece.add_(parameter.grad)
-            parameter.grad = piece.detach()
+            piece.zero_()
+        elif parameter.grad.data_ptr() == piece.data_ptr():
+            return
+        else:
+            piece.copy_(parameter.grad)
+        parameter.grad = piece.detach()
 
     def _check_model(self) -> None:
         """Raise UsageError if the flat tensors lack parameters of the model, or their gradients."""

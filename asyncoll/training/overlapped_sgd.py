@@ -96,10 +96,12 @@ class OverlappedSGD(Trainer):
             self._start_next()
 
     def _start_next(self) -> None:
-        call = self.comm.allreduce(self._slices[len(self._started)], op=asyncoll.AVG)
-        self._started.append(UnderWay(call))
+        gradients, bucket = self._slices[len(self._started)], self._buckets[len(self._started)]
+        if self._sum is not None:
+            gradients.add_(self._sum[bucket.start : bucket.stop])
+        self._started.append(UnderWay(self.comm.allreduce(gradients, op=asyncoll.AVG)))
 
-    def _prepare(self) -> None:
+    def _prepare(self, weight: float | None) -> None:
         """Nothing: the gradients are on their way."""
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
@@ -108,7 +110,9 @@ class OverlappedSGD(Trainer):
             await self._average_buckets()
         finally:
             self._open()
-        super()._prepare()
+        if self._accumulate > 1:
+            self._flat.gradients.div_(self._accumulate)
+        self._examine()
         self._apply()
         await self._settle_buffers()
         return self._complete()

@@ -56,8 +56,8 @@ class Trainer(ABC):
         clip_norm: the largest norm of a gradient that a step is taken with, as for `torch.nn.utils.clip_grad_norm_`.
             It is applied to the reduced gradient, so replicas that apply the same one stay equal to the bit. Algorithms
             that take local steps clip the local gradient. None: no clipping.
-        accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing. With
-            weights, the sum takes memory of its own, as much as the gradients.
+        accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing. The
+            sum takes memory of its own, as much as the gradients.
         scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
             that this rank has skipped; the program does not step it.
         scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is
@@ -97,7 +97,7 @@ class Trainer(ABC):
         self._flat = replicas.flattened(model, optimizer)
         self._calls = 0  # of `step`, since the last gradient was complete
         self._weight = 0.0  # of these calls
-        self._sum: Tensor | None = None  # of their weighted gradients
+        self._sum: Tensor | None = None  # of their gradients, times their weights; with `accumulate`
         self._is_weighted: bool | None = None  # the first call decides
         self._is_loaded = False
         self._has_scheduled = False
@@ -148,11 +148,13 @@ class Trainer(ABC):
         if not self._take(weight):
             return None
         try:
-            self._prepare()
+            self._prepare(weight)
             return await self._update(None if weight is None else self._weight)
         finally:
             self._flat.zero_gradients()
             self._calls, self._weight = 0, 0.0
+            if self._sum is not None:
+                self._sum.zero_()
 
     async def finish(self) -> None:
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
@@ -362,38 +364,43 @@ class Trainer(ABC):
     # -- this rank's gradient ---------------------------------------------------------------------
 
     def _take(self, weight: float | None) -> bool:
-        """Add this call's gradient to the sum of those before. Returns whether the sum is complete."""
+        """Count this call. Returns whether its gradient is the last one of a step; otherwise it is added to the sum."""
         if self._is_weighted is None:
             self._is_weighted = weight is not None
         if self._is_weighted is not (weight is not None):
             raise asyncoll.UsageError("give a weight in every step at every rank, or in none")
         if weight is not None and not 0 <= weight < math.inf:
             raise asyncoll.UsageError(f"a weight is a number of samples, at least 0, not {weight}")
+        own_weight = 1.0 if weight is None else weight
         self._calls += 1
-        if weight is not None:
-            self._weight += weight
-            if self._accumulate > 1:
-                if self._sum is None:
-                    self._sum = torch.zeros_like(self._flat.gradients)
-                self._sum.add_(self._flat.gradients, alpha=weight)
-                self._flat.zero_gradients()
-        return self._calls == self._accumulate
+        self._weight += own_weight
+        if self._calls == self._accumulate:
+            return True
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._flat.gradients)
+        # Not in the model, where a program that calls `zero_grad()` in each iteration would clear it.
+        self._sum.add_(self._flat.gradients, alpha=own_weight)
+        self._flat.zero_gradients()
+        return False
 
-    def _prepare(self) -> None:
-        """Make the gradients in the model the mean of those that were accumulated, unscaled and finite."""
-        gradients = self._flat.gradients
+    def _prepare(self, weight: float | None) -> None:
+        """Make the gradients in the model the mean of those of the step, of which the last has this `weight`."""
         if self._sum is not None:
-            gradients.copy_(self._sum)
-            self._sum.zero_()
+            gradients = self._flat.gradients
+            if weight is not None:
+                gradients.mul_(weight)
+            gradients.add_(self._sum)
             if self._weight:
                 gradients.div_(self._weight)
-        elif self._accumulate > 1:
-            gradients.div_(self._accumulate)
+        self._examine()
+
+    def _examine(self) -> None:
+        """Unscale the gradients in the model. Those that have overflowed become 0, or are an error without a scaler."""
         if self._scaler is not None and self._scaler.is_enabled():
             self._scaler.unscale_(self.optimizer)
             self._scaler.update()
-            if not is_finite(gradients):
-                gradients.zero_()
+            if not is_finite(self._flat.gradients):
+                self._flat.zero_gradients()
         else:
             self._check_gradient()
 
