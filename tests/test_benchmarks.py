@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from conftest import PATIENCE_S
 
 from asyncoll.bench.skewed import MODES, expected
 from asyncoll.transport.messages.simulated import Network
+from trainers.settings import flags
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "dc_s3gd_overlap",
     "group_propagation",
-    "hyperplane",
     "long_run",
     "rpc",
     "simulated_scale",
@@ -28,7 +31,11 @@ SCRIPTS = (
     "sparse_network",
     "sparse_training",
     "sparse_words",
+    "training_overhead",
 )
+REPRODUCE = BENCHMARKS / "reproduce"
+STUDIES = ("cifar_severe", "dc_s3gd", "oktopk", "video", "wagma")
+REPRODUCTIONS = (*STUDIES, "hyperplane", "ported_script", "throughput")
 NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
 
 
@@ -36,20 +43,53 @@ NETWORK = Network(latency_s=2e-6, bandwidth_bytes_per_s=10e9)
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the folder of the scripts on the path, because they import each other."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(REPRODUCE))
 
 
 def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+@pytest.mark.parametrize("path", [*SCRIPTS, *(f"reproduce/{name}" for name in REPRODUCTIONS)])
+def test_every_script_has_help(path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{path}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        load(name).main()
+        runpy.run_path(str(BENCHMARKS / f"{path}.py"), run_name="__main__")
     printed = capsys.readouterr().out
-    assert f"python benchmarks/{name}.py" in printed
+    assert f"python benchmarks/{path}.py" in printed
     assert "--out" in printed
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_runs_flags_that_the_program_has(name: str) -> None:
+    module = load(name)
+    studies = [value for value in vars(module).values() if type(value).__name__ == "Study"]
+    assert studies
+    for study in studies:
+        assert set(study.paper) <= set(study.methods)
+        for algorithm, *arguments in study.methods.values():
+            click.Command(algorithm, params=flags(algorithm)).make_context(algorithm, [*arguments, *study.common])
+
+
+def test_the_throughput_of_small_simulated_worlds() -> None:
+    throughput = load("throughput")
+    for name, figure in throughput.FIGURES.items():
+        short = dataclasses.replace(figure, elements=1 << 10)
+        rows = [throughput.run(short, method, 4, 3) for method in figure.methods]
+        assert len({row["rounds_per_s"] for row in rows}) > 1, name
+        lines = throughput.table(short, rows)
+        assert len({len(line) for line in lines}) == 1
+        assert lines[-1][4:6] == ["1.00", "1.00"]
+
+
+def test_the_ported_script_is_compared_by_loss_and_time() -> None:
+    ported = load("ported_script")
+    base = [ported.Point(4, 4.0, 10.0), ported.Point(8, 3.0, 20.0)]
+    eager = [ported.Point(4, 4.1, 6.0), ported.Point(8, 2.9, 12.0)]
+    lines = ported.table({"DDP, Gloo": [base], "EagerSGD": [eager]})
+    assert lines[2][1:7] == ["2.9000", "2.9000", "12.0", "12.0", "0.60", "0.60"]
+    assert lines[2][7] == "0.1000"
+    assert ported.reaches(eager, 1.0) is None
 
 
 # -- closed forms ---------------------------------------------------------------------------------

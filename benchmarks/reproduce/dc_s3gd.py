@@ -23,7 +23,7 @@ STUDY = Study(
         "SSGD": ["allreduce_sgd"],
         "DC-S3GD": ["dc_s3gd"],
         "DC-S3GD, lambda = 0": ["dc_s3gd", "--lambda0", "0"],
-        "parameter server": ["parameter_server_sgd"],
+        "parameter server": ["parameter_server"],
         "DC-ASGD, constant": ["dc_asgd"],
         "DC-ASGD, adaptive": ["dc_asgd", "--adaptive"],
     },

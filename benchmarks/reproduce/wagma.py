@@ -26,7 +26,7 @@ COMPARED = Study(
         "AD-PSGD": ["adpsgd"],
         "SGP, 2 peers": ["sgp", "--peers", "2"],
         "eager-SGD": ["eager_sgd", "--partial", "solo"],
-        "parameter server": ["parameter_server_sgd"],
+        "parameter server": ["parameter_server"],
         "WAGMA": ["wagma_sgd"],
     },
     paper={

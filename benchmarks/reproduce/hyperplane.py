@@ -3,7 +3,7 @@
 This is section 6.2.1 of Li et al., "Taming unbalanced training workloads in deep learning with partial collective
 operations", PPoPP 2020.
 
-    python benchmarks/hyperplane.py [--delays 200ms,300ms,400ms] [--seeds 0,1,2] [--rounds 96] [--methods ...]
+    python benchmarks/reproduce/hyperplane.py [--delays 200ms,300ms,400ms] [--seeds 0,1,2] [--rounds 96] [--methods ...]
 
 The paper's size: 8,193 parameters, 32,768 points, 256 samples on each of 8 ranks. Every step is padded to 300 ms by
 sleeping, which is what the paper's three ratios imply, and the rank drawn for a round takes the delay more. Four
@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Record, ask, numbers, parser, program
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
