@@ -34,7 +34,7 @@ from training_loops import (
 
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.training import EagerSGD
+from asyncoll.training import EagerSGD, WagmaSGD
 from asyncoll.training.eager_sgd import Partial
 
 SIZES = [1, 3, 4]
@@ -79,9 +79,9 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
         averages = 0
         allreduce = comm.allreduce
 
-        def counted(x: torch.Tensor, op: asyncoll.ReduceOp) -> object:
+        def counted(x: torch.Tensor, op: asyncoll.ReduceOp = asyncoll.SUM) -> object:
             nonlocal averages
-            averages += 1
+            averages += op is asyncoll.AVG
             return allreduce(x, op)
 
         comm.allreduce = counted  # type: ignore[method-assign, assignment]
@@ -100,7 +100,7 @@ def test_late_ranks_skip_rounds_but_no_average(size: int, partial: Partial, aver
     results = simulate(size, main).results
     for averages, end, seen, model in results:
         assert rounds <= end <= rounds + 1  # the last round takes gradients that were too late
-        assert averages == end // average_every + 1
+        assert averages == rounds // average_every + 1  # all ranks leave after the same round, and average once more
         assert seen[-1] == rounds
         assert (end, bits(model)) == (results[0][1], bits(results[0][3]))
     if average_every == 100 and partial == "solo":
@@ -298,6 +298,30 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial
     assert all(model == results[0][1] for _, model, _ in results)
     if history:
         assert all(kept == results[0][2] for _, _, kept in results)
+
+
+@pytest.mark.parametrize("partial", PARTIALS)
+@looped("seed", range(6))
+def test_ranks_that_leave_before_an_average_have_equal_models(partial: Partial, seed: int) -> None:
+    rules: dict[str, Any] = {"partial": partial, "average_every": 4}
+    results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
+    assert len({round_ for round_, _, _ in results}) == 1
+    assert all(model == results[0][1] for _, model, _ in results)
+
+
+@pytest.mark.parametrize("algorithm", [EagerSGD, WagmaSGD])
+def test_a_rank_that_ends_without_a_step_is_an_error_that_names_it(algorithm: type[EagerSGD | WagmaSGD]) -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = network()
+        sgd = algorithm(comm, model, momentum(model))
+        await sgd.start()
+        for round_ in range(3 if comm.rank else 0):
+            loss(model, comm.rank, round_ + 1).backward()
+            await sgd.step()
+        await sgd.finish()
+
+    with pytest.raises(asyncoll.UsageError, match="rank 0 ends the training without a step"):
+        simulate(3, main)
 
 
 @pytest.mark.parametrize("partial", PARTIALS)

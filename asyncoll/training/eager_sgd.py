@@ -39,12 +39,11 @@ class EagerSGD(Trainer):
     with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
     divided by the weights in the round.
 
-    Ranks may end at different rounds: `finish()` gives all of them the newest one. (Either every rank has made a step
-    by then, or none. With `average_every` or `sync_every`, all leave at the same round: a rank that goes on would wait
-    for the others there.) Where models are equal, at the start
-    and after a round that is `synchronous` with history, a checkpoint of one rank is one of all. A checkpoint of
-    another moment lacks the gradients that are staged and in no round yet. If the ranks have loaded different rounds,
-    all go on from the newest.
+    Ranks may end at different rounds: `finish()` gives all of them the newest one. Each has made a step by then.
+
+    Where models are equal, at the start and after a round that is `synchronous` with history, a checkpoint of one rank
+    is one of all. A checkpoint of another moment lacks the gradients that are staged and in no round yet. If the ranks
+    have loaded different rounds, all go on from the newest.
 
     A second training on one communicator needs another `name`. See `Trainer` for the other arguments.
 
@@ -93,15 +92,22 @@ class EagerSGD(Trainer):
         reduction = await self._allreduce(self._flat.gradients, weight=weight)  # line 7: G = U_sum / P
         if self._history and reduction.skipped and not self._sync_every:
             raise self._overrun(reduction)
-        await self._apply_results(reduction)
+        before = self.round
+        self._apply_results(reduction)
+        # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
+        # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
+        # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
+        # equally often.
+        every = self._average_every
+        for _ in range(before // every, self.round // every) if every else ():
+            await self._average_unless_all_leave(leaves=False)
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
             await self._resynchronise()
         return self._at_own_round(reduction)
 
-    async def _apply_results(self, reduction: asyncoll.Reduction) -> None:
+    def _apply_results(self, reduction: asyncoll.Reduction) -> None:
         """Take a step with each result since this rank's last round that `history` has kept: w = w + U(G, w, t)."""
         self._lost += reduction.skipped
-        before = self.round
         newest = self._base + reduction.round
         results = reduction.results()
         self._skip_to(newest - len(results) - (reduction.result is None))
@@ -109,19 +115,25 @@ class EagerSGD(Trainer):
             self._flat.gradients.copy_(gradients)
             self._apply()
         self._skip_to(newest)
-        # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
-        # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
-        # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
-        # equally often.
-        every = self._average_every
-        for _ in range(before // every, self.round // every) if every else ():
-            await self._average_models()
+
+    async def _average_unless_all_leave(self, *, leaves: bool) -> bool:
+        """Average the models, unless all ranks leave the training. Returns whether they do. Collective."""
+        leaving = await self.comm.allreduce(torch.tensor(int(leaves)))
+        if int(leaving) == self.comm.size:
+            return True
+        await self._average_models()
+        return False
 
     async def _finish(self) -> None:
+        self._check_stepped(self._has_called)
         if self._has_called:
-            reduction = await self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
+            joining = self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
+            if self._average_every:  # but the averages of the others do
+                while not await self._average_unless_all_leave(leaves=True):
+                    pass
+            reduction = await joining
             if reduction is not None:
-                await self._apply_results(reduction)
+                self._apply_results(reduction)
         if self._history:
             await self._resynchronise()
             await self._unite_buffers()

@@ -279,6 +279,14 @@ class Trainer(ABC):
         if weight is not None:
             raise asyncoll.UsageError(f"{type(self).__name__} takes no weight: {reason}")
 
+    def _check_stepped(self, has_stepped: bool) -> None:
+        """Raise UsageError at a rank that ends without a step: rounds of the others may wait for its first one."""
+        if not has_stepped and not self._is_loaded and self.comm.size > 1:
+            raise asyncoll.UsageError(
+                f"rank {self.comm.rank} ends the training without a step, and the rounds of the other ranks may wait "
+                "for it: give every rank at least one batch"
+            )
+
     async def _settle_buffers(self) -> None:
         """Treat the buffers as the option says, in a round that has made all models equal. Collective."""
         if self._buffers != "local":

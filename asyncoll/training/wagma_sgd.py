@@ -96,6 +96,7 @@ class WagmaSGD(Trainer):
 
     async def _finish(self) -> None:
         own = weights(self._flat)
+        self._check_stepped(self._has_called)
         if self._has_called:
             await self.comm.join(self._name, self._total)  # no synchronous round waits for this rank any more
         mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)

@@ -157,14 +157,22 @@ def quorum(story: Story) -> Iterator[Breach]:
 
 
 def synchrony(story: Story) -> Iterator[Breach]:
-    """Every `sync_every`-th round, and no other, is synchronous: each running rank contributes, and gets its result.
+    """Every `sync_every`-th round, and no other, waits for all: each running rank contributes, and gets its result.
 
-    A rank whose call is cancelled contributes, too, and may get no result.
+    It is called synchronous, at all ranks alike, unless a rank has ended. A rank whose call is cancelled contributes,
+    too, and may get no result.
     """
     case = story.case
+    told: dict[int, bool] = {}
     for call in _calls(story):
-        if call.reduction.synchronous != case.is_synchronous(call.round):
-            yield Breach(call.round, call.rank, f"call {call.index} returned synchronous={call.reduction.synchronous}")
+        said, is_due = call.reduction.synchronous, case.is_synchronous(call.round)
+        has_ended = any(story.ended(rank, call.round) for rank in range(case.size))
+        if (
+            said != told.setdefault(call.round, said)
+            or (said and not is_due)
+            or (is_due and not said and not has_ended)
+        ):
+            yield Breach(call.round, call.rank, f"call {call.index} returned synchronous={said}")
     for number, value, _ in _sums(story):
         for rank in np.flatnonzero(~value.any(0)).tolist() if case.is_synchronous(number) else ():
             if not story.ended(rank, number):
