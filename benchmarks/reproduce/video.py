@@ -1,6 +1,6 @@
 """Videos of different lengths: a step is as long as its video.
 
-    python benchmarks/reproduce/video.py [--seeds 0,1,2] [--rounds 160]
+    python benchmarks/reproduce/video.py [--seeds 0,1,2] [--rounds 100]
 
 Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
 collective operations", PPoPP 2020, section 6.3: an LSTM over UCF101, 8 ranks. Against Horovod solo was 1.64 times as
@@ -29,7 +29,7 @@ STUDY = Study(
         "The paper times 50 epochs, in which every rank computes all its batches. Here a late rank skips "
         "rounds, and steps/s counts rounds: solo makes more rounds in a second, with fewer gradients in each.",
     ],
-    rounds=160,
+    rounds=100,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """WAGMA-SGD beside the methods that its paper compares with, and without each of its parts.
 
-    python benchmarks/reproduce/wagma.py [--seeds 0,1,2] [--rounds 180]
+    python benchmarks/reproduce/wagma.py [--seeds 0,1,2] [--rounds 120]
 
 Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel stochastic
 optimization with wait-avoiding group averaging", IEEE TPDS 2021, section V: ResNet-50 on ImageNet, 64 ranks of which
@@ -42,7 +42,7 @@ COMPARED = Study(
         "Ratios of the paper are over Allreduce-SGD at 64 ranks, of which 2 are late; here 2 of 8 are late.",
         "The paper has no parameter server in this comparison; the slides of eager-SGD have one.",
     ],
-    rounds=180,
+    rounds=120,
 )
 ABLATIONS = Study(
     "WAGMA without its parts",
@@ -63,7 +63,7 @@ ABLATIONS = Study(
         "S = 2": "-, 72.8 % (S = 4 of 64)",
     },
     remarks=["S is the square root of P in the paper: 8 of 64; here 3 of 8."],
-    rounds=180,
+    rounds=120,
 )
 
 if __name__ == "__main__":
