@@ -21,7 +21,9 @@ from trainers.runs import Run, launch
 
 @dataclass(frozen=True)
 class Study:
-    """The methods, by label: the arguments of each run; the first is the base of ratios.
+    """The methods, by label: the algorithm and the options of each run. They override `common`.
+
+    The first method is the base of ratios.
 
     `paper` has what the paper states of a method, `remarks` a sentence for each difference that needs one.
     """
@@ -62,8 +64,8 @@ def _run(study: Study, seeds: Sequence[int], rounds: int) -> Runs:
     runs: Runs = {label: [] for label in study.methods}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            for label, method in study.methods.items():
-                arguments = [*method, *study.common, "--rounds", str(rounds), "--seed", str(seed)]
+            for label, (algorithm, *own) in study.methods.items():
+                arguments = [algorithm, *study.common, *own, "--rounds", str(rounds), "--seed", str(seed)]
                 run = launch(study.ranks, arguments, Path(folder) / "report.json")
                 runs[label].append(run)
                 rate, score = run.report["steps_per_s"], run.report["final_score"]

@@ -26,7 +26,7 @@ COMPARED = Study(
         "AD-PSGD": ["adpsgd"],
         "SGP, 2 peers": ["sgp", "--peers", "2"],
         "eager-SGD": ["eager_sgd", "--partial", "solo"],
-        "parameter server": ["parameter_server"],
+        "parameter server": ["parameter_server", "--learning-rate", "0.125"],
         "WAGMA": ["wagma_sgd"],
     },
     paper={
@@ -39,6 +39,7 @@ COMPARED = Study(
         "WAGMA": "1.26, 75.0 %",
     },
     remarks=[
+        "The parameter server takes a whole step with the gradient of each rank: its learning rate is an eighth.",
         "Ratios of the paper are over Allreduce-SGD at 64 ranks, of which 2 are late; here 2 of 8 are late.",
         "The paper has no parameter server in this comparison; the slides of eager-SGD have one.",
     ],
