@@ -32,7 +32,7 @@ STUDY = Study(
         "DC-S3GD": "77.5 % (16 k), 69.7 % (128 k, reference 75.0)",
     },
     remarks=[
-        "A parameter server takes a whole step with the gradient of each rank, and not with their mean: its learning rate "
+        "A parameter server takes a whole step with the gradient of each rank, not with their mean: its learning rate "
         "is that of the others divided by the number of ranks.",
         "The paper gains 0.5 points by the scaled lambda over a constant one. It has no run with lambda = 0.",
     ],
