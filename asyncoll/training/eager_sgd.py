@@ -115,7 +115,8 @@ class EagerSGD(Trainer):
         # equally often.
         every = self._average_every
         for _ in range(before // every, self.round // every) if every else ():
-            await self._average_models()
+            await self._average_weights()
+            await self._settle_buffers()
 
     async def _finish(self) -> None:
         if self._has_called:
