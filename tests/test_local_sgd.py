@@ -204,7 +204,9 @@ def test_impossible_arguments_are_refused() -> None:
             LocalSGD(comm, model, momentum(model), every=0)
         sgd = LocalSGD(comm, model, momentum(model))
         loss(model, 0, 0).backward()
-        with pytest.raises(asyncoll.UsageError, match="has no use for a weight"):
+        with pytest.raises(
+            asyncoll.UsageError, match="LocalSGD takes no weight: it averages models, and not gradients"
+        ):
             await sgd.step(weight=3)
 
     run_ranks(1, main)

@@ -270,7 +270,11 @@ def test_frozen_parameters_stay_and_the_others_learn(ranks: Ranks) -> None:
 )
 def test_impossible_options_are_usage_errors(rules: dict[str, Any], words: str) -> None:
     with pytest.raises(asyncoll.UsageError, match=words):
-        replicas(run_ranks, 2, partial(OkTopkSGD, **rules))
+        replicas(run_ranks, 2, partial(OkTopkSGD, **({"residual": "updates"} | rules)))
+
+
+def tenth(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def only_one_layer(model: Any) -> torch.optim.Optimizer:
@@ -281,7 +285,28 @@ def only_one_layer(model: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("algorithm", ["oktopk", "dense"])
 def test_updates_need_plain_sgd_of_all_parameters(algorithm: str, optimizing: Any) -> None:
     with pytest.raises(asyncoll.UsageError, match="residual='updates' is plain SGD on all trainable parameters"):
-        replicas(run_ranks, 2, partial(OkTopkSGD, algorithm=algorithm), optimizing)
+        replicas(run_ranks, 2, partial(OkTopkSGD, algorithm=algorithm, residual="updates"), optimizing)
+
+
+@looped(
+    ("optimizing", "options", "residual"),
+    [
+        (tenth, {}, "updates"),
+        (momentum, {}, "gradients"),
+        (adam, {}, "gradients"),
+        (only_one_layer, {}, "gradients"),
+        (tenth, {"clip_norm": 1.0}, "gradients"),
+    ],
+)
+def test_the_residual_holds_updates_by_default_where_it_can(
+    optimizing: Any, options: dict[str, Any], residual: str
+) -> None:
+    rules = {"density": 0.2, **options}
+    given = replicas(run_ranks, 2, partial(OkTopkSGD, residual=residual, **rules), optimizing)
+    assert torch.equal(replicas(run_ranks, 2, partial(OkTopkSGD, **rules), optimizing)[0], given[0])
+    if residual == "updates":  # which products with this rate round in another way
+        other = replicas(run_ranks, 2, partial(OkTopkSGD, residual="gradients", **rules), optimizing)
+        assert not torch.equal(other[0], given[0])
 
 
 def test_a_gradient_that_is_not_finite_is_an_error_at_every_rank(ranks: Ranks) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from training_loops import (
     ALGORITHMS,
+    AT_OWN_PACE,
     DETERMINISTIC,
     Algorithm,
     Optimizing,
@@ -35,7 +36,7 @@ from training_loops import (
 
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.training import AllreduceSGD, EagerSGD, OkTopkSGD, OverlappedSGD, Trainer
+from asyncoll.training import AllreduceSGD, EagerSGD, LocalSGD, OkTopkSGD, OverlappedSGD, Trainer, WagmaSGD
 
 SIZES = [1, 2, 3, 4, 5]
 ROUNDS = 8
@@ -48,6 +49,7 @@ AVERAGED_GRADIENTS: dict[str, Algorithm] = {
     "overlapped": partial(OverlappedSGD, bucket_bytes=64),
     "eager, all": partial(EagerSGD, sync_every=1, history=1),
 }
+LOCAL_STEPS = ["dc_s3gd", "local", "dpsgd", "sgp", "sgp with overlap"]
 EQUAL_REPLICAS: dict[str, Algorithm] = AVERAGED_GRADIENTS | {
     "sparse": DETERMINISTIC["sparse"],
     "eager with history": partial(EagerSGD, history=30),
@@ -61,15 +63,17 @@ def ranks(size: int, main: Callable[[asyncoll.Communicator], Any]) -> list[Any]:
     return simulate(size, main, Network(jitter_s=1e-3)).results
 
 
-async def calls(sgd: Trainer, rounds: int, zero_grad: Callable[[], None] = lambda: None) -> None:
+async def calls(sgd: Trainer, rounds: int, zero_grad: Callable[[str], None] = lambda place: None) -> None:
     """A loop whose batches follow its own calls, so that gradients are accumulated from different batches."""
+    zero_grad("before start")
     await sgd.start()
     call = 0
     while sgd.round < rounds:
         call += 1
-        zero_grad()
+        zero_grad("before backward")
         loss(sgd.model, sgd.comm.rank, call).backward()
         await sgd.step()
+        zero_grad("after step")
     await sgd.finish()
 
 
@@ -160,6 +164,27 @@ def test_the_gradient_is_that_of_all_batches_together(
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_an_end_that_fails_is_no_end() -> None:
+    """A second call must not return as if all models were equal."""
+
+    async def main(comm: asyncoll.Communicator) -> dict[str, bytes]:
+        model = network()
+        sgd = LocalSGD(comm, model, plain(model), every=5)
+        await sgd.start()
+        loss(model, comm.rank, 1).backward()
+        await sgd.step()
+        model.append(nn.Linear(3, 1))
+        for _ in range(2):
+            with pytest.raises(asyncoll.UsageError, match=r"the parameter 3.weight .* was added to the model"):
+                await sgd.finish()
+        del model[3]
+        await sgd.finish()
+        return whole(model)
+
+    results = ranks(3, main)
+    assert results == [results[0]] * 3
+
+
 def test_calls_that_only_accumulate_send_nothing() -> None:
     async def main(comm: asyncoll.Communicator) -> list[bool]:
         model = network()
@@ -206,19 +231,27 @@ def test_an_impossible_weight_is_a_usage_error(weight: float) -> None:
 
 @looped("accumulate", [1, 3])
 @looped("size", [1, 3])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_zero_grad_in_the_loop_does_no_harm(algorithm: str, size: int, accumulate: int) -> None:
-    def models(does_clear: bool) -> list[dict[str, bytes]]:
+@pytest.mark.parametrize("algorithm", ALGORITHMS | AT_OWN_PACE)
+def test_zero_grad_in_any_place_of_the_loop_does_no_harm(algorithm: str, size: int, accumulate: int) -> None:
+    def models(*places: str) -> list[dict[str, bytes]]:
         async def main(comm: asyncoll.Communicator) -> dict[str, bytes]:
             model = network()
             optimizer = momentum(model)
-            sgd = ALGORITHMS[algorithm](comm, model, optimizer, accumulate=accumulate)
-            await calls(sgd, 6, optimizer.zero_grad if does_clear else lambda: None)
+            sgd = (ALGORITHMS | AT_OWN_PACE)[algorithm](comm, model, optimizer, accumulate=accumulate)
+
+            def zero_grad(place: str) -> None:
+                if place in places:
+                    optimizer.zero_grad()
+                    assert all(parameter.grad is None for parameter in model.parameters())
+
+            await calls(sgd, 4, zero_grad)
             return whole(model)
 
         return simulate(size, main).results
 
-    assert models(does_clear=True) == models(does_clear=False)
+    plainly = models()
+    for places in [("before start",), ("before backward",), ("after step",), ("before start", "after step")]:
+        assert models(*places) == plainly, places
 
 
 @looped("set_to_none", [True, False])
@@ -327,7 +360,7 @@ def test_a_schedule_follows_rounds_also_those_that_a_rank_skips(algorithm: str, 
 
 
 @looped("size", [1, 2, 3])
-@pytest.mark.parametrize("algorithm", ["synchronous", "eager, all", "sparse"])
+@pytest.mark.parametrize("algorithm", ["synchronous", "eager, all", "sparse", *LOCAL_STEPS])
 def test_a_gradient_that_overflows_counts_as_zeros_and_lowers_the_scale_of_its_rank(algorithm: str, size: int) -> None:
     late = size - 1
 
@@ -335,7 +368,7 @@ def test_a_gradient_that_overflows_counts_as_zeros_and_lowers_the_scale_of_its_r
         async def main(comm: asyncoll.Communicator) -> tuple[dict[str, bytes], float]:
             model = network()
             scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000, enabled=is_scaled)
-            sgd = EQUAL_REPLICAS[algorithm](comm, model, momentum(model), scaler=scaler)
+            sgd = (EQUAL_REPLICAS | ALGORITHMS)[algorithm](comm, model, momentum(model), scaler=scaler)
 
             async def gradient(round_: int) -> None:
                 overflow = comm.rank == late and round_ == 3
@@ -373,6 +406,14 @@ def test_overlapped_gradients_have_one_scale_at_all_ranks() -> None:
 # -- buffers -------------------------------------------------------------------------------------
 
 
+AVERAGES: dict[str, Algorithm] = AVERAGED_GRADIENTS | {
+    "sparse": DETERMINISTIC["sparse"],
+    "eager with averages": partial(EagerSGD, sync_every=1, average_every=1),
+    "wagma": partial(WagmaSGD, sync_every=1),
+    "local": partial(LocalSGD, every=1),
+}  # in each step
+
+
 def with_statistics() -> nn.Sequential:
     model = network()
     model.insert(1, nn.BatchNorm1d(8))
@@ -380,14 +421,14 @@ def with_statistics() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average", "local"])
-@pytest.mark.parametrize("algorithm", ["synchronous", "overlapped", "eager, all", "sparse"])
+@pytest.mark.parametrize("algorithm", AVERAGES)
 def test_buffers_are_treated_as_the_option_says(algorithm: str, buffers: str) -> None:
     """In each round that makes the models equal, and at the end."""
     size = 3
 
     async def main(comm: asyncoll.Communicator) -> list[list[Tensor]]:
         model = with_statistics()
-        sgd = EQUAL_REPLICAS[algorithm](comm, model, plain(model), buffers=buffers)
+        sgd = AVERAGES[algorithm](comm, model, plain(model), buffers=buffers)
         await sgd.start()
         seen = []
         for round_ in range(1, 4):
@@ -395,7 +436,9 @@ def test_buffers_are_treated_as_the_option_says(algorithm: str, buffers: str) ->
                 model(torch.full((2, 5), float(comm.rank)) + torch.randn(2, 5))
             loss(model, comm.rank, round_).backward()
             seen.append([buffer.clone() for buffer in model.buffers()])
-            await sgd.step()
+            reduction = await sgd.step()
+            assert reduction is not None
+            assert reduction.active == size
             seen.append([buffer.clone() for buffer in model.buffers()])
         await sgd.finish()
         seen.append([buffer.clone() for buffer in model.buffers()])
@@ -536,7 +579,7 @@ def test_impossible_options_are_usage_errors(options: dict[str, Any], words: str
         run_ranks(1, main)
 
 
-@pytest.mark.parametrize("algorithm", ["synchronous", "dc_s3gd", "eager with history", "wagma"])
+@pytest.mark.parametrize("algorithm", ["synchronous", *LOCAL_STEPS, "eager with history", "wagma"])
 def test_a_loss_that_is_nan_names_its_step_and_its_rank_everywhere(algorithm: str) -> None:
     def run(size: int, main: Callable[[asyncoll.Communicator], Any]) -> None:
         simulate(size, main)

@@ -11,7 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training import DCS3GD, AllreduceSGD, EagerSGD, OkTopkSGD, OverlappedSGD, Trainer, WagmaSGD
+from asyncoll.training import (
+    ADPSGD,
+    DCASGD,
+    DCS3GD,
+    DPSGD,
+    SGP,
+    AllreduceSGD,
+    EagerSGD,
+    LocalSGD,
+    OkTopkSGD,
+    OverlappedSGD,
+    ParameterServerSGD,
+    Trainer,
+    WagmaSGD,
+)
 
 Algorithm = Callable[..., Trainer]
 Optimizing = Callable[[Any], torch.optim.Optimizer]
@@ -22,6 +36,10 @@ DETERMINISTIC: dict[str, Algorithm] = {
     "overlapped": partial(OverlappedSGD, bucket_bytes=64),
     "sparse": partial(OkTopkSGD, density=0.3, thresholds_every=4, regions_every=8, residual="gradients"),
     "dc_s3gd": DCS3GD,
+    "local": partial(LocalSGD, every=3),
+    "dpsgd": DPSGD,
+    "sgp": SGP,
+    "sgp with overlap": partial(SGP, peers=2, overlap=True),
 }
 WITHOUT_WAITING: dict[str, Algorithm] = {
     "eager": EagerSGD,
@@ -32,6 +50,11 @@ WITHOUT_WAITING: dict[str, Algorithm] = {
     "wagma, average first": partial(WagmaSGD, sync_every=4, order="average-then-step"),
 }
 ALGORITHMS = DETERMINISTIC | WITHOUT_WAITING
+AT_OWN_PACE: dict[str, Algorithm] = {  # ranks count rounds of their own
+    "adpsgd": ADPSGD,
+    "parameter server": ParameterServerSGD,
+    "dc_asgd": DCASGD,
+}
 
 
 def plain(model: nn.Module) -> torch.optim.Optimizer:

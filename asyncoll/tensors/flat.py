@@ -31,8 +31,8 @@ class Flat:
     """The parameters, the gradients and, on request, the buffers of a model, as one flat tensor each.
 
     `flatten` makes it. Trainable parameters come first, in the model's order, frozen ones (`requires_grad` False) after
-    them. `gradients` has the trainable ones only: an update changes `parameters[: gradients.numel()]`, and a broadcast
-    or an average of `parameters` also makes frozen layers equal. Tied parameters are there once.
+    them. `gradients` has the trainable ones only. An update changes `trainable`, the part of `parameters` that they
+    belong to; a broadcast or an average of `parameters` also makes frozen layers equal. Tied parameters are there once.
 
     Reading a tensor checks that the model still uses it. It raises UsageError if a parameter or a gradient has left the
     flat tensor (after `model.to` another dtype, or `zero_grad()`), if the model has a parameter that was not flattened
@@ -75,6 +75,14 @@ class Flat:
         """
         self._check_model()
         return self._parameters.whole
+
+    @property
+    def trainable(self) -> Tensor:
+        """The part of `parameters` that an update changes: one-dimensional, in the order of `gradients`.
+
+        Raises UsageError if the model no longer uses it. The gradients may be anywhere, as after `zero_grad()`.
+        """
+        return self.parameters[: self._gradients.whole.numel()]
 
     @property
     def gradients(self) -> Tensor:

@@ -6,8 +6,7 @@ ranks begin averages, odd ranks answer, also while they compute: on this biparti
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 import asyncoll
 from asyncoll.training.replicas import weights
 from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.under_way import UnderWay
 
 
 class ADPSGD(Trainer):
@@ -27,6 +27,10 @@ class ADPSGD(Trainer):
     Ranks make steps at their own pace, and may end after different numbers of steps: `Trainer.round` is the number of
     this rank's own steps. `finish()` gives all ranks the mean of all models. Buffers are each rank's own until then,
     and so is the state of the optimizer. Clipping applies to the local gradient.
+
+    A step that is cancelled loses nothing: it has been counted in `round`, and its change of the model reaches the
+    other ranks with the next step, or at the end. An average that a program leaves under way, because it drops the
+    trainer, is carried out.
 
     A checkpoint is each rank's own, and all ranks load the same round. It is the model after that step of the rank;
     averages that ranks had with it since are not in it, so a resumed run differs from an unbroken one. See `Trainer`
@@ -51,8 +55,8 @@ class ADPSGD(Trainer):
         self._graph = graph
         self._seed = seed
         self._gossip: asyncoll.Gossip | None = None  # None: this rank is alone
-        self._averaging: Coroutine[Any, Any, int | None] | None = None  # under way, at an even rank
-        self._change = torch.empty_like(weights(self._flat))
+        self._averaging: UnderWay[int | None] | None = None  # at an even rank
+        self._change = torch.zeros_like(weights(self._flat))  # local steps that the gossip does not have yet
 
     async def _resume(self) -> None:
         if self.comm.size > 1:
@@ -60,15 +64,29 @@ class ADPSGD(Trainer):
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight)  # line 2: G = ∇F(x̂_i), at the model as it was after the last step
+        if self._gossip is None:
+            self._apply()
+            return self._exchanged(())
+        self._step_locally()  # -ηG, before the first await: a step that is cancelled is not lost
         partner = await self._end_average()  # line 4: x_i, x_j = (x_i + x_j) / 2
-        x = weights(self._flat)
-        self._change.copy_(x)
-        self._apply()
-        if self._gossip is not None:
-            torch.sub(x, self._change, out=self._change)
-            x.copy_(await self._gossip.update(self._change))  # line 5: x_i = x_i - ηG
-            self._averaging = self._gossip.exchange()  # line 3: j, drawn from the neighbours
+        await self._add_change(self._gossip)  # line 5: x_i = x_i - ηG
+        self._averaging = UnderWay(self._gossip.exchange())  # line 3: j, drawn from the neighbours
         return self._exchanged(() if partner is None else (partner,))
+
+    def _step_locally(self) -> None:
+        x = weights(self._flat)
+        self._change.sub_(x)
+        try:
+            self._apply()
+        finally:  # an optimizer that fails may have changed a part of the model
+            self._change.add_(x)
+
+    async def _add_change(self, gossip: asyncoll.Gossip) -> None:
+        updating = gossip.update(self._change)
+        try:
+            weights(self._flat).copy_(await updating)
+        finally:
+            self._change.zero_()  # it is added, also if this call is cancelled
 
     async def _end_average(self) -> int | None:
         """Wait for the average that this rank has begun, and return the other rank; None if there is none."""
@@ -78,5 +96,6 @@ class ADPSGD(Trainer):
     async def _finish(self) -> None:
         await self._end_average()
         if self._gossip is not None:
+            await self._add_change(self._gossip)  # of a step that was cancelled
             weights(self._flat).copy_(await self._gossip.close())
         await self._average_models()

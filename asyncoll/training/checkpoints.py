@@ -54,13 +54,14 @@ class Checkpoints:
         return path
 
     async def newest(self) -> dict[str, Any] | None:
-        """This rank's state of the newest round that all ranks have saved; None if a rank has saved none. Collective.
+        """This rank's state of the newest round that all ranks have saved; None if no rank has saved any. Collective.
 
         The training goes on from there, so this deletes the files of this rank that are of later rounds. Some ranks
         have saved those before the job was killed, and with files of the resumed job they would mix two trainings.
 
-        Raises UsageError if all ranks have saved rounds, but none in common; and if the folder holds checkpoints of
-        another number of ranks only.
+        Raises UsageError, and deletes nothing, if ranks have saved rounds, but none that all have: the folder of a rank
+        is lost, or the job was killed while it saved its first round. Raises it also if no rank has a file of this job,
+        and the folder holds checkpoints of another number of ranks.
         """
         gathered = await self._comm.allgatherv(torch.tensor(self._rounds(), dtype=torch.int64))
         rounds = [each.tolist() for each in gathered]
@@ -69,19 +70,14 @@ class Checkpoints:
             self._delete_after(max(common))
             state: dict[str, Any] = torch.load(self._path(max(common)), weights_only=True)
             return state
-        if all(rounds):
-            shown = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(rounds))
-            raise asyncoll.UsageError(
-                f"there is no round of which all ranks have a checkpoint in {self._folder} ({shown}): use a larger "
-                "`keep`, and another folder for a new training"
-            )
+        if any(rounds):
+            raise asyncoll.UsageError(_no_common_round(self._folder, rounds))
         others = {found[3] for found in self._found() if int(found[3]) != self._comm.size}
         if others:
             raise asyncoll.UsageError(
                 f"{self._folder} has checkpoints of {' and '.join(sorted(others))} ranks, and this job has "
                 f"{self._comm.size}: start as many ranks, or use another folder"
             )
-        self._delete_after(0)
         return None
 
     def _delete_after(self, round_: int) -> None:
@@ -99,3 +95,15 @@ class Checkpoints:
 
     def _found(self) -> list[re.Match[str]]:
         return [found for path in self._folder.glob("*.pt") if (found := _NAME.fullmatch(path.name))]
+
+
+def _no_common_round(folder: Path, rounds: list[list[int]]) -> str:
+    shown = "; ".join(f"rank {rank}: {', '.join(map(str, each)) or 'none'}" for rank, each in enumerate(rounds))
+    without = ", ".join(str(rank) for rank, each in enumerate(rounds) if not each)
+    remedy = (
+        f"rank {without} has none: bring its files back; or delete those of all ranks, or use another folder, to begin "
+        "a new training"
+        if without
+        else "use a larger `keep`, and another folder for a new training"
+    )
+    return f"there is no round of which all ranks have a checkpoint in {folder} ({shown}): {remedy}"

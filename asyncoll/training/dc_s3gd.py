@@ -68,12 +68,12 @@ class DCS3GD(Trainer):
         is_averaged = await self._take_average()  # w_i = w̄, and D_i
         if is_averaged:
             compensate(self._flat.gradients, self._distance, self._lambda0)  # g̃_i (equation 10)
-        self._apply()  # w_i = w̄ + Δw_i, Δw_i = U(g̃_i) (equation 12)
+        self._apply()  # Δw_i = U(g̃_i) (equation 11), w_i = w̄ + Δw_i (equation 12)
         self._start_average()  # the model is free for the next gradient, g_i = ∇l(w̄ + Δw_i)
         return self._complete() if is_averaged else None
 
     async def _take_average(self) -> bool:
-        """Wait for the average that is under way, and go to it: w_i = w_i + D_i (equation 11). False: there is none."""
+        """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
         if self._averaged is None:
             return False
         averaged, self._averaged = self._averaged, None

@@ -17,6 +17,8 @@ from asyncoll.training.trainer import Trainer
 class DPSGD(Trainer):
     """Average the model with those of the neighbours in a ring, and take a local step from there.
 
+    The weights of the three models are 1/3 each. Two ranks are each other's only neighbour: the weights are then 1/2.
+
     All ranks make the same number of steps. Each has its own model and its own state of the optimizer; `finish()` gives
     all ranks the mean of all models. Buffers are each rank's own until then. Clipping applies to the local gradient.
 
@@ -30,7 +32,7 @@ class DPSGD(Trainer):
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight)  # G = mean gradient at x_i
-        await self.comm.neighbor_average(weights(self._flat), graph="ring")  # lines 4 and 5: the mean of three models
+        await self.comm.neighbor_average(weights(self._flat), graph="ring")  # lines 4 and 5: x = Wx
         self._apply()  # line 6: x_i = mean - ηG
         return self._exchanged(self.comm.neighbors(graph="ring"))
 

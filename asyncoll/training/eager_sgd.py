@@ -121,7 +121,8 @@ class EagerSGD(Trainer):
         leaving = await self.comm.allreduce(torch.tensor(int(leaves)))
         if int(leaving) == self.comm.size:
             return True
-        await self._average_models()
+        await self._average_weights()
+        await self._settle_buffers()
         return False
 
     async def _finish(self) -> None:

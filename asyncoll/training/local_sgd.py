@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import asyncoll
-from asyncoll.training.replicas import weights
 from asyncoll.training.trainer import Options, Trainer
 
 
@@ -56,20 +55,17 @@ class LocalSGD(Trainer):
         self._refuse_weight(weight)
         # G_i = mean gradient of b local samples at w_i
         self._apply()  # w_i = w_i + U(G_i, w_i, t)
-        if self._is_averaging_due():  # H does not divide t
+        if self._is_between_averages():  # H does not divide t
             return None
-        await self._average()
+        await self._average_weights()  # w_i = sum of w_j / P
         await self._settle_buffers()
         return self._complete()
 
     async def _finish(self) -> None:
-        if self._is_averaging_due():
-            await self._average()
+        if self._is_between_averages():
+            await self._average_weights()
         await self._unite_buffers()
 
-    def _is_averaging_due(self) -> bool:
+    def _is_between_averages(self) -> bool:
         """Whether this rank has taken local steps since the last average."""
         return self.round % self._every != 0
-
-    async def _average(self) -> None:
-        await self.comm.allreduce(weights(self._flat), op=asyncoll.AVG)  # w_i = sum of w_j / P

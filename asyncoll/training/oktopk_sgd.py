@@ -126,7 +126,7 @@ class OkTopkSGD(Trainer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(group["lr"])
 
-    def _check_gradient(self) -> None:
+    async def _check_gradient(self) -> None:
         """Nothing: the sparse allreduce refuses NaN and infinity, at every rank."""
 
     def _name_of(self, method: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.trainer import Options, Trainer, is_finite
 from asyncoll.training.under_way import UnderWay
 
 BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
@@ -42,9 +42,11 @@ class OverlappedSGD(Trainer):
     then, with zeros for it.
 
     `backward()` runs on the thread of the loop, once for each `step()`; UsageError otherwise. With `accumulate`,
-    buckets start in the last `backward()`. Gradients are sent before they can be looked at: a `weight` is refused, NaN
-    reaches all ranks, and a `scaler` has one scale at all ranks, as in DistributedDataParallel. A step that fails or is
-    cancelled aborts the communicator, because the buckets of the other ranks would wait for ever.
+    buckets start in the last `backward()`. Gradients are sent before `step()` is called: a `weight` is refused, NaN
+    reaches all ranks, and a `scaler` has one scale at all ranks, as in DistributedDataParallel. Without a scaler every
+    rank then raises NonFiniteError, with the parameters of the round before; its `ranks` are those whose own gradient
+    was not finite, and none if only the sum has overflowed. A step that fails in another way or is cancelled aborts the
+    communicator, because the buckets of the other ranks would wait for ever.
 
     See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
     """
@@ -77,6 +79,7 @@ class OverlappedSGD(Trainer):
         self._lacking = set(self._parameters)  # parameters whose gradient has not arrived in this step
         self._missing = [bucket.parameters for bucket in self._buckets]  # the numbers of these, by bucket
         self._started: list[UnderWay[Tensor]] = []  # the calls of the first buckets, in order
+        self._is_own_finite = True  # the parts of this rank in these buckets
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """The hook of autograd: the gradient of `parameter` is complete."""
@@ -98,24 +101,42 @@ class OverlappedSGD(Trainer):
     def _start_next(self) -> None:
         gradients, bucket = self._slices[len(self._started)], self._buckets[len(self._started)]
         if self._sum is not None:
-            gradients.add_(self._sum[bucket.start : bucket.stop])
+            # Divided before it is sent, as `AllreduceSGD` does: the other order rounds in another way.
+            gradients.add_(self._sum[bucket.start : bucket.stop]).div_(self._accumulate)
+        self._is_own_finite = self._is_own_finite and is_finite(gradients)  # the call overwrites it
         self._started.append(UnderWay(self.comm.allreduce(gradients, op=asyncoll.AVG)))
 
-    def _prepare(self, weight: float | None) -> None:
+    async def _prepare(self, weight: float | None) -> None:
         """Nothing: the gradients are on their way."""
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         try:
             self._refuse_weight(weight, "its gradients are on their way before step() is called")
             await self._average_buckets()
+            await self._examine()
         finally:
             self._open()
-        if self._accumulate > 1:
-            self._flat.gradients.div_(self._accumulate)
-        self._examine()
         self._apply()
         await self._settle_buffers()
         return self._complete()
+
+    async def _check_gradient(self) -> None:
+        """Raise NonFiniteError at every rank if the averaged gradient is not finite, with the ranks that are to blame.
+
+        Collective, at the same ranks: the average has the same bits everywhere.
+        """
+        if is_finite(self._flat.gradients):
+            return
+        flags = await self.comm.allgather(torch.tensor([self._is_own_finite]))
+        ranks = tuple((~flags.flatten()).nonzero().flatten().tolist())
+        whose = (
+            f"in the gradient of rank {', '.join(map(str, ranks))}" if ranks else "only after the ranks were added up"
+        )
+        raise asyncoll.NonFiniteError(
+            ranks,
+            f"the averaged gradient for round {self.round + 1} holds NaN or infinity, {whose}: look at the loss of "
+            "this step; the model has not changed",
+        )
 
     async def _average_buckets(self) -> None:
         """Start the buckets that are left, and wait for all.

@@ -98,7 +98,7 @@ async def average_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -
 
 def weights(flat: asyncoll.Flat) -> Tensor:
     """The parameters that an update changes. Frozen ones are equal at all ranks, and averaging would round them."""
-    return flat.parameters[: flat.gradients.numel()]
+    return flat.trainable
 
 
 async def resynchronise(

@@ -7,7 +7,6 @@ z = x / q. The overlap adds what a rank has received one step later, so that a s
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import asyncoll
 from asyncoll.training.replicas import weights
 from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.under_way import UnderWay
 
 
 class Mass(NamedTuple):
@@ -29,10 +29,13 @@ class SGP(Trainer):
     """Take a local step, push parts of the numerator to `peers` ranks, and add what the others have pushed.
 
     The graph is the directed exponential one, with other peers in each step. With `overlap`, a step adds the parts of
-    the step before: they travel while the next gradient is computed.
+    the step before: they travel while the next gradient is computed. `Reduction.ranks` are this rank and those whose
+    parts were added in this step; in the first step with `overlap`, this rank alone.
 
     All ranks make the same number of steps. Each has its own model and its own state of the optimizer; `finish()` gives
     all ranks the mean of all models. Buffers are each rank's own until then. Clipping applies to the local gradient.
+    A step that is cancelled ends the communicator, because parts of the numerators would be lost. So does a program
+    that drops the trainer without `finish()` while parts are under way, as they are with `overlap` after every step.
 
     A checkpoint has the numerator and the weight, and with `overlap` those before the parts that are under way were
     taken: it is each rank's own, and all ranks load the same round. See `Trainer` for the other arguments; a `weight`
@@ -61,7 +64,7 @@ class SGP(Trainer):
         self._overlap = overlap
         self._own = Mass(torch.empty_like(weights(self._flat)), torch.ones(1, dtype=torch.float64))
         self._before: Mass | None = None  # with `overlap`: the mass before the last parts were taken
-        self._pushing: Coroutine[Any, Any, tuple[Tensor, float]] | None = None  # with `overlap`: under way
+        self._pushing: UnderWay[tuple[Tensor, float]] | None = None  # with `overlap`
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight)  # line 3: G = ∇F(z_i)
@@ -70,33 +73,37 @@ class SGP(Trainer):
         iteration = self.round
         self._apply()  # line 4: x_i = x_i - ηG
         self._own.x.copy_(z)
+        sources: tuple[int, ...] = ()
         if self._overlap:
             received, self._pushing = self._pushing, self._push_later(iteration)
+            iteration -= 1  # that of the parts that are added
         else:
             received = self._push(self._own, iteration)  # line 5
-        await self._add(received)  # line 6
+        if received is not None:
+            await self._add(received)  # line 6
+            sources = self.comm.neighbors(graph="exponential", iteration=iteration, peers=self._peers)
         torch.div(self._own.x, float(self._own.q), out=z)  # line 8: z_i = x_i / q_i
-        return self._exchanged(self.comm.neighbors(graph="exponential", iteration=iteration, peers=self._peers))
+        return self._exchanged(sources)
 
-    def _push(self, mass: Mass, iteration: int) -> Coroutine[Any, Any, tuple[Tensor, float]]:
-        return self.comm.push_sum(mass.x, mass.q, iteration=iteration, peers=self._peers)
+    def _push(self, mass: Mass, iteration: int) -> UnderWay[tuple[Tensor, float]]:
+        return UnderWay(self.comm.push_sum(mass.x, mass.q, iteration=iteration, peers=self._peers))
 
-    def _push_later(self, iteration: int) -> Coroutine[Any, Any, tuple[Tensor, float]]:
+    def _push_later(self, iteration: int) -> UnderWay[tuple[Tensor, float]]:
         if self._before is None:
             self._before = Mass(torch.empty_like(self._own.x), torch.empty_like(self._own.q))
         self._before.x.copy_(self._own.x)
         self._before.q.copy_(self._own.q)
         return self._push(self._own, iteration)
 
-    async def _add(self, received: Coroutine[Any, Any, tuple[Tensor, float]] | None) -> None:
-        if received is not None:
-            x, q = await received
-            self._own.x.add_(x)
-            self._own.q.add_(q)
+    async def _add(self, received: UnderWay[tuple[Tensor, float]]) -> None:
+        x, q = await received
+        self._own.x.add_(x)
+        self._own.q.add_(q)
 
     async def _finish(self) -> None:
         received, self._pushing = self._pushing, None
-        await self._add(received)
+        if received is not None:
+            await self._add(received)
         await self.comm.allreduce(self._own.x)
         await self.comm.allreduce(self._own.q)
         torch.div(self._own.x, float(self._own.q), out=weights(self._flat))  # no mass is lost: the mean of all models

@@ -116,8 +116,9 @@ class Trainer(ABC):
         """
         if self._state != "new":
             return
-        self._state = "training"
+        self._flat.collect_gradients()  # `zero_grad()` may have put them elsewhere
         await self._begin()
+        self._state = "training"
 
     async def step(self, *, weight: float | None = None) -> asyncoll.Reduction | None:
         """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
@@ -133,8 +134,10 @@ class Trainer(ABC):
 
         Raises:
             UsageError: the model has changed since it was flattened; weights are mixed; the training has ended.
-            NonFiniteError: this rank's gradient holds NaN or infinity. Nothing was sent. Without a `scaler` no round
-                can go on, so end the program: the other ranks get AbortedError with the step and the rank.
+            NonFiniteError: this rank's gradient holds NaN or infinity. Nothing was sent, and the model is that of the
+                step before. Without a `scaler` no round can go on, so end the program: the other ranks get AbortedError
+                with the step and the rank. `OverlappedSGD` and `OkTopkSGD` find it in the exchange, and raise
+                NonFiniteError at every rank.
             MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
 
         Cancellation: an algorithm whose rounds wait for no rank goes on; its next step reports the round. Otherwise it
@@ -148,7 +151,7 @@ class Trainer(ABC):
         if not self._take(weight):
             return None
         try:
-            self._prepare(weight)
+            await self._prepare(weight)
             return await self._update(None if weight is None else self._weight)
         finally:
             self._flat.zero_gradients()
@@ -161,21 +164,28 @@ class Trainer(ABC):
 
         Gradients that were only accumulated are dropped. Ranks may come after different numbers of steps where the
         algorithm's rounds do not wait for all ranks; otherwise all ranks have made the same number.
+
+        A second call has no effect if the first has succeeded. If the first has failed, models may differ, and a second
+        call fails, too, unless the cause is gone.
+
+        Raises UsageError if the model has changed since it was flattened. Other errors, and cancellation, are those of
+        the communicator's collectives.
         """
         if self._state == "finished":
             return
-        if self._state == "new":
-            await self.start()
-        self._state = "finished"
+        await self.start()
+        self._flat.collect_gradients()  # `zero_grad()` may have put them elsewhere
         self._flat.zero_gradients()
         await self._finish()
+        self._state = "finished"
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the algorithm at this rank, for `torch.save`. It holds neither the model nor the optimizer.
 
-        Call it between steps that have returned a `Reduction`. Save it together with `model.state_dict()`,
+        Call it after a step that has returned a `Reduction`, and before the next `backward()`; `LocalSGD` allows it
+        after any step. An accumulated part of a gradient is not in it. Save it together with `model.state_dict()`,
         `optimizer.state_dict()` and the scheduler's and scaler's. Where `has_local_state` is true, each rank saves its
         own.
         """
@@ -297,9 +307,13 @@ class Trainer(ABC):
             await replicas.average_buffers(self.comm, self.model)
         await replicas.share_buffers(self.comm, self.model)  # after an average: those that have none
 
-    async def _average_models(self) -> None:
-        """Give all ranks the mean of their models. Frozen parameters are equal already. Collective."""
+    async def _average_weights(self) -> None:
+        """Give all ranks the mean of their parameters. Frozen ones are equal already. Collective."""
         await self.comm.allreduce(replicas.weights(self._flat), op=asyncoll.AVG)
+
+    async def _average_models(self) -> None:
+        """Give all ranks one model at the end: the mean of their parameters, and one set of buffers. Collective."""
+        await self._average_weights()
         await self._unite_buffers()
 
     def _complete(self) -> asyncoll.Reduction:
@@ -391,7 +405,7 @@ class Trainer(ABC):
         self._flat.zero_gradients()
         return False
 
-    def _prepare(self, weight: float | None) -> None:
+    async def _prepare(self, weight: float | None) -> None:
         """Make the gradients in the model the mean of those of the step, of which the last has this `weight`."""
         if self._sum is not None:
             gradients = self._flat.gradients
@@ -400,9 +414,9 @@ class Trainer(ABC):
             gradients.add_(self._sum)
             if self._weight:
                 gradients.div_(self._weight)
-        self._examine()
+        await self._examine()
 
-    def _examine(self) -> None:
+    async def _examine(self) -> None:
         """Unscale the gradients in the model. Those that have overflowed become 0, or are an error without a scaler."""
         if self._scaler is not None and self._scaler.is_enabled():
             self._scaler.unscale_(self.optimizer)
@@ -410,9 +424,9 @@ class Trainer(ABC):
             if not is_finite(self._flat.gradients):
                 self._flat.zero_gradients()
         else:
-            self._check_gradient()
+            await self._check_gradient()
 
-    def _check_gradient(self) -> None:
+    async def _check_gradient(self) -> None:
         """Raise NonFiniteError if this rank's gradient is not finite."""
         if not is_finite(self._flat.gradients):
             raise asyncoll.NonFiniteError(

@@ -8,6 +8,7 @@ rank; an average over all ranks every τ rounds bounds staleness.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import ClassVar, Literal, Unpack, get_args
@@ -33,6 +34,10 @@ class WagmaSGD(Trainer):
     the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
     after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of all models.
     Ranks may end at different rounds: their last models then stay in the rounds of the others.
+
+    A step that is cancelled while it waits for a group loses no gradient: the local step is taken all the same, with
+    "average-then-step" from this rank's own model. The next step reports the rounds since. A cancellation while buffers
+    are shared, after a `synchronous` round, ends the communicator.
 
     `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
     (both flat). Their distance is this rank's part of the consensus distance.
@@ -81,9 +86,14 @@ class WagmaSGD(Trainer):
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = weights(self._flat)
         total = self._total.copy_(own)
-        reduction = await self.comm.group_allreduce(
-            total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
-        )  # lines 8, 9 and 16
+        try:
+            reduction = await self.comm.group_allreduce(
+                total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+            )  # lines 8, 9 and 16
+        except asyncio.CancelledError:
+            if self._order == "average-then-step":
+                self._step_optimizer()  # without the average, or the gradient would be lost
+            raise
         average = merge(total, own, reduction)
         if reduction.synchronous:
             self._observe(self._base + reduction.round, own, average)

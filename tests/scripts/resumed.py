@@ -12,13 +12,17 @@ from functools import partial
 import torch
 
 import asyncoll
-from asyncoll.training import DCS3GD, AllreduceSGD, Checkpoints, OkTopkSGD, OverlappedSGD
+from asyncoll.training import DCS3GD, DPSGD, SGP, AllreduceSGD, Checkpoints, LocalSGD, OkTopkSGD, OverlappedSGD
 
 ALGORITHMS = {
     "synchronous": AllreduceSGD,
     "overlapped": partial(OverlappedSGD, bucket_bytes=64),
     "dc_s3gd": DCS3GD,
     "sparse": partial(OkTopkSGD, density=0.3, thresholds_every=4, regions_every=8, residual="gradients"),
+    "local": partial(LocalSGD, every=3),
+    "dpsgd": DPSGD,
+    "sgp": SGP,
+    "sgp with overlap": partial(SGP, peers=2, overlap=True),
 }
 ROUNDS = 40
 
