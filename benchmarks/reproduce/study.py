@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Record, numbers, parser
+
 from trainers.runs import Run, launch
 
 
