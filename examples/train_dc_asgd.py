@@ -15,7 +15,8 @@ import torch
 from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-import asyncoll.training
+import asyncoll
+from asyncoll.training import DCASGD
 
 MICRO, CLIP, WARM_UP = 4, 1.0, 10
 
@@ -45,7 +46,7 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.DCASGD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
+    sgd = DCASGD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
     step, due = 0, args.every
     saved = load(args.folder / "checkpoint.pt")
     if saved is not None:

@@ -15,7 +15,8 @@ import torch
 from language import Batches, Transformer, loss_of, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-import asyncoll.training
+import asyncoll
+from asyncoll.training import DCS3GD, Checkpoints
 
 MICRO, CLIP, WARM_UP = 4, 1.0, 10
 
@@ -45,9 +46,9 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.DCS3GD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
+    sgd = DCS3GD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
     step, due = 0, args.every
-    saved = await asyncoll.training.Checkpoints(comm, args.folder).newest()
+    saved = await Checkpoints(comm, args.folder).newest()
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -85,7 +86,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                     "step": step,
                     "sgd": sgd.state_dict(),
                 }
-                asyncoll.training.Checkpoints(comm, args.folder).save(step, **state)
+                Checkpoints(comm, args.folder).save(step, **state)
             if step >= args.steps:
                 break
     await sgd.finish()

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -28,7 +27,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(args.seed)
     batches = Batches()
@@ -88,7 +87,7 @@ def main() -> None:
                 save(args.folder / "checkpoint.pt", rank, state)
             if step >= args.steps:
                 break
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

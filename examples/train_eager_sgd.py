@@ -15,7 +15,8 @@ import torch
 from language import Batches, Transformer, load, loss_of, save, straggle
 from torch.utils.data import DataLoader, DistributedSampler
 
-import asyncoll.training
+import asyncoll
+from asyncoll.training import EagerSGD
 
 MICRO, CLIP, WARM_UP = 4, 1.0, 10
 
@@ -45,8 +46,8 @@ async def main(comm: asyncoll.Communicator) -> None:
         return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / args.steps, 1.0)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sgd = asyncoll.training.EagerSGD(
-        comm, model, optimizer, history=64, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler
+    sgd = EagerSGD(
+        comm, model, optimizer, history=64, sync_every=args.every, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler
     )
     step, due = 0, args.every
     saved = load(args.folder / "checkpoint.pt")

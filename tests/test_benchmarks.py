@@ -80,6 +80,8 @@ def test_the_throughput_of_small_simulated_worlds() -> None:
         lines = throughput.table(short, rows)
         assert len({len(line) for line in lines}) == 1
         assert lines[-1][4:6] == ["1.00", "1.00"]
+        if throughput.solo in figure.methods.values():
+            assert figure.rounds >= 2 * throughput.LIMITER, name
 
 
 def test_the_ported_script_is_compared_by_loss_and_time() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import difflib
 import importlib
 import math
+import os
 import re
 import runpy
 import subprocess
@@ -23,6 +25,7 @@ from training_loops import whole
 
 import asyncoll.training
 from asyncoll.testing import run_ranks
+from asyncoll.training import EagerSGD, Trainer, WagmaSGD
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ORIGINAL = EXAMPLES / "train_ddp.py"
@@ -77,7 +80,8 @@ def test_the_transformer_is_causal_and_small() -> None:
 def test_training_with_torch_alone_runs_and_saves_a_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", "--timeout", "200"]
     command += [str(EXAMPLES / "train_ddp.py"), "--steps", "1", "--every", "1", "--folder", str(tmp_path)]
-    shown = subprocess.run(command, capture_output=True, text=True)
+    preloaded = {**os.environ, "ASYNCOLL_PRELOAD": "torch,torch._dynamo"}
+    shown = subprocess.run(command, env=preloaded, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     found = re.search(r"step 1: validation loss (\S+),", shown.stdout)
     assert found, shown.stdout
@@ -112,7 +116,7 @@ def test_changed_lines_are_counted() -> None:
 def test_every_algorithm_has_a_port() -> None:
     made = "\n".join(path.read_text() for path in PORTS)
     algorithms = set(asyncoll.training.__all__) - {"Trainer", "Checkpoints"}
-    assert [name for name in sorted(algorithms) if f"asyncoll.training.{name}(" not in made] == []
+    assert [name for name in sorted(algorithms) if f"sgd = {name}(" not in made] == []
 
 
 @pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
@@ -130,31 +134,86 @@ def test_the_documentation_shows_a_port_as_it_is() -> None:
     assert shown == list(difflib.unified_diff(before, after, *names, n=len(before), lineterm=""))
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a port, with a narrow model and the shortest sequences. Its `made` has the models that it makes."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def imported(name: str) -> Any:
+        program = importlib.import_module(name)
+        made: list[torch.nn.Module] = []
+
+        def model() -> torch.nn.Module:
+            made.append(language["Transformer"](width=8, layers=1, heads=2))
+            return made[-1]
+
+        monkeypatch.setattr(program, "made", made, raising=False)
+        monkeypatch.setattr(program, "Transformer", model)
+        monkeypatch.setattr(program, "Batches", few_batches)
+        monkeypatch.setattr(program, "DataLoader", without_workers)
+        return program
+
+    return imported
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
 def test_a_port_trains_and_resumes(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    small: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two ranks on one loop, with a narrow model and the shortest sequences. The second run does the second step."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    program = importlib.import_module(path.stem)
-    made: list[torch.nn.Module] = []
-
-    def model() -> torch.nn.Module:
-        made.append(language["Transformer"](width=8, layers=1, heads=2))
-        return made[-1]
-
-    monkeypatch.setattr(program, "Transformer", model)
-    monkeypatch.setattr(program, "Batches", few_batches)
-    monkeypatch.setattr(program, "DataLoader", without_workers)
+    """Two ranks on one loop. The second run does the second step."""
+    program = small(path.stem)
     for steps in ("1", "2"):
-        made.clear()
+        program.made.clear()
         arguments = [path.name, "--steps", steps, "--every", "1", "--folder", str(tmp_path), "--bf16"]
         monkeypatch.setattr(sys, "argv", arguments)
         run_ranks(2, partial(as_process, program.main, monkeypatch))
-        first, second = map(whole, made)
+        first, second = map(whole, program.made)
         assert first == second
         assert re.fullmatch(rf"step {steps}: validation loss \S+, \S+ s\n", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "algorithm", "saved"),
+    [
+        ("train_eager_sgd", EagerSGD, "checkpoint.pt"),
+        ("train_wagma_sgd", WagmaSGD, "round-{}-rank-0-of-2.pt round-{}-rank-1-of-2.pt"),
+    ],
+)
+def test_a_late_rank_saves_the_rounds_of_the_others(
+    name: str,
+    algorithm: type[Trainer],
+    saved: str,
+    small: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 makes one step in the time of many of rank 1. Every third round is saved, also by the second run."""
+    steps = [0, 0]
+
+    class Late(algorithm):  # type: ignore[misc, valid-type]
+        async def step(self, **weight: Any) -> asyncoll.Reduction | None:
+            for _ in range(200 if self.comm.rank == 0 else 0):
+                await asyncio.sleep(0)
+            reduction = await super().step(**weight)
+            steps[self.comm.rank] += reduction is not None
+            return reduction
+
+    program = small(name)
+    monkeypatch.setattr(program, algorithm.__name__, Late)
+    for rounds, newest in ((8, 6), (10, 9)):
+        steps[:] = 0, 0
+        monkeypatch.setattr(sys, "argv", [name, "--steps", str(rounds), "--every", "3", "--folder", str(tmp_path)])
+        run_ranks(2, partial(as_process, program.main, monkeypatch))
+        assert steps[0] < steps[1]
+        for file in saved.format(newest, newest).split():
+            assert torch.load(tmp_path / file, weights_only=True)["step"] == newest
+    assert len(list(tmp_path.glob("*.pt"))) == (1 if name == "train_eager_sgd" else 6)
 
 
 async def as_process(

@@ -7,8 +7,8 @@ Rigazzi, "DC-S3GD: delay-compensated stale-synchronous SGD for large-scale decen
 the reference up to 32 k images (77.5 % and 75.3 % at 16 k), and below at 128 k (69.7 and 75.0). The paper has no wall
 time of synchronous SGD; its model is t_C + t_AR for that, max(t_C, t_AR) for DC-S3GD, and t_C + t_W2PS for DC-ASGD.
 
-Emulated: 4 processes, digits, 50 ms a step, momentum 0.9 as in the paper. Communication takes a millisecond, so that
-nothing but the delays differs in time; `dc_s3gd_overlap.py` measures the overlap.
+Emulated: 4 processes, digits, 50 ms a step, momentum 0.9; the paper states none. Communication takes a millisecond, so
+that nothing but the delays differs in time; `dc_s3gd_overlap.py` measures the overlap.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from study import Study, main
 
 MACHINE = ["--workload", "digits", "--compute", "100ms", "--imbalance", "k-random:2:100ms"]
 COMPARED = Study(
-    "WAGMA and seven others",
+    "WAGMA, the six methods it is compared with, and a parameter server",
     ranks=8,
     common=MACHINE,
     methods={
@@ -41,7 +41,8 @@ COMPARED = Study(
     remarks=[
         "The parameter server takes a whole step with the gradient of each rank: its learning rate is an eighth.",
         "Ratios of the paper are over Allreduce-SGD at 64 ranks, of which 2 are late; here 2 of 8 are late.",
-        "The paper has no parameter server in this comparison; the slides of eager-SGD have one.",
+        "The paper compares seven methods, WAGMA-SGD among them (section V-A). The slides of eager-SGD have a "
+        "parameter server.",
     ],
     rounds=120,
 )
