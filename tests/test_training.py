@@ -519,7 +519,7 @@ def test_a_training_ends_once(algorithm: str, steps: int) -> None:
         sgd = ALGORITHMS[algorithm](comm, model, momentum(model))
         if steps:
             await trained(sgd, on_batches(comm, model), steps)
-        elif "eager" in algorithm or "wagma" in algorithm:  # rounds of others might wait for the first call of this rank
+        elif "eager" in algorithm or "wagma" in algorithm:  # rounds of the others might wait for this rank
             with pytest.raises(asyncoll.UsageError, match="ends the training without a step"):
                 await sgd.finish()
             return {}, float(await comm.allreduce(torch.ones(1)))
