@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from training_loops import ALGORITHMS, DETERMINISTIC, momentum, network, on_batc
 
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.training import DCS3GD, AllreduceSGD, Checkpoints, OkTopkSGD, WagmaSGD
+from asyncoll.training import DCS3GD, DPSGD, SGP, AllreduceSGD, Checkpoints, LocalSGD, OkTopkSGD, WagmaSGD
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
 PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
@@ -65,7 +66,7 @@ def test_a_training_that_is_killed_and_goes_on_ends_with_the_bits_of_an_unbroken
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["synchronous", "dc_s3gd"])
+@pytest.mark.parametrize("algorithm", ["synchronous", "dc_s3gd", "sgp with overlap"])
 def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_bits(
     algorithm: str, tmp_path: Path
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_checkpoint_of_something_else_is_an_error_that_says_what(algorithm: st
         load(algorithm, 3, lambda rank: {"round": 4})
 
 
-@pytest.mark.parametrize("algorithm", ["dc_s3gd", "sparse", "wagma"])
+@pytest.mark.parametrize("algorithm", ["dc_s3gd", "sparse", "wagma", "local", "dpsgd", "sgp", "sgp with overlap"])
 def test_where_ranks_differ_each_needs_its_own_checkpoint_of_one_round(algorithm: str) -> None:
     states, older = saved(algorithm), saved(algorithm, rounds=3)
     with pytest.raises(asyncoll.UsageError, match="rank 1, and not 0"):
@@ -212,7 +213,7 @@ def test_a_checkpoint_is_loaded_before_the_training_begins() -> None:
         run_ranks(1, main)
 
 
-@looped("algorithm", [AllreduceSGD, DCS3GD, OkTopkSGD, WagmaSGD])
+@looped("algorithm", [AllreduceSGD, DCS3GD, OkTopkSGD, WagmaSGD, LocalSGD, DPSGD, SGP, partial(SGP, overlap=True)])
 def test_a_state_is_a_snapshot_of_plain_values(algorithm: Any, tmp_path: Path) -> None:
     """It is read without unpickling other objects, and later steps do not change it."""
 
@@ -220,14 +221,20 @@ def test_a_state_is_a_snapshot_of_plain_values(algorithm: Any, tmp_path: Path) -
         model = network()
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         sgd = algorithm(comm, model, plain)
-        await trained(sgd, on_batches(comm, model), 3)
+        await sgd.start()
+        for round_ in (1, 2, 3):
+            await on_batches(comm, model)(round_)
+            await sgd.step()
         snapshot, path = sgd.state_dict(), tmp_path / f"{comm.rank}"
         torch.save(snapshot, path)
         before = str(torch.load(path, weights_only=True))
         assert before == str(snapshot)
         for tensor in (sgd._residual,) if algorithm is OkTopkSGD else ():
             tensor.add_(1.0)
+        await on_batches(comm, model)(4)
+        await sgd.step()
         assert str(snapshot) == before
+        await sgd.finish()
 
     run_ranks(2, main)
 
@@ -243,7 +250,6 @@ def rounds_in(folder: Path, rank: int) -> list[int]:
     ("rounds", "newest"),
     [
         ([[], []], None),
-        ([[3], []], None),  # killed while the first round was saved
         ([[3], [3]], 3),
         ([[3, 6], [3]], 3),
         ([[3, 6, 9], [3, 6]], 6),
@@ -290,6 +296,24 @@ def test_checkpoints_without_a_common_round_are_an_error(tmp_path: Path) -> None
 
     with pytest.raises(asyncoll.UsageError, match=r"no round of which all ranks .* \(rank 0: 5; rank 1: 6\)"):
         run_ranks(2, main)
+
+
+@looped("rounds", [[[3, 6, 9], [], [3, 6, 9]], [[3], [], []]])
+def test_a_rank_that_has_lost_its_files_costs_the_others_none(rounds: list[list[int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        async def main(comm: asyncoll.Communicator) -> tuple[str, list[int]]:
+            checkpoints = Checkpoints(comm, Path(folder) / f"host {comm.rank}")
+            for round_ in rounds[comm.rank]:
+                checkpoints.save(round_, rank=comm.rank)
+            with pytest.raises(asyncoll.UsageError) as caught:
+                await checkpoints.newest()
+            return str(caught.value), rounds_in(Path(folder) / f"host {comm.rank}", comm.rank)
+
+        without = ", ".join(str(rank) for rank, each in enumerate(rounds) if not each)
+        for rank, (words, left) in enumerate(run_ranks(3, main)):
+            assert f"rank {without} has none: bring its files back; or delete those of all ranks" in words
+            assert left == rounds[rank]
 
 
 def test_checkpoints_of_another_number_of_ranks_are_an_error(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import looped
-from training_loops import Algorithm, network, on_batches, parameters, plain, trained
+from training_loops import Algorithm, loss, network, on_batches, parameters, plain, trained
 
 import asyncoll
 from asyncoll.testing import run_ranks
@@ -172,6 +173,68 @@ def test_buckets_of_an_accumulated_gradient_start_in_the_last_backward(ranks: Ra
         return started
 
     assert ranks(3, main) == [[0, 0, 4, 4, 4, 8]] * 3
+
+
+@looped("size", SIZES)
+@looped("accumulate", [2, 3, 7])
+def test_an_accumulated_gradient_has_the_bits_of_synchronous_training(size: int, accumulate: int, ranks: Ranks) -> None:
+    def replicas_of(algorithm: Algorithm) -> list[torch.Tensor]:
+        async def main(comm: asyncoll.Communicator) -> torch.Tensor:
+            model = network()
+            sgd = algorithm(comm, model, momentum(model), accumulate=accumulate)
+            await sgd.start()
+            for call in range(4 * accumulate):
+                loss(model, comm.rank, call).backward()
+                await sgd.step()
+            await sgd.finish()
+            return parameters(model)
+
+        return ranks(size, main)
+
+    synchronous = replicas_of(AllreduceSGD)
+    for model in replicas_of(partial(OverlappedSGD, bucket_bytes=200)):
+        assert torch.equal(model, synchronous[0])
+
+
+@looped(
+    ("accumulate", "values", "faulty", "words"),
+    [
+        (1, [1.0, torch.nan, 1.0], (1,), "in the gradient of rank 1: look at the loss"),
+        (3, [1.0, torch.nan, 1.0], (1,), "in the gradient of rank 1: look at the loss"),
+        (1, [torch.inf, 1.0, torch.nan], (0, 2), "in the gradient of rank 0, 2: look at the loss"),
+        (1, [3e38, 3e38, 3e38], (), "only after the ranks were added up"),
+    ],
+)
+def test_an_average_that_is_not_finite_names_its_ranks_at_every_rank(
+    values: list[float], faulty: tuple[int, ...], words: str, accumulate: int, ranks: Ranks
+) -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[tuple[int, ...], str, float]:
+        model = network()
+        sgd = OverlappedSGD(comm, model, plain(model), bucket_bytes=64, accumulate=accumulate)
+        await sgd.start()
+        for round_ in range(1, 3):
+            for call in range(accumulate):
+                before = parameters(model)
+                factor = values[comm.rank] if round_ == 2 and call == accumulate - 1 else 1.0
+                (model[2].bias.sum() * factor).backward()
+                if round_ == 1 or call < accumulate - 1:
+                    await sgd.step()
+        with pytest.raises(asyncoll.NonFiniteError) as caught:
+            await sgd.step()
+        assert torch.equal(parameters(model), before)
+        loss(model, comm.rank, 1).backward()  # a program may go on
+        for _ in range(accumulate):
+            await sgd.step()
+        await sgd.finish()
+        return caught.value.ranks, str(caught.value), float(parameters(model).sum())
+
+    results = ranks(3, main)
+    assert results == [results[0]] * 3
+    named, message, total = results[0]
+    assert named == faulty
+    assert "the averaged gradient for round 2 holds NaN or infinity" in message
+    assert words in message
+    assert np.isfinite(total)
 
 
 class TroubleError(Exception):

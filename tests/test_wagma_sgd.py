@@ -194,6 +194,40 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(size: int, seed:
     assert all(model == models[0] for model in models)
 
 
+@pytest.mark.parametrize("order", get_args(Order))
+def test_a_cancelled_step_loses_no_gradient(order: Order) -> None:
+    """It is cancelled while it waits for a late rank. The local step is in this rank's model, and training goes on."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[int, bytes]:
+        model = torch.nn.Linear(2, 1)
+        sgd = WagmaSGD(comm, model, torch.optim.SGD(model.parameters(), lr=1.0), sync_every=1, order=order)
+        await sgd.start()
+
+        async def step() -> None:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.fill_(-1.0)
+            await sgd.step()
+
+        if comm.rank == 0:
+            before = parameters(model)
+            stepping = asyncio.ensure_future(step())
+            await asyncio.sleep(1.0)
+            stepping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stepping
+            assert torch.equal(parameters(model), before + 1.0)
+        else:
+            await asyncio.sleep(2.0)
+        while sgd.round < 4:
+            await step()
+        await sgd.finish()
+        return sgd.round, bits(parameters(model))
+
+    results = simulate(2, main).results
+    assert results == [(4, results[0][1])] * 2
+
+
 @looped(
     ("rules", "words"),
     [

@@ -135,6 +135,17 @@ def on_batches(comm: asyncoll.Communicator, model: nn.Module) -> Gradient:
     return gradient
 
 
+def quadratic(size: int) -> Any:
+    """The first models of `size` ranks, three numbers each. An algorithm begins with rank 0's."""
+    return np.random.default_rng(3).normal(size=(size, 3))
+
+
+def quadratic_slope(rank: int, x: Any, step: int) -> Any:
+    """The gradient of a rank's own quadratic loss at x, which also changes from step to step."""
+    draw = np.random.default_rng((rank, 5))
+    return (1 + draw.random(3)) * x - draw.normal(size=3) + 0.1 * step
+
+
 def straggle(seed: int, comm: asyncoll.Communicator, round_: int) -> float:
     """Seconds that a step takes: mostly one, sometimes as long as five rounds."""
     draw = np.random.default_rng((seed, comm.rank, round_)).random()
