@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from asyncoll.training import EagerSGD
 from trainers.__main__ import main as cli
 from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Consensus
-from trainers.experiment import experiment, learning_rate, make_trainer
+from trainers.experiment import Machine, experiment, learning_rate, make_scheduler, make_trainer
 from trainers.imbalance import IMBALANCES, OneRandom, Real, Rotating, parse_imbalance
-from trainers.report import Report
+from trainers.report import Record, Report
 from trainers.settings import Settings, flags
 from trainers.time_model import Waiting, expected_round_s, least_round_s
 from trainers.workloads import WORKLOADS, Digits, Hyperplane
@@ -138,7 +138,8 @@ def test_each_step_of_the_optimizer_has_the_rate_of_its_round() -> None:
 
     async def main(comm: asyncoll.Communicator) -> None:
         workload = Digits(comm.rank, comm.size, 8, 0)
-        trainer = make_trainer(comm, "allreduce_sgd", settings, workload, Consensus())
+        scheduler = make_scheduler(settings, workload)
+        trainer = make_trainer(comm, "allreduce_sgd", settings, scheduler, workload, Consensus())
         trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
         for _ in range(settings.rounds * settings.accumulate):
             workload.loss().backward()
@@ -195,6 +196,38 @@ def test_a_report_accounts_for_every_round_and_call(algorithm: str, size: int, t
     assert set(read) == set(Report.__dataclass_fields__)
 
 
+@looped(
+    ("algorithm", "workload", "options", "is_weighted"),
+    [
+        ("allreduce_sgd", "language", {}, True),
+        ("eager_sgd", "language", {}, True),
+        ("eager_sgd", "language", {"op": asyncoll.AVG_ACTIVE}, False),
+        ("wagma_sgd", "language", {}, False),
+        ("allreduce_sgd", "digits", {}, False),
+    ],
+)
+def test_steps_have_the_weight_of_their_batch(
+    algorithm: str, workload: str, options: dict[str, Any], is_weighted: bool
+) -> None:
+    settings = Settings.of(algorithm, workload, batch=2, accumulate=3, **options)
+    batches, given = WORKLOADS[workload](0, 1, settings.batch, 0), []
+
+    class Stub:
+        round = 0
+
+        async def step(self, *, weight: float | None) -> None:
+            given.append((weight, batches.weight))
+
+    async def main(comm: asyncoll.Communicator) -> None:
+        trainer: Any = Stub()
+        await Machine(comm, batches, settings, ALGORITHMS[algorithm]).step(trainer, Record(comm, trainer))
+
+    run_ranks(1, main)
+    assert len(given) == 3
+    for weight, own in given:
+        assert weight == (own if is_weighted else None)
+
+
 def test_a_local_step_is_no_call_and_still_a_gradient() -> None:
     report = run_experiment(3, "local_sgd", Settings.of("local_sgd", rounds=9, every=3))
     assert report.active == {3: 3}
@@ -242,6 +275,54 @@ def test_the_hyperplane_is_learnt(algorithm: str) -> None:
     assert report.metric == "R² on held-out points"
     assert report.final_score > 0.9
     assert report.curve[0].score < 0.5
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_hyperplane")
+@looped("algorithm", ["allreduce_sgd", "oktopk_sgd", "dc_s3gd", "local_sgd", "dpsgd", "sgp"])
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(algorithm: str, tmp_path: Path) -> None:
+    folder = tmp_path / algorithm
+    rules = {"batch": 8, "rounds": 13, "momentum": 0.5, "accumulate": 2}
+    settings = Settings.of(algorithm, "hyperplane", **rules, checkpoints=folder, checkpoint_every=3)
+    unbroken = run_experiment(3, algorithm, settings)
+    for path in folder.glob("round-12-rank-0-*"):  # rank 0 was killed before it could save this round
+        path.unlink()
+    resumed = run_experiment(3, algorithm, settings)
+    assert (unbroken.rounds, resumed.rounds) == (13, 13 - 9)
+    assert resumed.final_score == unbroken.final_score
+
+
+@pytest.mark.usefixtures("small_hyperplane")
+@looped("algorithm", ["eager_sgd", "wagma_sgd", "adpsgd"])
+def test_a_late_rank_goes_on_from_the_round_of_the_others(algorithm: str, tmp_path: Path) -> None:
+    late = {"compute_s": 0.001, "imbalance": OneRandom(0.004)}
+    rules: dict[str, Any] = {} if algorithm == "adpsgd" else {"sync_every": 2}
+    rules |= {"batch": 8, "rounds": 7, "checkpoints": tmp_path / algorithm, "checkpoint_every": 4}
+    settings = Settings.of(algorithm, "hyperplane", **rules, **late)
+    assert [run_experiment(3, algorithm, settings).rounds for _ in range(2)] == [7, 3]
+
+
+@looped(
+    ("algorithm", "given", "words"),
+    [
+        ("parameter_server", {}, "its ranks pass different rounds"),
+        ("eager_sgd", {}, "set --sync-every, now 0"),
+        ("wagma_sgd", {"checkpoint_every": 12}, "set --sync-every, now 10"),
+        ("allreduce_sgd", {"rounds": 4}, "the checkpoint is of round 4, and --rounds is 4"),
+        ("local_sgd", {}, "algorithm 'AllreduceSGD', and not 'LocalSGD'"),
+        ("allreduce_sgd", {"workload": "digits-wide"}, "this state is that of another workload"),
+    ],
+)
+def test_impossible_checkpoints_are_usage_errors(
+    algorithm: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / words
+    run_experiment(1, "allreduce_sgd", Settings.of("allreduce_sgd", rounds=4, checkpoints=folder, checkpoint_every=2))
+    settings = Settings.of(algorithm, **{"checkpoints": folder, "rounds": 8, **given})
+    with pytest.raises(asyncoll.UsageError, match=words):
+        run_experiment(1, algorithm, settings)
 
 
 # -- settings ------------------------------------------------------------------------------------

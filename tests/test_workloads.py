@@ -87,6 +87,16 @@ def test_models_are_equal_and_batches_differ(name: str) -> None:
     assert all(workload.weight > 0 for workload in ranks)
 
 
+@looped("name", WORKLOADS)
+def test_a_workload_says_whether_weights_differ(name: str) -> None:
+    workload = SMALL[name](0, 1, 4, 0)
+    weights = set()
+    for _ in range(41 if name == "navigation" else 3):  # 41: five rollouts
+        workload.loss()
+        weights.add(workload.weight)
+    assert workload.is_weighted is (len(weights) > 1)
+
+
 @looped(
     ("name", "batch", "steps", "learning_rate", "momentum", "least"),
     [

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import asyncoll
 from trainers.algorithms import ALGORITHMS
-from trainers.compare import TABLE_WIDTH, compare, parse_algorithms
+from trainers.compare import OF_ONE_RUN, TABLE_WIDTH, compare, parse_algorithms
 from trainers.demo import demo
 from trainers.experiment import experiment
 from trainers.listing import listing
@@ -108,7 +108,7 @@ def _compare(algorithms: str, seeds: int, ranks: int, folder: Path, tensorboard:
         sys.exit(1)
 
 
-_compare.params += common_flags(without=("seed", "report", "plot"))
+_compare.params += common_flags(without=OF_ONE_RUN)
 
 
 def _given(common: dict[str, Any]) -> list[str]:

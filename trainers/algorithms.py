@@ -59,7 +59,8 @@ class Algorithm:
 
     `waiting` tells, from the options and the number of ranks, which ranks a round waits for; None if there is no bound
     of its time. `is_seeded`: the class takes the `seed`. `is_observed`: the class calls `observe(round, own, mean)`
-    with each average of all models. `is_served`: a rank answers others between its steps, so it computes in a thread.
+    with each average of all models. `is_weighted`: it averages gradients by the `weight` of a step. `is_served`: a rank
+    answers others between its steps, so it computes in a thread.
     """
 
     trainer: type[Trainer]
@@ -69,6 +70,7 @@ class Algorithm:
     waiting: Callable[[Mapping[str, Any], int], Waiting | None] = lambda options, ranks: None
     is_seeded: bool = False
     is_observed: bool = False
+    is_weighted: bool = False
     is_served: bool = False
 
     def defaults(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "Synchronous data-parallel SGD.",
         "the baseline of all papers; Li et al., PPoPP 2020, section 3",
         waiting=lambda options, ranks: Waiting("synchronous"),
+        is_weighted=True,
     ),
     "overlapped_sgd": Algorithm(
         OverlappedSGD,
@@ -125,6 +128,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         waiting=_eager,
         is_seeded=True,
+        is_weighted=True,
     ),
     "wagma_sgd": Algorithm(
         WagmaSGD,

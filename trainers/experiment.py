@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import asyncoll
 from asyncoll.training import Trainer
-from trainers.algorithms import ALGORITHMS
+from trainers.algorithms import ALGORITHMS, Algorithm
 from trainers.consensus import Consensus
 from trainers.imbalance import Real
 from trainers.report import Record, Report, collect
+from trainers.saving import Saving
 from trainers.settings import Settings
 from trainers.workloads import WORKLOADS, Workload
 
@@ -24,22 +25,27 @@ _SCORING_SHARE = 0.05  # of rank 0's time, so that large models do not make it t
 async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Settings) -> Report | None:
     """Train and report. Collective; rank 0 gets the report, the other ranks None.
 
-    Raises UsageError for settings that are impossible together, or with this number of ranks.
+    With `settings.checkpoints` the run goes on from the newest checkpoint that all ranks have; the report is then of
+    the rounds after it. Raises UsageError for settings that are impossible together, or with this number of ranks.
     """
     _check(comm, settings)
     workload = WORKLOADS[settings.workload](
         comm.rank, comm.size, settings.batch, settings.seed, full=settings.full, data=settings.data
     )
     consensus = Consensus()
-    trainer = make_trainer(comm, algorithm, settings, workload, consensus)
-    machine = Machine(comm, workload, settings, ALGORITHMS[algorithm].is_served)
+    scheduler = make_scheduler(settings, workload)
+    trainer = make_trainer(comm, algorithm, settings, scheduler, workload, consensus)
+    saving = Saving(comm, algorithm, settings, trainer, scheduler, workload)
+    await saving.resume()
+    machine = Machine(comm, workload, settings, ALGORITHMS[algorithm])
     await trainer.start()
     await comm.barrier()
     record = Record(comm, trainer)
     with _progress(comm) as progress:
-        task = progress.add_task(algorithm, total=settings.rounds)
+        task = progress.add_task(algorithm, total=settings.rounds, completed=trainer.round)
         while trainer.round < settings.rounds:
             await machine.step(trainer, record)
+            saving.save()
             _score(workload, record)
             progress.update(task, completed=trainer.round)
         record.end_rounds()
@@ -49,13 +55,22 @@ async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Sett
     return await collect(comm, algorithm, settings, workload, record, await consensus.collect(comm))
 
 
-def make_trainer(
-    comm: asyncoll.Communicator, algorithm: str, settings: Settings, workload: Workload, consensus: Consensus
-) -> Trainer:
-    """The algorithm's object around the workload's model, its optimizer and a schedule."""
-    entry = ALGORITHMS[algorithm]
+def make_scheduler(settings: Settings, workload: Workload) -> LRScheduler:
+    """A new optimizer of the workload's model, and its schedule, of which it is the `optimizer`."""
     optimizer = workload.optimizer(settings.learning_rate, settings.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda passed: _triangle(passed + 1, settings.rounds))
+    return LambdaLR(optimizer, lambda passed: _triangle(passed + 1, settings.rounds))
+
+
+def make_trainer(
+    comm: asyncoll.Communicator,
+    algorithm: str,
+    settings: Settings,
+    scheduler: LRScheduler,
+    workload: Workload,
+    consensus: Consensus,
+) -> Trainer:
+    """The algorithm's object around the workload's model, its optimizer and the schedule."""
+    entry = ALGORITHMS[algorithm]
     options: dict[str, Any] = {
         "clip_norm": settings.clip_norm,
         "accumulate": settings.accumulate,
@@ -67,7 +82,7 @@ def make_trainer(
         options["seed"] = settings.seed
     if entry.is_observed:
         options["observe"] = consensus.observe
-    return entry.trainer(comm, workload.model, optimizer, **options)
+    return entry.trainer(comm, workload.model, scheduler.optimizer, **options)
 
 
 def learning_rate(round_: int, settings: Settings) -> float:
@@ -87,12 +102,13 @@ def _triangle(round_: int, rounds: int) -> float:
 class Machine:
     """The emulated machine of one rank, which computes for a longer time than the real one."""
 
-    def __init__(self, comm: asyncoll.Communicator, workload: Workload, settings: Settings, in_thread: bool) -> None:
-        """`in_thread`: the loop of the program goes on while this rank computes."""
+    def __init__(self, comm: asyncoll.Communicator, workload: Workload, settings: Settings, entry: Algorithm) -> None:
         self._comm = comm
         self._workload = workload
         self._settings = settings
-        self._in_thread = in_thread
+        self._in_thread = entry.is_served  # the loop of the program goes on while this rank computes
+        is_mean = settings.options.get("op", asyncoll.AVG) is asyncoll.AVG  # other reductions take no weights
+        self._is_weighted = entry.is_weighted and workload.is_weighted and is_mean
         self._backward_s = 0.0  # of the batch before
 
     async def step(self, trainer: Trainer, record: Record) -> None:
@@ -105,7 +121,7 @@ class Machine:
             else:
                 self._compute(late_for)
             called_s = time.perf_counter()
-            reduction = await trainer.step()
+            reduction = await trainer.step(weight=self._workload.weight if self._is_weighted else None)
             record.step(reduction, time.perf_counter() - called_s)
 
     def _compute(self, late_for: int | None) -> None:

@@ -59,6 +59,7 @@ class Record:
         self.waited_s = 0.0
         self.traffic = Traffic(0, 0)
         self._comm = comm
+        self.first = trainer.round  # that of the checkpoint
         self._trainer = trainer
         self._before = Traffic.of(comm)
         self._started_s = time.perf_counter()
@@ -100,7 +101,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A finished run.
+    """A finished run. One that went on from a checkpoint has the rounds after it only.
 
     `steps_per_s` are rounds per second; `steps_per_s_bound` is the most that the time model allows, None if it knows no
     bound. `gradients_per_s` counts the batches of all ranks. `final_score` is measured in `metric`.
@@ -186,9 +187,10 @@ async def collect(
     gradients, waited_s, bytes_sent, messages = (await comm.allreduce(sums)).tolist()
     if comm.rank != 0:
         return None
+    rounds = settings.rounds - record.first
     active = {(call.round, call.group): call.active for call in calls}  # the rank that opened a round has a call of it
     wall_s = record.curve[-1].wall_s
-    is_counted = bool(bytes_sent) and (messages >= settings.rounds or not comm.statistics().operations)
+    is_counted = bool(bytes_sent) and (messages >= rounds or not comm.statistics().operations)
     return Report(
         algorithm=algorithm,
         settings=settings.plain(),
@@ -196,9 +198,9 @@ async def collect(
         is_synthetic=workload.is_synthetic,
         machine=machine(),
         ranks=comm.size,
-        rounds=settings.rounds,
+        rounds=rounds,
         wall_s=wall_s,
-        steps_per_s=settings.rounds / wall_s,
+        steps_per_s=rounds / wall_s,
         steps_per_s_bound=_bound(algorithm, settings, comm.size),
         gradients_per_s=gradients / wall_s,
         time_to_target_s=next((p.wall_s for p in record.curve if p.score >= settings.target), None),
@@ -209,7 +211,7 @@ async def collect(
         lag=_count(call.lag for call in calls),
         stale_share=_mean(not call.included for call in calls) or 0.0,
         waited_s=waited_s / gradients,
-        bytes_per_round=bytes_sent / comm.size / settings.rounds if is_counted else None,
+        bytes_per_round=bytes_sent / comm.size / rounds if is_counted else None,
         consensus=consensus,
         curve=record.curve,
     )

@@ -50,6 +50,9 @@ _BUFFERS = _flag(
 )
 _COMPUTE = _flag(_DURATION, "Stretch the computation of each batch to this time, such as 100ms.")
 _DELAYS = _flag(_IMBALANCE, f"How steps differ in length: {', '.join(IMBALANCES)}.")
+_CHECKPOINTS = _flag(
+    click.Path(file_okay=False, path_type=Path), "Folder for checkpoints; a run goes on from the newest one there."
+)
 _TARGET = _flag(click.FloatRange(0.0, 1.0), "Measure the time to this score.")
 
 
@@ -76,6 +79,8 @@ class Settings:
     seed: int = field(default=0, metadata=_flag(NATURAL, "Seed of all draws; the same at every rank."))
     report: Path | None = field(default=None, metadata=_flag(_FILE, "Write the report to this JSON file."))
     plot: Path | None = field(default=None, metadata=_flag(_FILE, "Plot score over time to this PNG file."))
+    checkpoints: Path | None = field(default=None, metadata=_CHECKPOINTS)
+    checkpoint_every: int = field(default=20, metadata=_flag(POSITIVE, "Rounds between two checkpoints."))
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -37,6 +37,7 @@ class Workload(Protocol):
     paper: ClassVar[str]  # where the workload, or its full size, comes from; may be empty
     metric: ClassVar[str]  # the name of the score
     defaults: ClassVar[dict[str, Any]]  # the settings that make sense for it, on four to eight ranks
+    is_weighted: ClassVar[bool]  # `weight` differs between batches
     model: nn.Module
     weight: float  # of the last loss, which is a mean: the number of its samples, tokens or steps of an environment
     is_synthetic: bool  # generated data stand in for the paper's
@@ -74,6 +75,7 @@ class EpochWorkload(ABC):
     """
 
     name: ClassVar[str]
+    is_weighted: ClassVar[bool] = False
     model: nn.Module
 
     def __init__(self, rank: int, batch: int, order: Order, **identity: int | str) -> None:

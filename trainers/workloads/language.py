@@ -27,6 +27,7 @@ class TextWorkload(EpochWorkload):
     """
 
     metric: ClassVar[str] = "entropy saved on held-out text"
+    is_weighted: ClassVar[bool] = True
     is_synthetic = False
     SMALL: ClassVar[Shape]
     FULL: ClassVar[Shape]

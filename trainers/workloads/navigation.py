@@ -76,6 +76,7 @@ class Navigation:
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 800, "batch": 16, "learning_rate": 5e-3, "momentum": 0.9, "target": 0.45,
     }  # fmt: skip
+    is_weighted: ClassVar[bool] = True
     is_synthetic = True
 
     def __init__(
