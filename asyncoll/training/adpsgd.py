@@ -32,14 +32,17 @@ class ADPSGD(Trainer):
     other ranks with the next step, or at the end. An average that a program leaves under way, because it drops the
     trainer, is carried out.
 
-    A checkpoint is each rank's own, and all ranks load the same round. It is the model after that step of the rank;
-    averages that ranks had with it since are not in it, so a resumed run differs from an unbroken one. See `Trainer`
+    A checkpoint is each rank's own, of any of its rounds (`Checkpoints.newest(common=False)`). It is the model after
+    that step of the rank. Averages that ranks had with it since are not in it: a resumed run differs from an unbroken
+    one. See `Trainer`
     for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor, and four copies of the parameters.
     """
 
     has_local_state: ClassVar[bool] = True
+    counts_own_rounds: ClassVar[bool] = True
+    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,

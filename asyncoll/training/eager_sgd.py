@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class EagerSGD(Trainer):
     Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
     contribution, the sum that is reduced, and the result), and one for each result of the history.
     """
+
+    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -87,24 +87,38 @@ class OkTopkSGD(Trainer):
             "regions_every": regions_every,
             "feedback": feedback,
         }
-        self._holds_updates = residual == "updates"
+        self._residual_kind = residual
         self._warm_up = warm_up
         self._observe = observe
         self._name = name
+        if any(comm.sparse_state(self._name_of(method)) is not None for method in ("dense", algorithm)):
+            raise asyncoll.UsageError(
+                f"a training named {name!r} has used this communicator, and its thresholds and regions belong to the "
+                "name: use another name"
+            )
         gradients = self._flat.gradients
         self._residual = comm.empty(gradients.numel(), gradients.dtype).zero_()  # ε = 0
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight, "a residual holds gradients of several rounds")
-        if self._holds_updates:
+        if self._residual_kind == "updates":
             self._scale_by_rate()  # ηG
         method = self._algorithm if self.round >= self._warm_up else "dense"
-        total = await self.comm.sparse_allreduce(
-            self._residual.add_(self._flat.gradients),  # acc = ε + ηG
-            algorithm=method,
-            name=self._name_of(method),
-            **self._rules,
-        )  # u and idx; ε = acc, but 0 at idx
+        try:
+            total = await self.comm.sparse_allreduce(
+                self._residual.add_(self._flat.gradients),  # acc = ε + ηG
+                algorithm=method,
+                name=self._name_of(method),
+                **self._rules,
+            )  # u and idx; ε = acc, but 0 at idx
+        except asyncoll.NonFiniteError as error:
+            self._state = "finished"  # the residual has the gradient
+            ranks = ", ".join(map(str, error.ranks))
+            raise asyncoll.NonFiniteError(
+                error.ranks,
+                f"the gradient for round {self.round + 1} holds NaN or infinity at rank {ranks}: look at the loss. "
+                "The model is that of the round before, and the training cannot go on",
+            ) from None
         self._observe(self.round + 1, total)
         self._apply_sparse(total)
         await self._settle_buffers()
@@ -112,7 +126,7 @@ class OkTopkSGD(Trainer):
 
     def _apply_sparse(self, total: asyncoll.SparseReduction) -> None:
         mean = (total.values / self.comm.size).to(self._flat.gradients.dtype)  # u / P
-        if self._holds_updates:
+        if self._residual_kind == "updates":
             self._flat.parameters.index_add_(0, total.indices, mean, alpha=-1)  # w = w - u / P
             self._pass_round()
         else:
@@ -138,11 +152,18 @@ class OkTopkSGD(Trainer):
     def _own_state(self) -> dict[str, Any]:
         names = {self._name_of(method) for method in ("dense", self._algorithm)}
         return {
+            "kind": [self._residual_kind, self._algorithm, self._name],
             "residual": self._residual.clone(),
             "operations": {name: self.comm.sparse_state(name) for name in sorted(names)},
         }
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
+        kind = [self._residual_kind, self._algorithm, self._name]
+        if own["kind"] != kind:
+            raise asyncoll.UsageError(
+                f"the checkpoint is of residual, algorithm and name {own['kind']}, and this training of {kind}: use "
+                "the same, or begin a new training from the model and the optimizer alone"
+            )
         self._residual.copy_(own["residual"])
         for name, state in own["operations"].items():
             self.comm.load_sparse_state(name, state)

@@ -13,8 +13,10 @@ algorithm is a subclass that says how ranks work together in one step (`_update`
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -61,7 +63,8 @@ class Trainer(ABC):
         scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
             that this rank has skipped; the program does not step it.
         scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is
-            sent. A gradient that has overflowed is replaced by zeros, and lowers the scale of this rank only.
+            sent. A gradient that has overflowed is replaced by zeros, and lowers the scale of this rank only. If those
+            of all ranks have overflowed, the optimizer takes no step.
         buffers: what happens to the model's buffers, such as the statistics of BatchNorm, in every round that makes all
             models equal. "broadcast": all ranks take rank 0's, as in DistributedDataParallel. "average": floating
             buffers become their mean, others rank 0's. "local": each rank keeps its own. At the end of the training all
@@ -75,6 +78,12 @@ class Trainer(ABC):
 
     has_local_state: ClassVar[bool] = False
     """Whether ranks differ between steps, so that each rank must save and load its own checkpoint."""
+
+    counts_own_rounds: ClassVar[bool] = False
+    """Whether `round` is a number of this rank's own, so that ranks may load checkpoints of different rounds."""
+
+    outlives_cancellation: ClassVar[bool] = False
+    """Whether a rank goes on after a cancelled step. Otherwise it may lack a result that the others have."""
 
     def __init__(
         self,
@@ -93,6 +102,7 @@ class Trainer(ABC):
         self._scheduler = options.get("scheduler")
         self._scaler = options.get("scaler")
         self._buffers = options.get("buffers", "broadcast")
+        self._is_scaled = self._scaler is not None and self._scaler.is_enabled()
         self._check_options()
         self._flat = replicas.flattened(model, optimizer)
         self._calls = 0  # of `step`, since the last gradient was complete
@@ -140,8 +150,8 @@ class Trainer(ABC):
                 NonFiniteError at every rank.
             MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
 
-        Cancellation: an algorithm whose rounds wait for no rank goes on; its next step reports the round. Otherwise it
-        ends the communicator, as a cancelled collective does.
+        Cancellation: where `outlives_cancellation` is true, the gradient is not lost, and the next step reports the
+            round. Otherwise it ends the communicator, as a cancelled collective does.
         """
         if self._state == "finished":
             raise asyncoll.UsageError("the training has ended: make a new trainer to train the model further")
@@ -153,6 +163,10 @@ class Trainer(ABC):
         try:
             await self._prepare(weight)
             return await self._update(None if weight is None else self._weight)
+        except asyncio.CancelledError:
+            if not self.outlives_cancellation:  # also if all its collectives are over, but not the update
+                self.comm.abort(f"a step of {type(self).__name__} was cancelled")
+            raise
         finally:
             self._flat.zero_gradients()
             self._calls, self._weight = 0, 0.0
@@ -248,7 +262,12 @@ class Trainer(ABC):
         self._pass_round()
 
     def _step_optimizer(self) -> None:
-        """Take one step of the optimizer with the gradients in the model, clipped."""
+        """Take one step of the optimizer with the gradients in the model, clipped.
+
+        With a scaler, no step is taken with gradients that are all 0: those of all ranks have overflowed.
+        """
+        if self._is_scaled and not self._flat.gradients.any():
+            return
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self.optimizer.step()
@@ -280,9 +299,8 @@ class Trainer(ABC):
             return
         total = torch.tensor(weight, dtype=torch.float64)
         await self.comm.allreduce(total)
-        await self.comm.allreduce(gradients.mul_(weight))
-        if total:
-            gradients.div_(float(total))
+        share = weight / float(total) if total else 0.0  # at most 1: the product does not overflow
+        await self.comm.allreduce(gradients.mul_(share))
 
     def _refuse_weight(self, weight: float | None, reason: str = "it averages models, and not gradients") -> None:
         """Raise UsageError for a weight, in an algorithm that cannot average gradients by weight."""
@@ -352,7 +370,7 @@ class Trainer(ABC):
                 f"({_by_rank(rounds)}): load the scheduler's state wherever the trainer's is loaded, and nowhere else"
             )
         if self.has_local_state and any(loaded):
-            if not all(loaded) or min(rounds) != newest:
+            if not all(loaded) or (min(rounds) != newest and not self.counts_own_rounds):
                 raise asyncoll.UsageError(
                     f"the ranks have loaded different rounds ({_by_rank(rounds)}): {type(self).__name__} needs the "
                     "checkpoint of one round at every rank, such as the newest that all have (`Checkpoints.newest`)"
@@ -399,7 +417,8 @@ class Trainer(ABC):
         if self._calls == self._accumulate:
             return True
         if self._sum is None:
-            self._sum = torch.zeros_like(self._flat.gradients)
+            like = self._flat.gradients
+            self._sum = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
         # Not in the model, where a program that calls `zero_grad()` in each iteration would clear it.
         self._sum.add_(self._flat.gradients, alpha=own_weight)
         self._flat.zero_gradients()
@@ -408,17 +427,15 @@ class Trainer(ABC):
     async def _prepare(self, weight: float | None) -> None:
         """Make the gradients in the model the mean of those of the step, of which the last has this `weight`."""
         if self._sum is not None:
-            gradients = self._flat.gradients
-            if weight is not None:
-                gradients.mul_(weight)
-            gradients.add_(self._sum)
+            self._sum.add_(self._flat.gradients, alpha=1.0 if weight is None else weight)
             if self._weight:
-                gradients.div_(self._weight)
+                self._sum.div_(self._weight)
+            self._flat.gradients.copy_(self._sum)
         await self._examine()
 
     async def _examine(self) -> None:
         """Unscale the gradients in the model. Those that have overflowed become 0, or are an error without a scaler."""
-        if self._scaler is not None and self._scaler.is_enabled():
+        if self._scaler is not None and self._is_scaled:
             self._scaler.unscale_(self.optimizer)
             self._scaler.update()
             if not is_finite(self._flat.gradients):
@@ -436,6 +453,12 @@ class Trainer(ABC):
             )
 
     def _check_options(self) -> None:
+        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise asyncoll.UsageError(
+                f"{type(self.optimizer).__name__} evaluates the loss several times in a step, and its gradients would "
+                "not be reduced: take an optimizer whose step() needs no closure"
+            )
         if self._clip_norm is not None and not self._clip_norm > 0:
             raise asyncoll.UsageError(f"clip_norm is a norm above 0, or None, not {self._clip_norm}")
         if self._accumulate < 1:

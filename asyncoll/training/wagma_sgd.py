@@ -51,6 +51,7 @@ class WagmaSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,
