@@ -408,7 +408,10 @@ def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:
 def test_a_run_is_plotted(tmp_path: Path) -> None:
     plot = tmp_path / "new" / "plot.png"
     done = subprocess.run(  # in a process of its own, because matplotlib keeps its fonts open
-        [sys.executable, "-m", "trainers", "eager_sgd", "--rounds", "4", "--plot", str(plot)],
+        [
+            *(sys.executable, "-m", "trainers", "eager_sgd", "--rounds", "2", "--plot", str(plot)),
+            *("--workload", "video", "--batch", "2"),  # needs no scikit-learn, which takes a second to import
+        ],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
