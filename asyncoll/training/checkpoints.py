@@ -32,6 +32,10 @@ class Checkpoints:
 
         If every round of `DCS3GD` is saved, others may have only the second before, because its averages end a step
         later. So three are kept by default.
+
+        Ranks are further apart where they do not wait for all others in each round. A job that saves every n-th round
+        then needs a `keep` above d / n, where d is P // 2 for `DPSGD`, `every` for `LocalSGD`, and for `SGP` the
+        smallest number with (peers + 1)^d of at least P, twice as much with overlap.
         """
         if keep < 2:
             raise asyncoll.UsageError(f"keep is a number of rounds, at least 2, not {keep}")

@@ -19,12 +19,13 @@ ALGORITHMS = {
     "overlapped": partial(OverlappedSGD, bucket_bytes=64),
     "dc_s3gd": DCS3GD,
     "sparse": partial(OkTopkSGD, density=0.3, thresholds_every=4, regions_every=8, residual="gradients"),
-    "local": partial(LocalSGD, every=3),
+    "local": partial(LocalSGD, every=2),
     "dpsgd": DPSGD,
     "sgp": SGP,
     "sgp with overlap": partial(SGP, peers=2, overlap=True),
 }
 ROUNDS = 40
+KEEP = {"sgp": 4, "sgp with overlap": 5}  # for up to 5 ranks, as `Checkpoints` says; others: 3
 
 
 class Shuffled:
@@ -60,7 +61,7 @@ async def main(comm: asyncoll.Communicator, algorithm: str, folder: str, rounds:
     data = Shuffled(comm.rank)
     sgd = ALGORITHMS[algorithm](comm, model, optimizer, scheduler=scheduler, clip_norm=0.5)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "sgd": sgd}
-    checkpoints = Checkpoints(comm, folder, keep=3)
+    checkpoints = Checkpoints(comm, folder, keep=KEEP.get(algorithm, 3))
     if saved := await checkpoints.newest():
         for name, part in parts.items():
             part.load_state_dict(saved[name])
