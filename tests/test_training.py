@@ -359,8 +359,35 @@ def test_a_schedule_follows_rounds_also_those_that_a_rank_skips(algorithm: str, 
 # -- scaling -------------------------------------------------------------------------------------
 
 
-@looped("size", [1, 2, 3])
-@pytest.mark.parametrize("algorithm", ["synchronous", "eager, all", "sparse", *LOCAL_STEPS])
+@looped("optimizing", [momentum, adam])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_at_one_rank_an_overflow_is_a_step_that_is_not_taken(algorithm: str, optimizing: Optimizing) -> None:
+    def scale_of(step: int) -> float:
+        return torch.inf if step == 3 else 1.0
+
+    async def main(comm: asyncoll.Communicator) -> tuple[dict[str, bytes], float]:
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+        sgd = ALGORITHMS[algorithm](comm, model, optimizing(model), scaler=scaler)
+
+        async def gradient(round_: int) -> None:
+            (scaler.scale(loss(model, comm.rank, round_)) * scale_of(round_)).backward()
+
+        await trained(sgd, gradient, 5)
+        return whole(model), scaler.get_scale()
+
+    model = network()
+    optimizer, scaler = optimizing(model), torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        (scaler.scale(loss(model, 0, step)) * scale_of(step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ranks(1, main) == [(whole(model), scaler.get_scale())]
+
+
+@looped("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["synchronous", "eager, all", "sparse"])
 def test_a_gradient_that_overflows_counts_as_zeros_and_lowers_the_scale_of_its_rank(algorithm: str, size: int) -> None:
     late = size - 1
 
