@@ -48,7 +48,7 @@ async def main(comm: asyncoll.Communicator) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sgd = ADPSGD(comm, model, optimizer, clip_norm=CLIP, accumulate=MICRO, scheduler=scheduler)
     step, due = 0, args.every
-    saved = await Checkpoints(comm, args.folder).newest()
+    saved = await Checkpoints(comm, args.folder).newest(common=False)
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -345,3 +345,28 @@ def test_one_round_is_not_enough(tmp_path: Path) -> None:
 
     with pytest.raises(asyncoll.UsageError, match="keep is a number of rounds, at least 2, not 1"):
         run_ranks(1, main)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        checkpoints = Checkpoints(comm, tmp_path)
+        path = checkpoints.save(3, value=torch.ones(1000))
+        if comm.rank == 1:
+            path.write_bytes(path.read_bytes()[:500])
+        await checkpoints.newest()
+
+    with pytest.raises(asyncoll.UsageError, match=r"round-3-rank-1-of-2\.pt cannot be read"):
+        run_ranks(2, main)
+
+
+def test_each_rank_may_go_on_from_its_own_newest_round(tmp_path: Path) -> None:
+    async def main(comm: asyncoll.Communicator) -> int:
+        for round_ in range(comm.rank, 12 * comm.rank + 1, 1 + comm.rank):
+            Checkpoints(comm, tmp_path).save(round_, round=round_)
+        await comm.barrier()
+        saved = await Checkpoints(comm, tmp_path).newest(common=False)
+        assert saved is not None
+        return saved["round"]
+
+    assert run_ranks(3, main) == [0, 11, 23]
+    assert len(list(tmp_path.iterdir())) == 1 + 3 + 3  # no file of another round is deleted

@@ -19,6 +19,7 @@ from training_loops import (
     DETERMINISTIC,
     Algorithm,
     Optimizing,
+    adam,
     adamw,
     bits,
     loss,

@@ -57,23 +57,27 @@ class Checkpoints:
             self._path(old).unlink()
         return path
 
-    async def newest(self) -> dict[str, Any] | None:
+    async def newest(self, *, common: bool = True) -> dict[str, Any] | None:
         """This rank's state of the newest round that all ranks have saved; None if no rank has saved any. Collective.
 
         The training goes on from there, so this deletes the files of this rank that are of later rounds. Some ranks
         have saved those before the job was killed, and with files of the resumed job they would mix two trainings.
 
+        With `common` False it is the state of the newest round that this rank has saved, for `ADPSGD`, whose ranks count
+        rounds of their own.
+
         Raises UsageError, and deletes nothing, if ranks have saved rounds, but none that all have: the folder of a rank
         is lost, or the job was killed while it saved its first round. Raises it also if no rank has a file of this job,
-        and the folder holds checkpoints of another number of ranks.
+        and the folder holds checkpoints of another number of ranks; and at a rank whose file cannot be read.
         """
         gathered = await self._comm.allgatherv(torch.tensor(self._rounds(), dtype=torch.int64))
         rounds = [each.tolist() for each in gathered]
-        common = set(rounds[0]).intersection(*rounds[1:])
-        if common:
-            self._delete_after(max(common))
-            state: dict[str, Any] = torch.load(self._path(max(common)), weights_only=True)
-            return state
+        if not common and all(rounds):
+            return self._load(max(rounds[self._comm.rank]))
+        shared = set(rounds[0]).intersection(*rounds[1:])
+        if shared:
+            self._delete_after(max(shared))
+            return self._load(max(shared))
         if any(rounds):
             raise asyncoll.UsageError(_no_common_round(self._folder, rounds))
         others = {found[3] for found in self._found() if int(found[3]) != self._comm.size}
@@ -83,6 +87,17 @@ class Checkpoints:
                 f"{self._comm.size}: start as many ranks, or use another folder"
             )
         return None
+
+    def _load(self, round_: int) -> dict[str, Any]:
+        path = self._path(round_)
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+        except Exception as error:  # torch raises many types, whose texts do not name the file
+            raise asyncoll.UsageError(
+                f"{path} cannot be read ({error}): if it is damaged, delete the files of its round at all ranks, and "
+                "go on from the round before"
+            ) from error
+        return state
 
     def _delete_after(self, round_: int) -> None:
         for later in self._rounds():
