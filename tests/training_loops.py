@@ -36,7 +36,7 @@ DETERMINISTIC: dict[str, Algorithm] = {
     "overlapped": partial(OverlappedSGD, bucket_bytes=64),
     "sparse": partial(OkTopkSGD, density=0.3, thresholds_every=4, regions_every=8, residual="gradients"),
     "dc_s3gd": DCS3GD,
-    "local": partial(LocalSGD, every=3),
+    "local": partial(LocalSGD, every=2),
     "dpsgd": DPSGD,
     "sgp": SGP,
     "sgp with overlap": partial(SGP, peers=2, overlap=True),
