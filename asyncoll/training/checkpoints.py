@@ -63,8 +63,8 @@ class Checkpoints:
         The training goes on from there, so this deletes the files of this rank that are of later rounds. Some ranks
         have saved those before the job was killed, and with files of the resumed job they would mix two trainings.
 
-        With `common` False it is the state of the newest round that this rank has saved, for `ADPSGD`, whose ranks count
-        rounds of their own.
+        With `common` False it is the state of the newest round that this rank has saved: for `ADPSGD`, whose ranks
+        count rounds of their own.
 
         Raises UsageError, and deletes nothing, if ranks have saved rounds, but none that all have: the folder of a rank
         is lost, or the job was killed while it saved its first round. Raises it also if no rank has a file of this job,
