@@ -51,7 +51,7 @@ def train(size: int, algorithm: str, folder: Path, killed: tuple[int, int] | Non
     return simulate(size, job, Network(jitter_s=1e-3)).results
 
 
-@looped("size", [1, 2, 3, 5])
+@looped("size", [1, 3, 5])
 @pytest.mark.parametrize("algorithm", DETERMINISTIC)
 def test_a_training_that_is_killed_and_goes_on_ends_with_the_bits_of_an_unbroken_one(
     algorithm: str, size: int, tmp_path: Path
@@ -66,11 +66,8 @@ def test_a_training_that_is_killed_and_goes_on_ends_with_the_bits_of_an_unbroken
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["synchronous", "dc_s3gd"])
-def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_bits(
-    algorithm: str, tmp_path: Path
-) -> None:
-    size = 3
+def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    size, algorithm = 3, "dc_s3gd"  # its averages are under way between steps
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT), algorithm]
 
     def run(folder: str, killed: int = 0) -> str:
