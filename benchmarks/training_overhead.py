@@ -136,11 +136,15 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def live_bytes() -> int:
-    """The bytes of all storages that a tensor uses."""
+    """The bytes that are in a storage of any tensor. Storages may overlap: those of a flat tensor and of its pieces do."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    total = end = 0
+    for start, length in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        total += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return total
 
 
 if __name__ == "__main__":
