@@ -136,7 +136,7 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def live_bytes() -> int:
-    """The bytes that are in a storage of any tensor. Storages may overlap: those of a flat tensor and of its pieces do."""
+    """The bytes in the storages of all tensors, each once: the storages of a flat tensor and of its pieces overlap."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
