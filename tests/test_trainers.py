@@ -161,7 +161,9 @@ def run_experiment(size: int, algorithm: str, settings: Settings) -> Report:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_digits_are_learnt(algorithm: str) -> None:
-    report = run_experiment(4, algorithm, Settings.of(algorithm, rounds=120))
+    # A server takes a whole step with the gradient of each rank: with the rate of a mean, the result depends on timing.
+    rate = 0.25 if ALGORITHMS[algorithm].is_served else None
+    report = run_experiment(4, algorithm, Settings.of(algorithm, rounds=120, learning_rate=rate))
     assert report.final_score > 0.96
     assert report.time_to_target_s is not None
 
