@@ -371,3 +371,29 @@ def test_every_gradient_counts_once_although_steps_are_cancelled(partial: Partia
     expected = -0.25 / size * sum(total for _, total, _ in results)
     assert all(torch.equal(model, expected) for model, _, _ in results)
     assert partial == "solo" or sum(cancelled for _, _, cancelled in results)  # a solo step waits for no rank
+
+
+def test_a_step_that_is_cancelled_while_models_are_averaged_ends_the_communicator() -> None:
+    """The others may already have the mean, which this rank lacks."""
+
+    async def main(comm: asyncoll.Communicator) -> BaseException:
+        model = torch.nn.Linear(6, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        sgd = EagerSGD(comm, model, optimizer, average_every=1)
+        await sgd.start()
+        model(torch.ones(6)).sum().backward()
+        if comm.rank > 0:
+            await asyncio.sleep(2)
+        step = asyncio.ensure_future(sgd.step())
+        if comm.rank == 0:
+            await asyncio.sleep(1)  # its solo round is over, and it waits for the models of the others
+            step.cancel()
+        (outcome,) = await asyncio.gather(step, return_exceptions=True)
+        assert isinstance(outcome, BaseException)
+        return outcome
+
+    cancelled, *others = simulate(3, main).results
+    assert isinstance(cancelled, asyncio.CancelledError)
+    for outcome in others:
+        assert isinstance(outcome, asyncoll.AbortedError)
+        assert "rank 0 aborted" in str(outcome)

@@ -361,7 +361,7 @@ def test_a_schedule_follows_rounds_also_those_that_a_rank_skips(algorithm: str, 
 
 
 @looped("optimizing", [momentum, adam])
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "sparse"])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS | AT_OWN_PACE if name not in ("sparse", "dc_asgd")])
 def test_at_one_rank_an_overflow_is_a_step_that_is_not_taken(algorithm: str, optimizing: Optimizing) -> None:
     def scale_of(step: int) -> float:
         return torch.inf if step == 3 else 1.0
@@ -369,7 +369,7 @@ def test_at_one_rank_an_overflow_is_a_step_that_is_not_taken(algorithm: str, opt
     async def main(comm: asyncoll.Communicator) -> tuple[dict[str, bytes], float]:
         model = network()
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
-        sgd = ALGORITHMS[algorithm](comm, model, optimizing(model), scaler=scaler)
+        sgd = (ALGORITHMS | AT_OWN_PACE)[algorithm](comm, model, optimizing(model), scaler=scaler)
 
         async def gradient(round_: int) -> None:
             (scaler.scale(loss(model, comm.rank, round_)) * scale_of(round_)).backward()

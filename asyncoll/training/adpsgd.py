@@ -34,15 +34,13 @@ class ADPSGD(Trainer):
 
     A checkpoint is each rank's own, of any of its rounds (`Checkpoints.newest(common=False)`). It is the model after
     that step of the rank. Averages that ranks had with it since are not in it: a resumed run differs from an unbroken
-    one. See `Trainer`
-    for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
+    one. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor, and four copies of the parameters.
     """
 
     has_local_state: ClassVar[bool] = True
     counts_own_rounds: ClassVar[bool] = True
-    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,8 +69,8 @@ class ADPSGD(Trainer):
             self._apply()
             return self._exchanged(())
         self._step_locally()  # -ηG, before the first await: a step that is cancelled is not lost
-        partner = await self._end_average()  # line 4: x_i, x_j = (x_i + x_j) / 2
-        await self._add_change(self._gossip)  # line 5: x_i = x_i - ηG
+        partner = await self._without_loss(self._end_average())  # line 4: x_i, x_j = (x_i + x_j) / 2
+        await self._without_loss(self._add_change(self._gossip))  # line 5: x_i = x_i - ηG
         self._averaging = UnderWay(self._gossip.exchange())  # line 3: j, drawn from the neighbours
         return self._exchanged(() if partner is None else (partner,))
 

@@ -76,8 +76,9 @@ class Checkpoints:
             return self._load(max(rounds[self._comm.rank]))
         shared = set(rounds[0]).intersection(*rounds[1:])
         if shared:
+            state = self._load(max(shared))
             self._delete_after(max(shared))
-            return self._load(max(shared))
+            return state
         if any(rounds):
             raise asyncoll.UsageError(_no_common_round(self._folder, rounds))
         others = {found[3] for found in self._found() if int(found[3]) != self._comm.size}

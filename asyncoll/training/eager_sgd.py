@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import ClassVar, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 import asyncoll
 from asyncoll.training import replicas
 from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.under_way import UnderWay
 
 Partial = Literal["solo", "majority", "quorum"]
 
@@ -50,8 +51,6 @@ class EagerSGD(Trainer):
     Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
     contribution, the sum that is reduced, and the result), and one for each result of the history.
     """
-
-    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class EagerSGD(Trainer):
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._has_called = True
         # G_local = mean gradient of b local samples at w
-        reduction = await self._allreduce(self._flat.gradients, weight=weight)  # line 7: G = U_sum / P
+        reduction = await self._without_loss(self._allreduce(self._flat.gradients, weight=weight))  # line 7: U_sum / P
         if self._history and reduction.skipped and not self._sync_every:
             raise self._overrun(reduction)
         before = self.round
@@ -104,6 +103,7 @@ class EagerSGD(Trainer):
         for _ in range(before // every, self.round // every) if every else ():
             await self._average_unless_all_leave(leaves=False)
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
+            await self._settle_buffers()
             await self._resynchronise()
         return self._at_own_round(reduction)
 
@@ -130,7 +130,8 @@ class EagerSGD(Trainer):
     async def _finish(self) -> None:
         self._check_stepped(self._has_called)
         if self._has_called:
-            joining = self.comm.join(self._name, self._flat.gradients)  # no round waits for this rank any more
+            # No round waits for this rank any more.
+            joining = UnderWay(self.comm.join(self._name, self._flat.gradients))
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
@@ -144,7 +145,6 @@ class EagerSGD(Trainer):
             await self._average_models()
 
     async def _resynchronise(self) -> None:
-        await self._settle_buffers()
         await replicas.resynchronise(self.comm, self._flat, self.optimizer, self._lost)
         self._lost = 0
 

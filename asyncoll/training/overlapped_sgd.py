@@ -101,8 +101,8 @@ class OverlappedSGD(Trainer):
     def _start_next(self) -> None:
         gradients, bucket = self._slices[len(self._started)], self._buckets[len(self._started)]
         if self._sum is not None:
-            # Divided before it is sent, as `AllreduceSGD` does: the other order rounds in another way.
-            gradients.add_(self._sum[bucket.start : bucket.stop]).div_(self._accumulate)
+            # In the type of the sum, and before it is sent, as `AllreduceSGD` does: another order rounds otherwise.
+            gradients.copy_(self._sum[bucket.start : bucket.stop].add_(gradients).div_(self._accumulate))
         self._is_own_finite = self._is_own_finite and is_finite(gradients)  # the call overwrites it
         self._started.append(UnderWay(self.comm.allreduce(gradients, op=asyncoll.AVG)))
 

@@ -8,6 +8,7 @@ synchronous parallel parameter server", NeurIPS 2013, section 2.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, Unpack
 
 import torch
@@ -81,10 +82,7 @@ class ParameterServerSGD(Trainer):
         return Server(self, self._staleness)
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
-        if weight is not None:
-            raise asyncoll.UsageError(
-                f"{type(self).__name__} applies each gradient alone, without a mean over ranks in which a weight counts"
-            )
+        self._refuse_weight(weight, "it applies each gradient alone, and not a mean over ranks")
         # worker m: G_m = mean gradient of b local samples at w_m
         skipped, updates, model = await self._call("push", self._flat.gradients)  # send G_m, and receive w
         if self._server is not None:
@@ -92,8 +90,7 @@ class ParameterServerSGD(Trainer):
             updates, model = self._server.updates, self._server.hand_out(self.comm.rank)
         weights(self._flat).copy_(model)  # w_m = w
         self._skip_to(updates // self.comm.size)
-        own = (self.comm.rank,)
-        return asyncoll.Reduction(self.round, 1, included=True, skipped=skipped, synchronous=False, group=own)
+        return dataclasses.replace(self._exchanged(()), skipped=skipped)
 
     async def _finish(self) -> None:
         await self._call("leave")
@@ -213,7 +210,8 @@ class Server:
                 f"update {self.updates + 1}, with the gradient of rank {worker}, holds NaN or infinity: nothing was "
                 "changed",
             )
-        self._step_optimizer()  # w = w + U(G_m, w, t)
+        if not self._trainer._has_overflowed(self.gradients):
+            self._step_optimizer()  # w = w + U(G_m, w, t)
         self.updates += 1
         if self.updates % self._trainer.comm.size == 0:
             self._trainer._pass_round()

@@ -7,8 +7,9 @@
         reduction = await sgd.step()
     await sgd.finish()
 
-`Trainer` prepares this rank's gradient, takes steps of the optimizer, counts rounds, and writes checkpoints. An
-algorithm is a subclass that says how ranks work together in one step (`_update`) and at the end (`_finish`).
+`Trainer` prepares this rank's gradient, takes steps of the optimizer, counts rounds, and has the state for
+checkpoints. An algorithm is a subclass that says how ranks work together in one step (`_update`) and at the end
+(`_finish`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
+from collections.abc import Awaitable, Iterable
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 import asyncoll
 from asyncoll.training import replicas
 
+T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
 
 
@@ -82,9 +84,6 @@ class Trainer(ABC):
     counts_own_rounds: ClassVar[bool] = False
     """Whether `round` is a number of this rank's own, so that ranks may load checkpoints of different rounds."""
 
-    outlives_cancellation: ClassVar[bool] = False
-    """Whether a rank goes on after a cancelled step. Otherwise it may lack a result that the others have."""
-
     def __init__(
         self,
         comm: asyncoll.Communicator,
@@ -96,7 +95,10 @@ class Trainer(ABC):
         self.model = model
         self.optimizer = optimizer
         self.round = 0
-        """The newest round whose result is in the model: the clock of schedules. All ranks count the same rounds."""
+        """The newest round whose result is in the model: the clock of schedules.
+
+        All ranks count the same rounds, unless `counts_own_rounds`.
+        """
         self._clip_norm = options.get("clip_norm")
         self._accumulate = options.get("accumulate", 1)
         self._scheduler = options.get("scheduler")
@@ -111,6 +113,7 @@ class Trainer(ABC):
         self._is_weighted: bool | None = None  # the first call decides
         self._is_loaded = False
         self._has_scheduled = False
+        self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
 
     # -- the verbs of the program's loop ----------------------------------------------------------
@@ -150,8 +153,9 @@ class Trainer(ABC):
                 NonFiniteError at every rank.
             MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
 
-        Cancellation: where `outlives_cancellation` is true, the gradient is not lost, and the next step reports the
-            round. Otherwise it ends the communicator, as a cancelled collective does.
+        Cancellation ends the communicator, as that of a collective does. `EagerSGD`, `WagmaSGD` and `ADPSGD` go on if
+        they are cancelled while they wait for a round or an average of two: the gradient is not lost, and the next step
+        reports the round.
         """
         if self._state == "finished":
             raise asyncoll.UsageError("the training has ended: make a new trainer to train the model further")
@@ -160,11 +164,12 @@ class Trainer(ABC):
             await self._start_late()
         if not self._take(weight):
             return None
+        self._loses_nothing = False
         try:
             await self._prepare(weight)
             return await self._update(None if weight is None else self._weight)
         except asyncio.CancelledError:
-            if not self.outlives_cancellation:  # also if all its collectives are over, but not the update
+            if not self._loses_nothing:  # also if all its collectives are over, but not the update
                 self.comm.abort(f"a step of {type(self).__name__} was cancelled")
             raise
         finally:
@@ -262,15 +267,16 @@ class Trainer(ABC):
         self._pass_round()
 
     def _step_optimizer(self) -> None:
-        """Take one step of the optimizer with the gradients in the model, clipped.
-
-        With a scaler, no step is taken with gradients that are all 0: those of all ranks have overflowed.
-        """
-        if self._is_scaled and not self._flat.gradients.any():
+        """Take one step of the optimizer with the gradients in the model, clipped."""
+        if self._has_overflowed(self._flat.gradients):
             return
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self.optimizer.step()
+
+    def _has_overflowed(self, gradients: Tensor) -> bool:
+        """Whether `gradients` are those of an overflow, with a scaler: all 0. The optimizer then takes no step."""
+        return self._is_scaled and not gradients.any()
 
     def _pass_round(self) -> None:
         self.round += 1
@@ -290,6 +296,13 @@ class Trainer(ABC):
         """Pass rounds whose results this rank does not have."""
         while self.round < round_:
             self._pass_round()
+
+    async def _without_loss(self, call: Awaitable[T]) -> T:
+        """Await a call that takes place also if it is cancelled: the next call of its name reports the result."""
+        self._loses_nothing = True
+        result = await call
+        self._loses_nothing = False
+        return result
 
     async def _average_gradients(self, weight: float | None) -> None:
         """Replace the gradients by their mean over all ranks; with weights, by the weighted mean. Collective."""

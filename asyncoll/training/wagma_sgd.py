@@ -51,7 +51,6 @@ class WagmaSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
-    outlives_cancellation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -88,8 +87,10 @@ class WagmaSGD(Trainer):
         own = weights(self._flat)
         total = self._total.copy_(own)
         try:
-            reduction = await self.comm.group_allreduce(
-                total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+            reduction = await self._without_loss(
+                self.comm.group_allreduce(
+                    total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+                )
             )  # lines 8, 9 and 16
         except asyncio.CancelledError:
             if self._order == "average-then-step":
