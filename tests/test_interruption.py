@@ -97,7 +97,7 @@ def test_an_exception_just_after_the_acquisition_releases_the_lock(monkeypatch):
         raise AlarmError
 
     take = mutex._try_lock
-    with local_world(2) as (mine, theirs):
+    with local_world(2, [None]) as (mine, theirs):
         control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
         with monkeypatch.context() as patch:
             patch.setattr(mutex, "_try_lock", take_and_raise)
@@ -110,7 +110,7 @@ def test_the_next_call_releases_a_lock_that_an_exception_kept():
     """The exception came before the first step of the code that would release the lock."""
     with local_world(2) as (mine, theirs):
         control_blocks = mine.control_block(1, 4), theirs.control_block(1, 4)
-        control_blocks[0]._mutex.acquire()
+        control_blocks[0].__enter__()
         assert "an exception interrupted it" in refused_by(control_blocks[0])
         assert "an exception interrupted it" in refused_by(control_blocks[1])
 

@@ -25,7 +25,7 @@ from asyncoll.algorithms.rounds.block_table import BlockTable
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.transport import ControlBlock
+from asyncoll.transport.control_block import PythonControlBlock
 
 SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays are cut into many pieces
 LIMITS = [limit + more for limit in {0, SHORT, CHUNK, WINDOW, 2 * WINDOW} for more in (-4, 0, 4) if limit + more >= 0]
@@ -492,14 +492,14 @@ def test_blocks_are_reused(kind, monkeypatch):
 def test_a_call_that_waits_for_earlier_ones_is_woken_by_them_only(monkeypatch):
     """Otherwise all waiting calls check each change, and the time of n calls in flight grows as n squared."""
     slept = 0
-    sleep = ControlBlock.ring_at_next_wake
+    sleep = PythonControlBlock.ring_at_next_wake
 
-    def count(control_block: ControlBlock, doorbell: int) -> None:
+    def count(control_block: PythonControlBlock, doorbell: int) -> None:
         nonlocal slept
         slept += 1
         sleep(control_block, doorbell)
 
-    monkeypatch.setattr(ControlBlock, "ring_at_next_wake", count)
+    monkeypatch.setattr(PythonControlBlock, "ring_at_next_wake", count)
 
     async def main(comm: Communicator, calls: int) -> None:
         arrays = [np.ones(3) for _ in range(calls)]

@@ -56,14 +56,48 @@ _FLAGS = 1  # 1 if the doorbell must ring at the next `wake`
 DOORBELLS = 2
 
 
-class ControlBlock:
+class ControlBlock(Protocol):
     """Cells of 64 bits (signed), and the lock that guards them.
 
     The control block is a context manager that holds the lock. Hold it for microseconds only, and never across an
     await.
     """
 
-    __slots__ = ("_count", "_doorbells", "_flags", "_mutex", "_ringing", "cells", "created", "interleaved")
+    passing: Callable[[], None] | None  # called before and after each acquisition of the lock, for fault tests
+
+    @property
+    def cells(self) -> memoryview: ...
+
+    @property
+    def created(self) -> bool:
+        """Whether this rank has made the control block."""
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether all ranks share a thread, so that work in memory must yield explicitly: see `checkpoint`."""
+
+    def __enter__(self) -> ControlBlock: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def abandon(self, mutex: Mutex) -> None:
+        """Replace the lock by `mutex`, which raises on `acquire`. For a forked child."""
+
+    def wake(self, at_most: int = ...) -> None:
+        """Make the sleeping waiters evaluate their conditions again. The caller holds the lock.
+
+        The doorbells ring when the lock is released. `at_most` limits their number, for changes that only so many
+        ranks can use at the same time; the others sleep on until a later `wake`.
+        """
+
+    def ring_at_next_wake(self, doorbell: int) -> None:
+        """Ring `doorbell` at the next `wake`. The caller holds the lock, so that no change comes in between."""
+
+
+class PythonControlBlock:
+    """A `ControlBlock` with any `Mutex`. Its counterpart in C is in asyncoll/_core/control_block.c."""
+
+    __slots__ = ("_count", "_doorbells", "_flags", "_mutex", "_ringing", "cells", "created", "interleaved", "passing")
 
     def __init__(
         self,
@@ -75,24 +109,25 @@ class ControlBlock:
         created: bool,
         interleaved: bool = False,
     ) -> None:
-        """`raw` is the shared memory, of `control_block_bytes` bytes, initially zero.
-
-        `created` says that this rank has made the control block. `interleaved` says that all ranks share a thread, so
-        that work in memory must yield explicitly: see `checkpoint`.
-        """
+        """`raw` is the shared memory, of `control_block_bytes` bytes, initially zero."""
         cells = raw.cast("q")
         self._count = local_size * DOORBELLS
         self._flags = cells[: _FLAGS + self._count]
         self.cells = cells[_FLAGS + self._count :]
         self.created = created
         self.interleaved = interleaved
+        self.passing: Callable[[], None] | None = None
         self._mutex = mutex
         self._doorbells = doorbells
         self._ringing: list[int] = []  # the doorbells to ring at the release; only the holder of the lock uses it
 
-    def __enter__(self) -> ControlBlock:
+    def __enter__(self) -> PythonControlBlock:
         try:
+            if self.passing is not None:
+                self.passing()
             self._mutex.acquire()
+            if self.passing is not None:
+                self.passing()
         except BaseException:  # a signal handler may raise just after the lock has been acquired
             self._mutex.abandon()
             raise
@@ -113,15 +148,9 @@ class ControlBlock:
         self._doorbells.ring(ringing)
 
     def abandon(self, mutex: Mutex) -> None:
-        """Replace the lock by `mutex`, which raises on `acquire`. For a forked child."""
         self._mutex = mutex
 
     def wake(self, at_most: int = sys.maxsize) -> None:
-        """Make the sleeping waiters evaluate their conditions again. The caller holds the lock.
-
-        The doorbells ring when the lock is released. `at_most` limits their number, for changes that only so many
-        ranks can use at the same time; the others sleep on until a later `wake`.
-        """
         flags = self._flags
         for doorbell in range(self._count if flags[_FLAGGED] else 0):
             if flags[_FLAGS + doorbell] and at_most > 0:
@@ -131,7 +160,6 @@ class ControlBlock:
                 self._ringing.append(doorbell)
 
     def ring_at_next_wake(self, doorbell: int) -> None:
-        """Ring `doorbell` at the next `wake`. The caller holds the lock, so that no change comes in between."""
         if not self._flags[_FLAGS + doorbell]:
             self._flags[_FLAGS + doorbell] = 1
             self._flags[_FLAGGED] += 1

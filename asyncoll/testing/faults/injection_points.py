@@ -2,7 +2,7 @@
 
 A rank passes an injection point when it sends a message, when it receives one, immediately before it takes a lock of
 shared memory, and immediately after it has taken it. `InjectionPoints` counts them by wrapping methods of `Transport`,
-`Receiver`, `Arena` and `Mutex` for the time of a block. The runtime has no code for this.
+`Receiver` and `Arena` for the time of a block, and by `ControlBlock.passing`, which the compiled core calls, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from asyncoll.communicator import Communicator
-from asyncoll.transport.control_block import ControlBlock, Mutex
+from asyncoll.transport import ControlBlock
 
 
 class InjectionPoints:
@@ -62,24 +62,13 @@ class InjectionPoints:
         return passing
 
     def _watch(self, control_block: ControlBlock) -> ControlBlock:
-        mutex = control_block._mutex
-        if not (isinstance(mutex, _WatchedMutex) and mutex.watcher is self):
-            control_block._mutex = _WatchedMutex(mutex, self, self._pass)
-            self._undo.callback(setattr, control_block, "_mutex", mutex)
+        before = control_block.passing
+
+        def passing() -> None:
+            if before is not None:
+                before()
+            self._pass()
+
+        control_block.passing = passing
+        self._undo.callback(setattr, control_block, "passing", before)
         return control_block
-
-
-class _WatchedMutex:
-    """A `Mutex` that calls `passing` before and after each acquisition."""
-
-    def __init__(self, mutex: Mutex, watcher: InjectionPoints, passing: Callable[[], None]) -> None:
-        self.watcher = watcher
-        self._mutex = mutex
-        self._passing = passing
-        self.release = mutex.release
-        self.abandon = mutex.abandon
-
-    def acquire(self) -> None:
-        self._passing()
-        self._mutex.acquire()
-        self._passing()

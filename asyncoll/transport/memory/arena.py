@@ -14,14 +14,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 
 import numpy as np
 
-from asyncoll import forks
+from asyncoll import _core, forks
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
-from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
+from asyncoll.transport.control_block import (
+    DOORBELLS,
+    ControlBlock,
+    PythonControlBlock,
+    Turn,
+    Wait,
+    control_block_bytes,
+)
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, LockPolicy, RobustMutex
@@ -50,15 +58,21 @@ _NO_POLLING_S = 0.1
 
 
 @contextlib.contextmanager
-def local_world(size: int) -> Iterator[list[HostArena]]:
-    """One arena for each rank of a world inside this process, over real shared memory."""
+def local_world(size: int, natives: Sequence[ModuleType | None] = (_core.native,)) -> Iterator[list[HostArena]]:
+    """One arena for each rank of a world inside this process, over real shared memory.
+
+    The ranks take the compiled cores of `natives` in turn.
+    """
     capacity = capacity_of(size)
     with contextlib.ExitStack() as undo:
         segments = []
         for local_rank in range(size):
             segments.append(make_segment(local_rank, capacity))
             undo.callback(close_segment, segments[-1])
-        arenas = [HostArena(local_rank, tuple(range(size)), segments) for local_rank in range(size)]
+        arenas = [
+            HostArena(local_rank, tuple(range(size)), segments, natives[local_rank % len(natives)])
+            for local_rank in range(size)
+        ]
     try:
         yield arenas
     finally:
@@ -73,11 +87,19 @@ class HostArena:
     `locks.patience_s` is how long a waiter tolerates a stopped owner of a lock; initially infinite.
     """
 
-    def __init__(self, local_rank: int, ranks: tuple[int, ...], segments: Sequence[Segment]) -> None:
-        """`segments` has one entry for each rank, by local rank. Their descriptors are copied.
+    def __init__(
+        self,
+        local_rank: int,
+        ranks: tuple[int, ...],
+        segments: Sequence[Segment],
+        native: ModuleType | None = _core.native,
+    ) -> None:
+        """`segments` has one entry for each rank, by local rank. Their descriptors are copied. `native` is the compiled
+        core, or None to do without it.
 
         The arena of local rank 0 must exist before any rank uses a control block: it initializes the directory.
         """
+        self.native = native
         self.local_rank = local_rank
         self.ranks = ranks
         self.locks = LockPolicy()
@@ -183,7 +205,13 @@ class HostArena:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
         mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.locks)
-        return ControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
+        if self.native is not None:
+            doorbells = tuple(self._eventfds)
+            block: ControlBlock = self.native.ControlBlock(
+                memory, doorbells, mutex, self.local_rank, AsyncollError, created
+            )
+            return block
+        return PythonControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
     def _add_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
         if used == _CONTROL_BLOCKS_MAX:

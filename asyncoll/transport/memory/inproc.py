@@ -12,7 +12,14 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
-from asyncoll.transport.control_block import DOORBELLS, ControlBlock, Turn, Wait, control_block_bytes
+from asyncoll.transport.control_block import (
+    DOORBELLS,
+    ControlBlock,
+    PythonControlBlock,
+    Turn,
+    Wait,
+    control_block_bytes,
+)
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
@@ -100,7 +107,7 @@ class InprocArena:
             raw = self._memory.control_blocks.setdefault(context, np.zeros(size, np.uint8))
             if raw.nbytes != size:
                 raise UsageError(f"control block {context:x} has {raw.nbytes} bytes at another rank, and {size} here")
-            self._control_blocks[context] = ControlBlock(
+            self._control_blocks[context] = PythonControlBlock(
                 raw.data, self._memory.size, _NoLock(), self._memory, created=created, interleaved=True
             )
         return self._control_blocks[context]

@@ -116,11 +116,17 @@ class RobustMutex:
             self.abandon()
 
     def acquire(self) -> None:
-        if failure := _try_lock(self._mutex):
+        failure = _try_lock(self._mutex)
+        if failure or self._holder[0] < 0:
+            self.resume(failure)
+        self._holder[0] = self._local_rank
+
+    def resume(self, failure: int) -> None:
+        """Acquire the lock after a trylock that returned `failure`, which is 0 if the lock is held, but lost."""
+        if failure:
             self._acquire_slowly(failure)
         if self._holder[0] < 0:
             self._raise_lost()
-        self._holder[0] = self._local_rank
 
     def abandon(self) -> None:
         """Implements `Mutex.abandon`. The futex word, unlike the holder cell, tells for certain who owns the lock."""

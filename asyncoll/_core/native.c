@@ -1,0 +1,32 @@
+/* The module `asyncoll._core.native`. `asyncoll/_core/__init__.py` loads it, and says what runs without it. */
+#include "native.h"
+
+static int add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
+    Py_XDECREF(type);
+    return failed;
+}
+
+static int execute(PyObject *module)
+{
+    return add_type(module, &control_block_spec);
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, execute},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "asyncoll._core.native",
+    .m_doc = "Primitives in shared memory, in C.",
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_native(void)
+{
+    return PyModuleDef_Init(&definition);
+}

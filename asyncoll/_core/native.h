@@ -1,0 +1,60 @@
+/* What the files of the compiled core share. Each primitive family has a file of its own:
+ *
+ *   control_block.c   the lock of a control block, and the doorbells of its sleepers
+ *   native.c          the module
+ *
+ * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
+ */
+#ifndef ASYNCOLL_NATIVE_H
+#define ASYNCOLL_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* -- control_block.c ------------------------------------------------------------------------- */
+
+/* asyncoll/transport/memory/mutex.py: the mutex, and the cell of its holder behind it. */
+enum { MUTEX_BYTES = 64, HOLDER_OFFSET = 56 };
+
+/* asyncoll/transport/control_block.py: the first cells of a control block are its own. */
+enum { FLAGGED_CELL = 0, FLAGS_CELL = 1 };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory; /* the mutex, the control block's own cells, the cells of its user */
+    pthread_mutex_t *mutex;
+    int64_t *holder; /* local rank of the last holder; negative if the lock is lost for ever */
+    int64_t *flags;  /* FLAGGED_CELL, then a flag for each doorbell */
+    int64_t *cells;  /* those of the user */
+    Py_ssize_t cell_count;
+    int64_t local_rank;
+    int doorbell_count;
+    int *eventfds; /* by number of the doorbell */
+    int *ringing; /* doorbells to ring at the release; only the holder of the lock uses it */
+    int ringing_count;
+    PyObject *mutex_in_python;  /* RobustMutex on the same memory: it waits, and reports losses */
+    PyObject *consistent_error; /* after an exception of this class in a critical section the cells are consistent */
+    PyObject *substitute;       /* in a forked child: a mutex that refuses; otherwise NULL */
+    PyObject *passing;          /* called before and after each acquisition, for fault tests; otherwise None or NULL */
+    PyObject *view;             /* `cells` as Python sees it */
+    char created;
+    char interleaved;           /* always false: the ranks are processes */
+} ControlBlock;
+
+extern PyType_Spec control_block_spec;
+
+/* Acquire the lock. Returns 0, or -1 with an exception set. The caller holds the GIL, also afterwards. */
+int control_block_lock(ControlBlock *self);
+
+/* Release the lock, and ring the doorbells that `control_block_wake` has chosen. */
+void control_block_unlock(ControlBlock *self);
+
+/* Choose at most `at_most` sleepers to wake at the release. The caller holds the lock. */
+void control_block_wake(ControlBlock *self, int64_t at_most);
+
+#endif
