@@ -1,6 +1,7 @@
 /* What the files of the compiled core share. Each primitive family has a file of its own:
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
+ *   meetings.c        short meetings of all ranks of a communicator
  *   native.c          the module
  *
  * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
@@ -56,5 +57,15 @@ void control_block_unlock(ControlBlock *self);
 
 /* Choose at most `at_most` sleepers to wake at the release. The caller holds the lock. */
 void control_block_wake(ControlBlock *self, int64_t at_most);
+
+/* Wake all threads that sleep in a futex at the low half of `cell`. */
+void control_block_wake_futex(const int64_t *cell);
+
+/* Whether `object` is a ControlBlock of this module. */
+bool is_control_block(PyObject *object);
+
+/* -- meetings.c ------------------------------------------------------------------------------ */
+
+extern PyType_Spec meetings_spec;
 
 #endif

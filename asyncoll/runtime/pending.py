@@ -60,7 +60,7 @@ class PendingCalls:
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
         self._calls = 0  # the number of the last numbered call
-        self._last: PendingCall | None = None  # the last call that was entered
+        self._last: Call | None = None  # the last call of this rank
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
@@ -77,18 +77,28 @@ class PendingCalls:
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
         world ranks that take part, by default all of the communicator.
         """
-        now_s, expires_s = self._now_s(), deadlines.expiry.get()
-        patience_s = now_s + self._patience_s
+        return self.enter_late(call, number, self._now_s(), deadlines.expires_s(), ranks)
+
+    def enter_late(
+        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...] = ()
+    ) -> PendingCall:
+        """As `enter`, for a call that began at `since_s`, in a context whose deadline is at `expires_s`."""
+        patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks or self._group.ranks, now_s, expires_s)
+        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s)
         self._pending[pending] = None
-        self._last = pending
-        self._calls = number or self._calls
+        self.note(call, number)
         if pending.expires_s < self._next_check_s:
             self._next_check_s = pending.expires_s
             self._post(self._check_overdue)
         return pending
+
+    def note(self, call: Call, number: int = 0) -> None:
+        """This rank has made `call`, which is over or pending."""
+        self._last = call
+        self._calls = number or self._calls
+        self._idle_since_s = self._now_s()
 
     def age_s(self, pending: PendingCall) -> float:
         """The seconds since the call began."""
@@ -179,7 +189,7 @@ class PendingCalls:
         if pending:
             doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
         else:
-            after = f", after {self._last.call}" if self._last is not None else " and has made no call"
+            after = f", after {self._last}" if self._last is not None else " and has made no call"
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
         inside = "\n".join(pending.call.key for pending in pending)
         self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
