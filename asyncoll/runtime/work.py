@@ -110,3 +110,63 @@ class Work(Generic[T]):
 
 def _nothing() -> None:
     pass
+
+
+class Over(Generic[T]):
+    """Work that is over before it begins. `make` makes its result."""
+
+    __slots__ = ("__weakref__", "_make")
+
+    is_over = True
+    is_atomic = True
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+
+    def begin(self) -> None:
+        """There is nothing to do."""
+
+    def look(self) -> bool:
+        return True
+
+    async def finish(self) -> T:
+        return self._make()
+
+    def result(self) -> T:
+        return self._make()
+
+
+class Immediate(Generic[T]):
+    """A coroutine that awaits nothing that is not ready, as `Driven`: it is over when it has begun."""
+
+    __slots__ = ("__weakref__", "_body", "_error", "_result", "is_over")
+
+    is_atomic = True
+
+    def __init__(self, body: Coroutine[Any, None, T]) -> None:
+        self._body = body
+        self._error: BaseException | None = None
+        self._result: T | None = None
+        self.is_over = False
+
+    def begin(self) -> None:
+        self.is_over = True
+        try:
+            self._body.send(None)
+        except StopIteration as stop:
+            self._result = stop.value
+        except BaseException as error:
+            self._error = error
+        else:
+            self._error = RuntimeError("a call of one rank has to wait")
+
+    def look(self) -> bool:
+        return self.is_over
+
+    async def finish(self) -> T:
+        return self.result()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
