@@ -103,6 +103,7 @@ class Plan(NamedTuple):
 
     fingerprint: int  # signed
     reduce: Reduce | None  # None for a barrier
+    kernel: int  # of the compiled core, 0 for none: `tensors.reductions.kernel_number`
     divisor: int
     done: int  # the bytes of the result; 1 for a barrier
     reducing: Traffic  # of the rank that reduces

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Collectives, Plan
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, meetings_of
+from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ class ShortWay:
                 traffic.received(received)
         reduce = reducer(op, call.dtype) if nbytes else None
         divisor = size if op is ReduceOp.AVG else 1
-        plan = Plan(signed(call.fingerprint()), reduce, divisor, nbytes or 1, reducing, receiving)
+        kernel = kernel_number(op, call.dtype) if nbytes else 0
+        plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving)
         self._plans[key] = plan
         return plan
 
@@ -64,7 +65,10 @@ class ShortWay:
         staging = self._staging
         if not staging.is_over(number - staging.sizes.calls):
             return None
-        state = self._meetings.arrive(number, plan.fingerprint, x)
+        clear = staging.is_clear
+        state = self._meetings.arrive(number, plan.fingerprint, x, plan.kernel, plan.divisor, clear)
+        if state == OVER:
+            return True
         if state == LAST:
             self._reduce(plan, number, x)
             return True
