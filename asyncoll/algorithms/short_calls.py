@@ -39,6 +39,7 @@ class ShortCall(Generic[T]):
         "_call",
         "_expires_s",
         "_general",
+        "_has_begun",
         "_host",
         "_operand",
         "_plan",
@@ -67,7 +68,8 @@ class ShortCall(Generic[T]):
         self._body = body
         self._operand = operand
         self._result = result
-        self._general: Driven[T] | None = None
+        self._general: Driven[T] | None = None  # the rest of the call, if it has left the short way
+        self._has_begun = False
         self.is_atomic = way.is_atomic
         self.is_over = False
 
@@ -76,6 +78,7 @@ class ShortCall(Generic[T]):
         return None if self._operand is None else self._operand.flat
 
     def begin(self) -> None:
+        self._has_begun = True
         rest: Body[T] | None = None
         try:
             self._host.check()
@@ -100,6 +103,8 @@ class ShortCall(Generic[T]):
         return self.is_over
 
     async def finish(self) -> T:
+        if not self._has_begun:
+            self.begin()
         if self.is_over:
             return self.result()
         if self._general is None:
