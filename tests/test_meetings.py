@@ -33,7 +33,7 @@ class Rank:
         self.staging = staging
         self.meetings: Meetings = meetings_of(staging)
         self._is_compiled = is_compiled
-        staging.provide_short()
+        staging.short_array(staging.rank, 0, np.dtype(np.uint8), 1)  # allocates
 
     def arrive(self, number: int, x: Array | None, op: ReduceOp = ReduceOp.SUM, fingerprint: int = 5) -> int:
         dtype = "" if x is None else x.dtype.name
