@@ -128,8 +128,8 @@ class ShortWay(Protocol):
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         """Begin call `number`. Returns whether it is over, with the result in `x`; None if the way is not free.
 
-        In the latter case nothing has changed. Raises DisagreementError if another rank has made another call with this number, and
-        the error of a lost lock.
+        In the latter case nothing has changed in shared memory. Raises DisagreementError if another rank has made
+        another call with this number, and the error of a lost lock.
         """
 
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
