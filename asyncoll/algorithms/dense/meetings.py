@@ -32,8 +32,8 @@ class Meetings(Protocol):
     ) -> int:
         """Show a copy of `array`. Returns WAITING, LAST, NOT_FREE or OVER.
 
-        With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`, and
-        has the result in `array`, unless `kernel` is 0. The caller has checked that the call that used the record
+        With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
+        and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that used the record
         before is over at this rank. Raises DisagreementError if another rank has made another call with this number.
         """
 
