@@ -677,7 +677,7 @@ def test_the_call_after_a_cancelled_call_is_right(seed):
         await asyncio.sleep(1)
         exchange = comm.rpc._exchange
         assert not exchange.client._pending
-        assert not exchange._server._tasks
+        assert not exchange._server._calls
         assert not exchange._server._counts
         await comm.barrier()
 

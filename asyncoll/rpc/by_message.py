@@ -48,6 +48,9 @@ class MessageCarrier:
         self._segments = Segments(self, deliver)
         self._post_to_runtime(partial(self._router.on_signal, self._context, self._on_signal))
 
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        return self._segments.send_nowait(dest, head, arrays)
+
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         await self._segments.send(dest, head, arrays)
 

@@ -30,6 +30,9 @@ class SocketCarrier:
         self._segments = Segments(self, deliver)
         self.socket = self._make(self)
 
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
+
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """As `Carrier.send`. A message to a peer that is gone is dropped."""
         if self.socket.has(dest):

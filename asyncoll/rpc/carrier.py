@@ -28,6 +28,9 @@ class Carrier(Protocol):
         the peer has violated the protocol: no later message of it is delivered.
         """
 
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        """Send one message if it is short and can be sent without a wait; returns whether it was. Raises as `send`."""
+
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message: `head`, of at most HEAD_BYTES, and flat uint8 arrays of any length.
 

@@ -28,6 +28,7 @@ ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, dataclasses, numpy arrays and scalars, and "
     "torch tensors"
 )
+_KEPT_BYTES = 1 << 16  # an encoder gives up its packers after a longer value, because packers keep their memory
 _UNCHECKED_BYTES = 512  # in so few bytes, false lengths of nested lists make msgpack allocate little memory
 _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
@@ -49,34 +50,48 @@ NO_TYPES: Types = {}
 
 
 def encode(value: object, name: str = "value") -> tuple[bytes, list[Array]]:
-    """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
+    """As `Encoder.encode`, for a single value."""
+    return Encoder().encode(value, name)
 
-    Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
+
+class Encoder:
+    """Encodes values, one after another. Each end of a connection keeps one: a new packer for each value costs more
+    than to pack a short value. Only one thread uses it.
     """
-    encoder = _Encoder()
-    try:
-        return encoder.pack(value), encoder.arrays
-    except Exception:
-        _raise_for_unsendable(value, name, 0)
-        raise
 
-
-class _Encoder:
     def __init__(self) -> None:
-        self.arrays: list[Array] = []
-        self._depth = 0
+        self._arrays: list[Array] = []  # of the value that is being encoded
+        self._packers: list[msgpack.Packer] = []  # by depth of the value: a packer packs one value at a time
+        self._depth = -1
 
-    def pack(self, value: object) -> bytes:
-        packed: bytes = msgpack.Packer(default=self._default, strict_types=True, buf_size=512).pack(value)
+    def encode(self, value: object, name: str = "value") -> tuple[bytes, list[Array]]:
+        """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
+
+        Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
+        """
+        self._arrays = arrays = []
+        try:
+            body = self._pack(value)
+        except Exception:
+            self.__init__()  # type: ignore[misc]
+            _raise_for_unsendable(value, name, 0)
+            raise
+        if len(body) > _KEPT_BYTES:
+            self._packers.clear()
+        return body, arrays
+
+    def _pack(self, value: object) -> bytes:
+        self._depth = depth = self._depth + 1
+        if depth > MAX_DEPTH:
+            raise UsageError(f"values are nested more than {MAX_DEPTH} deep")
+        if depth == len(self._packers):
+            self._packers.append(msgpack.Packer(default=self._default, strict_types=True, buf_size=512))
+        packed: bytes = self._packers[depth].pack(value)
+        self._depth = depth - 1
         return packed
 
     def _nested(self, code: int, value: object) -> msgpack.ExtType:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise UsageError(f"values are nested more than {MAX_DEPTH} deep")
-        packed = self.pack(value)
-        self._depth -= 1
-        return msgpack.ExtType(code, packed)
+        return msgpack.ExtType(code, self._pack(value))
 
     def _default(self, value: Any) -> Any:
         """Encode a value of a type that msgpack does not know."""
@@ -105,10 +120,10 @@ class _Encoder:
         form += struct.pack(f"<{len(shape)}Q", *shape)
         if where == _INSIDE:
             return msgpack.ExtType(_ARRAY, form + flat.tobytes())
-        if len(self.arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
+        if len(self._arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
             raise UsageError(f"{ARRAYS_MAX} arrays in one message are too many: stack them")
-        self.arrays.append(flat)
-        return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self.arrays) - 1))
+        self._arrays.append(flat)
+        return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self._arrays) - 1))
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -142,7 +157,7 @@ def _raise_for_leaf(value: object, path: str) -> None:
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise UsageError(f"{path} is an int of {value.bit_length()} bits; at most 64 can be sent: send it as a str")
     try:
-        _Encoder().pack(value)
+        Encoder()._pack(value)
     except UnicodeEncodeError as error:
         raise UsageError(f"{path} is a str that is not valid Unicode: {error}") from None
     except UsageError as error:

@@ -81,6 +81,17 @@ class MemoryCarrier:
         self._deliver = deliver
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        """As `Carrier.send_nowait`. The first message to a rank is not sent here."""
+        self._check_open()
+        outbox = self._outboxes.get(dest)
+        if arrays or outbox is None or len(head) > HEAD_BYTES:
+            return False
+        try:
+            return outbox.put_nowait(_OutgoingMessage(encode(Message(self._arena.local_rank, head))))
+        except InboxClosedError:
+            return True
+
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message to the world rank `dest`. It is delivered before messages that are sent after this returns.
 
@@ -163,7 +174,7 @@ class MemoryCarrier:
         return self._inbox.has_messages() or self._borrower.has_dropped()
 
     def _receive(self) -> None:
-        for message in self._inbox.take(_BATCH):
+        for message in self._inbox.take():
             source = self._arena.ranks[message.source]
             if source not in self._ranks:  # a rank of this host, but not of this communicator
                 raise ProtocolError("a message from a rank outside of this communicator", source)
@@ -235,11 +246,16 @@ class _Outbox:
             finally:
                 self._lender.keep_unless_lent(address)
 
+    def put_nowait(self, message: _OutgoingMessage) -> bool:
+        """Put the message into the inbox unless others wait or there is no room; return whether so."""
+        if self._queue:
+            return False
+        with self.inbox.control_block:
+            return self._try_put(message)
+
     async def _put(self, message: _OutgoingMessage) -> None:
-        if not self._queue:
-            with self.inbox.control_block:
-                if self._try_put(message):
-                    return
+        if self.put_nowait(message):
+            return
         put = asyncio.get_running_loop().create_future()
         self._queue.append((message, put))
         if self.pump is None:

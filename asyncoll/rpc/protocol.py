@@ -74,7 +74,7 @@ def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Arra
     try:
         version, kind, apart, number, length, call, seconds = _HEADER.unpack_from(head)
         start = _HEADER.size + length
-        name, body = str(head[_HEADER.size : start], "utf-8"), head[start:]
+        name, body = head[_HEADER.size : start].decode() if length else "", head[start:]
     except (struct.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:

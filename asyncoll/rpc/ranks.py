@@ -83,7 +83,7 @@ class Rpc:
         )
         member.post(partial(endpoint.failures.on_failure, member.communicator, self._failed))
 
-    def register(self, what: T, *, name: str | None = None) -> T:
+    def register(self, what: T, *, name: str | None = None, inline: bool = False) -> T:
         """Let all ranks of the communicator call `what` at this rank. Returns `what`, so it is usable as a decorator.
 
         `what` is a function, a coroutine function or an async generator function, which is called by its own name or by
@@ -95,7 +95,7 @@ class Rpc:
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
         other code may change meanwhile.
         """
-        self._registry.add(what, name)
+        self._registry.add(what, name, inline=inline)
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
