@@ -65,25 +65,25 @@ class Inbox:
         The caller holds the lock of the control block. Raises InboxClosedError, and ProtocolError if the head and the
         tail are corrupt.
         """
-        cells = self._cells
+        cells, nbytes = self._cells, len(raw)
         tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"the inbox is corrupt: its head is {head} and its tail {tail}")
-        if not self.has_room(len(raw)):
+        if not self.has_room(nbytes):
             return None
-        start, size = tail % RING_BYTES, _aligned(len(raw))
+        start, size = tail % RING_BYTES, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
         if start + size > RING_BYTES:
             _HEADER.pack_into(self._ring, start, _SKIP, 0, 0, 0, 0, 0)
             tail += RING_BYTES - start
             start = 0
-        self._ring[start : start + len(raw)] = raw
-        cells[_TAIL] = tail + size
+        self._ring[start : start + nbytes] = raw
+        cells[_TAIL] = end = tail + size
         self.control_block.wake()
-        return tail + size
+        return end
 
     def has_room(self, nbytes: int) -> bool:
         """Whether an encoded message of `nbytes` bytes fits. Raises InboxClosedError."""
-        cells, size = self._cells, _aligned(nbytes)
+        cells, size = self._cells, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
         if cells[_CLOSED]:
             raise InboxClosedError
         tail = cells[_TAIL]
@@ -127,32 +127,29 @@ class Inbox:
         """Copies of the first messages in `raw`, and the bytes that they take there."""
         messages: list[Message] = []
         start = 0
-        while start < len(raw) and len(messages) < _BATCH:
-            header = _HEADER.unpack_from(raw, start)
-            if header[0] == _SKIP:
+        local_size, left = len(self._ranks), len(raw)
+        while left and len(messages) < _BATCH:
+            # A copy of the header: a malicious writer may still change it in the ring after these checks.
+            size, source, head, arrays, nbytes, address = _HEADER.unpack_from(raw, start)
+            if size == _SKIP:
                 return messages, len(raw)
-            messages.append(self._message(raw, start, *header))
-            start += header[0]
+            if not 0 <= source < local_size:
+                raise ProtocolError(f"a message names sender {source}, and this host has {local_size} ranks")
+            inline = 0 if address else nbytes
+            middle = start + _HEADER.size + head
+            if (
+                not 0 < size <= left
+                or size % _ALIGNMENT
+                or min(head, arrays, nbytes) < 0
+                or middle + inline > start + size
+            ):
+                text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {left} bytes remain"
+                raise ProtocolError(text, self._ranks[source])
+            body = bytearray(raw[middle : middle + inline]) if inline else b""
+            messages.append(Message(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes))
+            start += size
+            left -= size
         return messages, start
-
-    def _message(
-        self, raw: Buffer, start: int, size: int, source: int, head: int, arrays: int, nbytes: int, address: int
-    ) -> Message:
-        """A copy of the message at `start` of `raw`. The other arguments are a copy of its header.
-
-        The copy of the header matters: a malicious writer may still change it in the ring after these checks.
-        """
-        most = len(raw) - start
-        if not 0 <= source < len(self._ranks):
-            raise ProtocolError(f"a message names sender {source}, and this host has {len(self._ranks)} ranks")
-        inline = 0 if address else nbytes
-        if size <= 0 or size % _ALIGNMENT or size > most or min(head, arrays, nbytes) < 0 or _HEADER.size + head + inline > size:
-            text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {most} bytes remain"
-            raise ProtocolError(text, self._ranks[source])
-        start += _HEADER.size
-        middle = start + head
-        body = bytearray(raw[middle : middle + inline]) if inline else b""
-        return Message(source, bytes(raw[start:middle]), arrays, body, address, nbytes)
 
     def close(self) -> None:
         """Close the inbox. Writers get InboxClosedError."""
@@ -165,9 +162,5 @@ def encode(message: Message) -> bytes:
     """The bytes of a message in an inbox. Its head and inline body together have at most PAYLOAD_MAX bytes."""
     source, head, arrays, inline, address, nbytes = message
     assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"
-    size = _aligned(_HEADER.size + len(head) + len(inline))
+    size = _HEADER.size + len(head) + len(inline) + _ALIGNMENT - 1 & -_ALIGNMENT
     return _HEADER.pack(size, source, len(head), arrays, nbytes or len(inline), address) + head + inline
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
