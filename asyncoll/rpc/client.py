@@ -190,13 +190,15 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         """Take a slot, send a call and return its number. Raises UsageError, without sending, for a wrong call."""
-        ends_s = self._ends_s()
-        if ends_s < math.inf and ends_s <= self._now_s():
+        ends_s, seconds = self._ends_s(), remaining_s()
+        if seconds is not None and seconds <= 0:
             raise self._late(name, peer)
-        self.check()
+        if self._failure is not None:
+            raise self._failure()
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(FOREIGN_LOOP)
-        name = text(name, "a function is called by its name, which")
+        if type(name) is not str:
+            name = text(name, "a function is called by its name, which")
         if not is_name(name):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
@@ -204,12 +206,18 @@ class Client:
             level %= protocol.MAX_DEPTH + 1  # no caller waits, so a chain of notifications may be infinite
         elif level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
-        body, arrays = self._encode(name, args, kwargs)
+        try:
+            body, arrays = self._encoder.encode([[*args], kwargs])
+        except UsageError:
+            for which, value in (*enumerate(args, 1), *kwargs.items()):
+                codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
+            raise
         slots, nbytes = self._slots[peer, level], len(body)
         if arrays:
             nbytes += sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
             await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, name, peer)
+            seconds = remaining_s()
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s)
         if kind == protocol.CALL:
@@ -218,7 +226,7 @@ class Client:
                 self._set_timer(ends_s)
         elif kind == protocol.STREAM:
             pending.items = asyncio.Queue()
-        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=remaining_s())
+        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=seconds)
         try:
             if not self._carrier.send_nowait(peer, head, out):
                 await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, name, peer)
@@ -229,15 +237,6 @@ class Client:
             self._forget(number)
             raise
         return number, pending
-
-    def _encode(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes, list[Array]]:
-        """The arguments of a call as bytes and arrays. Raises UsageError that names the one that cannot be sent."""
-        try:
-            return self._encoder.encode([list(args), kwargs])
-        except UsageError:
-            for which, value in (*enumerate(args, 1), *kwargs.items()):
-                codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
-            raise
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, or raise the failure if `fail` is called meanwhile.

@@ -100,6 +100,8 @@ class Encoder:
     def _default(self, value: Any) -> Any:
         """Encode a value of a type that msgpack does not know."""
         kind = type(value)
+        if kind is np.ndarray:
+            return self._array(value, _NUMPY)
         if kind is tuple:
             return self._nested(_TUPLE, list(value))
         if kind is set:
@@ -142,7 +144,7 @@ def _as_numpy(tensor: Any) -> Array | None:
     if type(tensor) is not sys.modules["torch"].Tensor:
         return None
     try:
-        array: Array = tensor.detach().numpy()
+        array: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have
         return None
     return array
@@ -196,7 +198,10 @@ def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -
     """
     decoder = _Decoder(arrays, types)
     try:
-        value = decoder.unpack(body)
+        if len(body) <= _UNCHECKED_BYTES:
+            value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
+        else:
+            value = decoder.unpack(body)
     except (ProtocolError, UsageError):
         raise
     except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
@@ -220,7 +225,7 @@ class _Decoder:
             unpacker = msgpack.Unpacker(max_buffer_size=len(body), read_size=len(body))
             unpacker.feed(body)
             unpacker.skip()
-        return msgpack.unpackb(body, ext_hook=self._extension, strict_map_key=False)
+        return msgpack.unpackb(body, ext_hook=self.extension, strict_map_key=False)
 
     def _nested(self, body: bytes) -> Any:
         self._depth += 1
@@ -230,7 +235,7 @@ class _Decoder:
         self._depth -= 1
         return value
 
-    def _extension(self, code: int, body: bytes) -> Any:
+    def extension(self, code: int, body: bytes) -> Any:
         if code == _ARRAY:
             return self._array(body)
         if code == _TUPLE:

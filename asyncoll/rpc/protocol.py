@@ -61,7 +61,7 @@ def encode(
     seconds: float | None = None,
 ) -> tuple[bytes, Sequence[Array]]:
     """The head of a message, and the arrays that travel beside it. `seconds` is as `remaining_s` returns it."""
-    raw = name.encode()
+    raw = name.encode() if name else b""
     apart = len(raw) + len(body) > _BODY_MAX
     if apart:
         arrays, body = [np.frombuffer(body, np.uint8), *arrays], b""

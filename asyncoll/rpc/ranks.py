@@ -189,7 +189,7 @@ class Rpc:
     def _of_world(self, rank: int) -> int:
         """The world rank of a rank of this communicator. The exchange and the carriers use world ranks."""
         self._check_not_forked()
-        group_rank = whole(rank, "a rank")
+        group_rank = rank if type(rank) is int else whole(rank, "a rank")
         if not 0 <= group_rank < len(self._ranks):
             raise UsageError(f"rank {group_rank} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[group_rank]

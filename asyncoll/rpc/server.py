@@ -75,21 +75,18 @@ class _Call:
     runs in a thread.
     """
 
-    __slots__ = ("arrays", "ends_s", "has_begun", "is_cancelled", "level", "message", "peer", "task")
+    __slots__ = ("arrays", "ends_s", "has_begun", "is_cancelled", "key", "level", "message", "peer", "task")
 
     def __init__(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         self.peer = peer
         self.message = message
         self.arrays = arrays
+        self.key = peer, message.call
         self.level = peer, message.number
         self.ends_s = math.inf  # the caller's deadline
         self.has_begun = False
         self.is_cancelled = False  # by its caller
         self.task: asyncio.Task[None] | None = None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.peer, self.message.call
 
 
 class Server:
@@ -232,8 +229,8 @@ class Server:
 
     def _over(self, call: _Call) -> None:
         """The call is over: free its place."""
-        key, level = call.key, call.level
-        del self._calls[key]
+        level = call.level
+        del self._calls[call.key]
         count = self._counts[level] - 1
         if count:
             self._counts[level] = count
@@ -494,7 +491,7 @@ def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
     """The arguments in the decoded body of a call. Raises ProtocolError for any other value."""
     if type(value) is list and len(value) == 2:
         args, kwargs = value
-        if type(args) is list and type(kwargs) is dict and all(type(name) is str for name in kwargs):
+        if type(args) is list and type(kwargs) is dict and (not kwargs or all(type(name) is str for name in kwargs)):
             return args, kwargs
     raise ProtocolError("the body of a call is not a list of arguments")
 

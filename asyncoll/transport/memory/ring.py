@@ -69,12 +69,15 @@ class Inbox:
         tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"the inbox is corrupt: its head is {head} and its tail {tail}")
-        if not self.has_room(nbytes):
-            return None
+        if cells[_CLOSED]:
+            raise InboxClosedError
         start, size = tail % RING_BYTES, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
-        if start + size > RING_BYTES:
+        skipped = RING_BYTES - start if start + size > RING_BYTES else 0
+        if tail - head + skipped + size > RING_BYTES:
+            return None
+        if skipped:
             _HEADER.pack_into(self._ring, start, _SKIP, 0, 0, 0, 0, 0)
-            tail += RING_BYTES - start
+            tail += skipped
             start = 0
         self._ring[start : start + nbytes] = raw
         cells[_TAIL] = end = tail + size
@@ -156,6 +159,12 @@ class Inbox:
         with self.control_block as control_block:
             control_block.cells[_CLOSED] = 1
             control_block.wake()
+
+
+def encode_head(source: int, head: bytes) -> bytes:
+    """The bytes of a message without arrays."""
+    nbytes = len(head)
+    return _HEADER.pack(_HEADER.size + nbytes + _ALIGNMENT - 1 & -_ALIGNMENT, source, nbytes, 0, 0, 0) + head
 
 
 def encode(message: Message) -> bytes:
