@@ -26,6 +26,8 @@ from asyncoll.transport.wire import Buffer
 class MessageCarrier:
     """A `Carrier` between the ranks of a group. Peers are world ranks."""
 
+    sends_in_any_thread = False
+
     def __init__(
         self,
         router: Router,

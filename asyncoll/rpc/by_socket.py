@@ -15,6 +15,8 @@ from asyncoll.transport.wire import Buffer
 class SocketCarrier:
     """A `Carrier` over one socket, which it owns. The socket calls `received` and `lost`."""
 
+    sends_in_any_thread = False
+
     def __init__(
         self,
         make: Callable[[SocketCarrier], ServerSocket | ClientSocket],

@@ -21,6 +21,9 @@ class Carrier(Protocol):
     peer, so `send` to a slow peer waits.
     """
 
+    # Whether `send_nowait` may be called in any thread.
+    sends_in_any_thread: bool
+
     def open(self, deliver: Deliver) -> None:
         """Begin to receive. `deliver` gets the source, the head and the arrays of each message.
 

@@ -73,7 +73,7 @@ class Encoder:
 
         Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
         """
-        self._arrays = arrays = []
+        self._arrays = arrays = list[Array]()
         try:
             body = self._pack(value)
         except Exception:

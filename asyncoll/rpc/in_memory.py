@@ -66,6 +66,7 @@ class MemoryCarrier:
         self._check_world = check
         self._broken = broken
         self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
+        self.sends_in_any_thread = not self._inbox.control_block.interleaved  # else there is no lock
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
@@ -83,7 +84,11 @@ class MemoryCarrier:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
-        """As `Carrier.send_nowait`. The first message to a rank is not sent here."""
+        """As `Carrier.send_nowait`. The first message to a rank is not sent here.
+
+        In any thread, between processes: this reads what the loop's thread changes in single steps, and the lock of
+        the inbox guards the rest.
+        """
         outbox = self._outboxes.get(dest)
         if arrays or outbox is None or len(head) > HEAD_BYTES or self._is_closed:
             return False

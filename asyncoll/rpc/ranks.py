@@ -51,8 +51,9 @@ class Rpc:
     annotation of a function that is registered there under the same name, or of the class that `proxy` was given.
 
     **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
-    of the callee's program, plain functions in threads. A callee that blocks its loop answers late, but is not taken
-    for lost.
+    of the callee's program. Plain functions run in threads, or on that loop if they are registered with `inline`. A
+    callee that blocks its loop answers late, but is not taken for lost. A coroutine function that has not waited yet
+    runs in a task that makes the first steps of many calls; it keeps that task if it waits.
 
     **Limits.** A rank has at most 256 calls and 64 MiB of arguments under way to one other rank, at each depth of
     nested calls; further calls wait. A call with more arguments than that is under way alone. Calls may be nested 32
@@ -91,6 +92,11 @@ class Rpc:
         checked against the annotations. An async generator is read with `stream`, all others are called with `call` or
         `notify`. Local: sends nothing. Raises UsageError for a name that is registered already, and for annotations
         that cannot be resolved.
+
+        `inline` says that plain functions are short: they run on the loop's thread, without the hand-off to another
+        thread and back, which takes longer than a short function. An inline function blocks the loop while it runs. It
+        must not wait: neither for a lock, nor for input, nor for another call. UsageError for a coroutine function or
+        an async generator, which run on the loop anyway, and for an object that has one.
 
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
         other code may change meanwhile.

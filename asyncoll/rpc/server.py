@@ -26,7 +26,7 @@ from asyncoll.rpc.codec import Encoder
 from asyncoll.rpc.failure import CallerError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
-from asyncoll.rpc.threads import Done, Threads
+from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -133,6 +133,8 @@ class Server:
         """Start a call. Raises ProtocolError if the peer may not make it."""
         if self._closed:
             return
+        if self._threads is not None:
+            self._threads.settle()
         call = _Call(peer, message, arrays)
         key, count = call.key, self._counts.get(call.level, 0)
         if key in self._calls:
@@ -288,7 +290,9 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, call))
 
-    def _finish(self, call: _Call, rest: Coroutine[Any, Any, None] | None, context: contextvars.Context | None = None) -> None:
+    def _finish(
+        self, call: _Call, rest: Coroutine[Any, Any, None] | None, context: contextvars.Context | None = None
+    ) -> None:
         """Run the rest of a call that has no task, if there is one, in a task."""
         if rest is not None:
             self._keep(call, self._loop.create_task(rest, context=context))
@@ -299,6 +303,7 @@ class Server:
         message = call.message
         try:
             function, args, kwargs = self._parse(message, call.arrays)
+            call.arrays = ()  # the arguments may be dropped before the call is over
             if message.seconds < math.inf:
                 if not message.seconds:
                     raise LateError(f"{message.name} was called after its caller's deadline")
@@ -311,14 +316,19 @@ class Server:
             return self._failed(call, error)
         context = self._context_of(call)
         if function.streams:
-            self._finish(call, self._to_its_end(call, function, self._stream(call, function, args, kwargs)), context)
+            self._finish(
+                call, self._to_its_end(call, function, partial(self._stream, call, function, args, kwargs)), context
+            )
         elif function.is_coroutine or function.is_inline or self._is_virtual:
             call.task = leader
             return self._first_step(call, function, args, kwargs, context)
         elif call.ends_s < math.inf:
-            self._finish(call, self._to_its_end(call, function, self._wait_for_thread(function, args, kwargs)), context)
+            self._finish(
+                call, self._to_its_end(call, function, partial(self._wait_for_thread, function, args, kwargs)), context
+            )
         else:
-            self._in_a_thread(partial(context.run, _plain, function.fn, args, kwargs), partial(self._returned, call, function, context))
+            work = partial(self._run_in_thread, call, function, args, kwargs, context)
+            self._in_a_thread(work, partial(self._returned, call, function, context))
         return None
 
     def _context_of(self, call: _Call) -> contextvars.Context:
@@ -350,7 +360,7 @@ class Server:
             return self._succeeded(call, function, end.value)
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
             return self._failed(call, error)
-        return self._to_its_end(call, function, _resumed(steps, waits_for, context))
+        return self._to_its_end(call, function, partial(_resumed, steps, waits_for, context))
 
     def _returned(
         self, call: _Call, function: Function, context: contextvars.Context, result: Any, error: BaseException | None
@@ -358,22 +368,24 @@ class Server:
         """A plain function has returned `result`, or raised `error`, in its thread. The call may be over."""
         if self._calls.get(call.key) is not call or call.task is not None:
             return
-        if error is None and not inspect.isawaitable(result):
+        if result is SETTLED:
+            self._over(call)
+        elif error is None and not inspect.isawaitable(result):
             self._finish(call, self._succeeded(call, function, result))
         elif isinstance(error, Exception | asyncio.CancelledError | SystemExit):
             self._finish(call, self._failed(call, error))
         else:  # a plain decorator may hide that the function is a coroutine function
-            self._finish(call, self._to_its_end(call, function, _outcome(result, error)), context)
+            self._finish(call, self._to_its_end(call, function, partial(_outcome, result, error)), context)
 
-    async def _to_its_end(self, call: _Call, function: Function, work: Coroutine[Any, Any, Any]) -> None:
+    async def _to_its_end(self, call: _Call, function: Function, work: Callable[[], Awaitable[Any]]) -> None:
         """Await the work of a function under its caller's deadline, and answer."""
         try:
             if call.ends_s < math.inf:
                 late = partial(LateError, f"{function.name} was cancelled at its caller's deadline")
                 async with Limit(call.ends_s - self._now_s(), late):
-                    result = await work
+                    result = await work()
             else:
-                result = await work
+                result = await work()
             rest = self._succeeded(call, function, result)
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
             await self._wait_for_closing(call)
@@ -417,6 +429,25 @@ class Server:
             self._threads = Threads(protocol.CALLS_MAX, "asyncoll-rpc")
         self._threads.submit(work, done)
 
+    def _run_in_thread(
+        self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any], context: contextvars.Context
+    ) -> Any:
+        """Run a plain function, and answer from this thread if that is possible: to wake the loop costs more.
+
+        Returns SETTLED for a call that is answered, and otherwise the result.
+        """
+        result = context.run(_plain, function.fn, args, kwargs)
+        if not self._carrier.sends_in_any_thread or inspect.isawaitable(result):
+            return result
+        body, arrays = codec.encode(result, function.result) if call.message.kind == CALL else (b"", [])
+        head, out = protocol.encode(RESULT, call.message.call, body, arrays)
+        if out or self._closed or self._calls.get(call.key) is not call:  # it was cancelled, for instance
+            return result
+        try:
+            return SETTLED if self._carrier.send_nowait(call.peer, head, out) else result
+        except AsyncollError:  # the loop meets it, too
+            return result
+
     async def _wait_for_thread(self, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a plain function in a thread and wait for it."""
         returned: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
@@ -435,7 +466,7 @@ class Server:
         if call.message.kind != CALL:
             return self._answer(call, RESULT, b"", ())
         try:
-            body, arrays = self._encoder.encode(result, f"the result of {function.name}")
+            body, arrays = self._encoder.encode(result, function.result)
         except Exception as error:
             return self._failed(call, error)
         return self._answer(call, RESULT, body, arrays)
@@ -516,9 +547,7 @@ async def _outcome(result: Any, error: BaseException | None) -> Any:
 
 
 @types.coroutine
-def _resumed(
-    steps: Coroutine[Any, Any, Any], waits_for: Any, context: contextvars.Context
-) -> Generator[Any, Any, Any]:
+def _resumed(steps: Coroutine[Any, Any, Any], waits_for: Any, context: contextvars.Context) -> Generator[Any, Any, Any]:
     """Await a coroutine whose first step was made, in `context`, and has yielded `waits_for`."""
     try:
         while True:

@@ -70,6 +70,7 @@ class Function:
         if inspect.isgeneratorfunction(fn):
             raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for its reader")
         self.name = name
+        self.result = f"the result of {name}"  # in errors
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
         try:
@@ -112,7 +113,7 @@ class Function:
 
     def check_result(self, result: Any) -> None:
         """Raise UsageError if a result, or an item of a stream, does not match the return annotation."""
-        self._check_returned(result, f"the result of {self.name}")
+        self._check_returned(result, self.result)
 
     def describe(self) -> Method:
         """The description of the function for callers."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Done = Callable[[Any, BaseException | None], None]  # takes the result of a function, or its exception
+SETTLED = object()  # the result of a function whose outcome is not urgent, for which the loop is not woken
 
 
 class _Job(NamedTuple):
@@ -39,12 +40,16 @@ class Threads:
         self._idle: list[_Worker] = []  # the last one is given work first: its stack is in the cache
         self._queue: deque[_Job] = deque()
         self._over: deque[tuple[_Worker, Done, Any, BaseException | None]] = deque()
-        self._will_finish = False
+        self._will_settle = False
         self._is_closed = False
         _all.add(self)
 
     def submit(self, work: Callable[[], Any], done: Done) -> None:
-        """Run `work()` in a thread, and then `done(result, exception)` on the loop, unless this is closed by then."""
+        """Run `work()` in a thread, and then `done(result, exception)` on the loop, unless this is closed by then.
+
+        If the result is SETTLED, `done` is called later: by the next `settle`, at the latest.
+        """
+        self.settle()
         job = _Job(work, done)
         if self._idle:
             self._idle.pop().give(job)
@@ -54,15 +59,16 @@ class Threads:
             worker.give(job)
         else:
             self._queue.append(job)
+            self.settle()  # a thread that ended its work before it could see the queue
 
     def close(self) -> None:
         """Drop the functions that have not begun, and end the threads: at once, or at the end of their functions.
 
         Waits for the threads if no function runs.
         """
+        self.settle()
         self._is_closed = True
         self._queue.clear()
-        _all.discard(self)
         self.finish(join=len(self._idle) == len(self._all))
 
     def finish(self, *, join: bool) -> None:
@@ -76,14 +82,14 @@ class Threads:
     def _report(self, worker: _Worker, done: Done, result: Any, error: BaseException | None) -> None:
         """Pass the outcome of a function to the loop. In the thread of `worker`."""
         self._over.append((worker, done, result, error))
-        if not self._will_finish:
-            self._will_finish = True
+        if (result is not SETTLED or self._queue) and not self._will_settle:
+            self._will_settle = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
-                self._loop.call_soon_threadsafe(self._finish)
+                self._loop.call_soon_threadsafe(self.settle)
 
-    def _finish(self) -> None:
-        """Process the outcomes that have come. On the loop."""
-        self._will_finish = False  # first: an outcome that comes meanwhile causes another run
+    def settle(self) -> None:
+        """Process the outcomes that have come."""
+        self._will_settle = False  # first: an outcome that comes meanwhile causes another run
         while self._over:
             worker, done, result, error = self._over.popleft()
             if self._is_closed:
