@@ -2,11 +2,11 @@
 
     python benchmarks/rpc.py [--repeats 3] [--calls 300]
 
-Two ranks; rank 0 calls a function of rank 1 that returns its argument: 64 bytes, one call after another and 100 at a
-time, and float32 tensors. A time is the median of a run, and of several runs, in which all systems take turns, the
-median. Targets, of asyncoll between ranks: half of aiozmq.rpc's time at 64 bytes and a fifth of torch RPC's; twice the
-pipelined rate of aiozmq.rpc; a third of torch RPC's time for tensors. `service` is `asyncoll.rpc.serve`, over a unix
-socket as aiozmq is. aiozmq and a service answer from a coroutine or a method on their loop, torch RPC from a thread.
+Two ranks; rank 0 calls a function of rank 1 that returns its argument: 64 bytes, as bytes and as a float32 tensor, one
+call after another and 100 at a time, and longer tensors. A time is the median of a run, and of several runs, in which
+all systems take turns, the median. "64 B" and "pipelined" call a coroutine function; "plain" a plain function, which
+runs in a thread, and "inline" one that is registered as inline. `service` is `asyncoll.rpc.serve`, over a unix socket
+as aiozmq is. aiozmq answers from a method on its loop, torch RPC from a thread; torch RPC sends 64 bytes as a tensor.
 
 aiozmq is in the extra `peers`.
 
@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,19 @@ SMALL = 64  # bytes
 TENSORS = {"4 MB": (1_000_000, 20), "100 MB": (25_000_000, 5)}  # elements, calls
 AT_A_TIME = 100
 SLOW_MESSAGES, SLOW_ELEMENTS, SLOW_S = 300, 1_000_000, 0.005
+# What is compared: the measurement of a system of ours, that of a peer, and how many times as fast ours is to be.
 TARGETS = [
-    ("64 B", "aiozmq", 2.0),
-    ("64 B", "torch", 5.0),
-    ("pipelined", "aiozmq", 2.0),
-    ("4 MB", "torch", 3.0),
-    ("100 MB", "torch", 3.0),
+    ("ranks", "64 B", "aiozmq", "64 B", 3.0),
+    ("ranks", "64 B", "torch", "64 B", 7.0),
+    ("ranks", "64 B tensor", "torch", "64 B", 7.0),
+    ("ranks", "plain", "torch", "64 B", 5.0),
+    ("ranks", "pipelined", "aiozmq", "pipelined", 2.0),
+    ("ranks", "4 MB", "torch", "4 MB", 2.5),
+    ("ranks", "100 MB", "torch", "100 MB", 3.0),
+    ("service", "64 B", "aiozmq", "64 B", 2.0),
 ]
-Echo = Callable[[Any], Awaitable[Any]]
+PIPELINED_PER_S = 60_000  # calls
+Echo = Callable[[str, Any], Awaitable[Any]]  # takes the name of the function, and its argument
 
 
 def main() -> None:
@@ -66,6 +72,8 @@ def main() -> None:
     }
     record.table("seconds of a call, in microseconds; pipelined: of each", times(medians))
     record.table("times as fast as the peer, median of the repeats", ratios(runs))
+    rate = 1 / medians["ranks"]["pipelined"]
+    record.table("pipelined calls between ranks", [["per second", "target"], [f"{rate:.0f}", f"{PIPELINED_PER_S}"]])
     grown = ask(2, __file__, {"system": "slow reader"})
     total = SLOW_MESSAGES * SLOW_ELEMENTS * 4 / 2**20
     record.table(
@@ -94,26 +102,31 @@ def rank(question: dict[str, Any]) -> Any:
     return SYSTEMS[question["system"]](question)
 
 
-async def measure(echo: Echo, calls: int, *, tensors: bool) -> dict[str, float]:
-    small = b"x" * SMALL
-    found = {"64 B": await one_after_another(echo, small, calls)}
+async def measure(call: Echo, calls: int, *, ours: bool) -> dict[str, float]:
+    """`ours`: the peer has a function `plain`, too, and takes tensors."""
+    small, tensor = b"x" * SMALL, torch.ones(SMALL // 4)
+    found = {"64 B": await one_after_another(call, "echo", small, calls)}
+    if ours:
+        found["64 B tensor"] = await one_after_another(call, "echo", tensor, calls)
+        found["plain"] = await one_after_another(call, "plain", small, calls)
+        found["plain tensor"] = await one_after_another(call, "plain", tensor, calls)
     rounds = max(1, 10 * calls // AT_A_TIME)
-    await asyncio.gather(*(echo(small) for _ in range(AT_A_TIME)))
+    await asyncio.gather(*(call("echo", small) for _ in range(AT_A_TIME)))
     start = time.perf_counter()
     for _ in range(rounds):
-        await asyncio.gather(*(echo(small) for _ in range(AT_A_TIME)))
+        await asyncio.gather(*(call("echo", small) for _ in range(AT_A_TIME)))
     found["pipelined"] = (time.perf_counter() - start) / rounds / AT_A_TIME
-    if tensors:
+    if ours:
         for name, (elements, count) in TENSORS.items():
-            found[name] = await one_after_another(echo, torch.ones(elements), count)
+            found[name] = await one_after_another(call, "echo", torch.ones(elements), count)
     return found
 
 
-async def one_after_another(echo: Echo, payload: Any, calls: int) -> float:
+async def one_after_another(call: Echo, name: str, payload: Any, calls: int) -> float:
     seconds = []
     for _ in range(WARMUP + calls):
         start = time.perf_counter()
-        answer = await echo(payload)
+        answer = await call(name, payload)
         seconds.append(time.perf_counter() - start)
     assert len(answer) == len(payload)
     return statistics.median(seconds[WARMUP:])
@@ -121,31 +134,37 @@ async def one_after_another(echo: Echo, payload: Any, calls: int) -> float:
 
 def between_ranks(question: dict[str, Any]) -> Any:
     async def main(comm: asyncoll.Communicator) -> Any:
-        @comm.rpc.register
-        async def echo(x: Any) -> Any:
-            return x
-
+        comm.rpc.register(Echoes())
+        comm.rpc.register(same, name="inline", inline=True)
+        await comm.barrier()
         found = None
         if comm.rank == 0:
-            found = await measure(lambda x: comm.rpc.call(1, "echo", x), question["calls"], tensors=True)
+            call = partial(comm.rpc.call, 1)
+            found = await measure(call, question["calls"], ours=True)
+            found["inline"] = await one_after_another(call, "inline", b"x" * SMALL, question["calls"])
         await comm.barrier()
         return found
 
     return asyncoll.run(main)
 
 
+class Echoes:
+    async def echo(self, x: Any) -> Any:
+        return x
+
+    def plain(self, x: Any) -> Any:
+        return x
+
+
 def service(question: dict[str, Any]) -> Any:
     url = f"ipc://{question['folder']}/service"
-
-    async def echo(x: Any) -> Any:
-        return x
 
     @contextlib.asynccontextmanager
     async def client() -> AsyncIterator[Echo]:
         async with asyncoll.rpc.connect(url) as connection:
-            yield lambda x: connection.call("echo", x)
+            yield connection.call
 
-    return served(question, asyncoll.rpc.serve(echo, url), client, tensors=True)
+    return served(question, asyncoll.rpc.serve(Echoes(), url), client, ours=True)
 
 
 def aiozmq(question: dict[str, Any]) -> Any:
@@ -167,11 +186,11 @@ def aiozmq(question: dict[str, Any]) -> Any:
     @contextlib.asynccontextmanager
     async def client() -> AsyncIterator[Echo]:
         connection = await aiozmq.rpc.connect_rpc(connect=url)
-        yield connection.call.echo
+        yield lambda name, x: connection.call.echo(x)
         connection.close()
 
     # The transport of aiozmq needs a loop with a selector, which uvloop has not.
-    return served(question, server(), client, tensors=False, loop_factory=asyncio.new_event_loop)
+    return served(question, server(), client, ours=False, loop_factory=asyncio.new_event_loop)
 
 
 def served(
@@ -179,7 +198,7 @@ def served(
     server: contextlib.AbstractAsyncContextManager[Any],
     client: Callable[[], contextlib.AbstractAsyncContextManager[Echo]],
     *,
-    tensors: bool,
+    ours: bool,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> Any:
     """Rank 1 serves until rank 0 has measured. They synchronise by files."""
@@ -192,8 +211,8 @@ def served(
                 await asyncio.to_thread(wait_for, done)
             return None
         await asyncio.to_thread(wait_for, ready)
-        async with client() as echo:
-            found = await measure(echo, question["calls"], tensors=tensors)
+        async with client() as call:
+            found = await measure(call, question["calls"], ours=ours)
         done.touch()
         return found
 
@@ -217,7 +236,7 @@ def torch_rpc(question: dict[str, Any]) -> Any:
     return found
 
 
-def same(x: torch.Tensor) -> torch.Tensor:
+def same(x: Any) -> Any:
     return x
 
 
@@ -279,10 +298,10 @@ def times(medians: dict[str, dict[str, float]]) -> list[list[str]]:
 
 
 def ratios(runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    lines = [["", "peer", "times", "target"]]
-    for what, peer, target in TARGETS:
-        found = [theirs[what] / ours[what] for ours, theirs in zip(runs["ranks"], runs[peer], strict=True)]
-        lines.append([what, peer, f"{statistics.median(found):.2f}", f"{target:.0f}"])
+    lines = [["", "", "peer", "times", "target"]]
+    for ours, what, peer, theirs, target in TARGETS:
+        found = [peer_run[theirs] / run[what] for run, peer_run in zip(runs[ours], runs[peer], strict=True)]
+        lines.append([ours, what, peer, f"{statistics.median(found):.2f}", f"{target:g}"])
     return lines
 
 

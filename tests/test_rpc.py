@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -234,6 +235,131 @@ def test_many_plain_functions_can_wait_for_each_other():
     run_ranks(2, main)
 
 
+def test_inline_functions_run_on_the_loop(run):
+    async def main(comm):
+        here = threading.get_ident()
+
+        class Store:
+            def where(self) -> bool:
+                return threading.get_ident() == here
+
+            def left(self) -> float | None:
+                return remaining_s()
+
+            def fail(self) -> None:
+                raise ValueError("inline")
+
+            def stop(self) -> None:
+                raise StopIteration
+
+        comm.rpc.register(Store(), name="store", inline=True)
+        comm.rpc.register(lambda x, *, times: [x] * times, name="repeat", inline=True)
+        await comm.barrier()
+        other = (comm.rank + 1) % comm.size
+        assert await comm.rpc.call(other, "store.where")
+        assert await comm.rpc.call(other, "store.left") is None
+        with deadline(PATIENCE_S):
+            assert 0 < await comm.rpc.call(other, "store.left") <= PATIENCE_S
+        assert await comm.rpc.call(other, "repeat", (1, "x"), times=2) == [(1, "x")] * 2
+        with pytest.raises(RemoteError, match=r"ValueError.*inline"):
+            await comm.rpc.call(other, "store.fail")
+        with pytest.raises(RemoteError, match="StopIteration"):
+            await comm.rpc.call(other, "store.stop")
+        await comm.rpc.notify(other, "store.where")
+        await comm.barrier()
+
+    run(3, main)
+
+
+def test_only_plain_functions_are_inline(run):
+    async def main(comm):
+        async def coroutine() -> None: ...
+
+        async def items() -> AsyncIterator[int]:
+            yield 1
+
+        for what in (coroutine, items, Service(comm)):
+            with pytest.raises(UsageError, match="it runs on the loop anyway: `inline` is for plain functions"):
+                comm.rpc.register(what, inline=True)
+        assert [method.name for method in await comm.rpc.methods(comm.rank)] == []
+
+    run(1, main)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_function_has_one_task_and_a_context_of_its_own(run, size):
+    """Also if its first step is made together with those of other calls."""
+    mine: contextvars.ContextVar[int] = contextvars.ContextVar("mine", default=-1)
+
+    async def main(comm):
+        @comm.rpc.register
+        async def keep(number: int, turns: int) -> tuple[int, bool, int]:
+            before, task = mine.get(), asyncio.current_task()
+            mine.set(number)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return before, asyncio.current_task() is task, mine.get()
+
+        await comm.barrier()
+        other = (comm.rank + 1) % comm.size
+        calls = [(number, number % 3) for number in range(20)]
+        found = await asyncio.gather(*(comm.rpc.call(other, "keep", *call) for call in calls))
+        assert found == [(-1, True, number) for number, _ in calls]
+        await comm.barrier()
+
+    run(size, main)
+
+
+def test_a_timeout_in_a_function_ends_no_other_call(run):
+    async def main(comm):
+        @comm.rpc.register
+        async def hurry(seconds: float) -> str:
+            try:
+                async with asyncio.timeout(seconds):
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                return "late"
+            return "never"
+
+        @comm.rpc.register
+        async def echo(x: int) -> int:
+            return x
+
+        await comm.barrier()
+        other = (comm.rank + 1) % comm.size
+        late = [asyncio.ensure_future(comm.rpc.call(other, "hurry", 0.001 * n)) for n in range(5)]
+        assert [await comm.rpc.call(other, "echo", n) for n in range(50)] == list(range(50))
+        assert await asyncio.gather(*late) == ["late"] * 5
+        await comm.barrier()
+
+    run(2, main)
+
+
+def test_a_function_that_cancels_its_own_task_ends_no_other_call(run):
+    async def main(comm):
+        @comm.rpc.register
+        async def give_up(waits: bool) -> str:
+            asyncio.current_task().cancel()
+            if waits:
+                await asyncio.Event().wait()
+            return "over"
+
+        @comm.rpc.register
+        async def echo(x: int) -> int:
+            await asyncio.sleep(0)
+            return x
+
+        await comm.barrier()
+        if comm.rank == 0:
+            calls = [comm.rpc.call(1, *call) for n in range(9) for call in (("give_up", n % 2 == 0), ("echo", n))]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            assert found[1::2] == list(range(9))
+            assert all(isinstance(error, RemoteError) for error in found[::4])
+        await comm.barrier()
+
+    run(2, main)
+
+
 def test_a_coroutine_function_behind_a_plain_decorator_is_awaited(run):
     def decorated(fn):
         @functools.wraps(fn)
@@ -243,13 +369,16 @@ def test_a_coroutine_function_behind_a_plain_decorator_is_awaited(run):
         return wrapper
 
     async def main(comm):
-        @comm.rpc.register
         @decorated
         async def double(x: int) -> int:
+            await asyncio.sleep(0)
             return 2 * x
 
+        comm.rpc.register(double)
+        comm.rpc.register(double, name="inline", inline=True)
         await comm.barrier()
         assert await comm.rpc.call(1 - comm.rank, "double", 4) == 8
+        assert await comm.rpc.call(1 - comm.rank, "inline", 4) == 8
         await comm.barrier()
 
     run(2, main)
@@ -677,7 +806,7 @@ def test_the_call_after_a_cancelled_call_is_right(seed):
         await asyncio.sleep(1)
         exchange = comm.rpc._exchange
         assert not exchange.client._pending
-        assert not exchange._server._tasks
+        assert not exchange._server._calls
         assert not exchange._server._counts
         await comm.barrier()
 

@@ -210,6 +210,20 @@ def test_a_function_is_a_service_too(ipc):
     run(main())
 
 
+def test_inline_functions_of_a_service_run_on_its_loop(ipc):
+    def here() -> bool:
+        return threading.get_ident() == threading.main_thread().ident
+
+    async def main():
+        async with asyncoll.rpc.serve(here, ipc, inline=True), asyncoll.rpc.connect(ipc) as client:
+            assert await client.call("here")
+        with pytest.raises(UsageError, match="`inline` is for plain functions"):
+            async with asyncoll.rpc.serve(Service(), ipc, inline=True):
+                pass
+
+    run(main())
+
+
 def test_many_clients_at_once(ipc):
     async def use(number):
         async with connect(ipc) as client:
@@ -391,11 +405,11 @@ def test_lost_clients_leave_no_state(ipc):
                 client._exchange.client._tell(protocol.CANCEL, 0, 0)
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
-        while server._socket._clients or runs._tasks or server._carrier._segments._peers:
+        while server._socket._clients or runs._calls or server._carrier._segments._peers:
             await asyncio.sleep(0)
         assert not server._socket._names
         assert not server._socket._descriptors
-        assert not [*runs._notified, *runs._streams, *runs._counts, *runs._answering]
+        assert not [*runs._streams, *runs._counts, *runs._answers, *runs._answering]
         await server.close()
 
     run(main())

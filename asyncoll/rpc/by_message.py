@@ -26,6 +26,8 @@ from asyncoll.transport.wire import Buffer
 class MessageCarrier:
     """A `Carrier` between the ranks of a group. Peers are world ranks."""
 
+    sends_in_any_thread = False
+
     def __init__(
         self,
         router: Router,
@@ -47,6 +49,9 @@ class MessageCarrier:
         self._loop = asyncio.get_running_loop()
         self._segments = Segments(self, deliver)
         self._post_to_runtime(partial(self._router.on_signal, self._context, self._on_signal))
+
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        return self._segments.send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         await self._segments.send(dest, head, arrays)

@@ -15,6 +15,8 @@ from asyncoll.transport.wire import Buffer
 class SocketCarrier:
     """A `Carrier` over one socket, which it owns. The socket calls `received` and `lost`."""
 
+    sends_in_any_thread = False
+
     def __init__(
         self,
         make: Callable[[SocketCarrier], ServerSocket | ClientSocket],
@@ -29,6 +31,9 @@ class SocketCarrier:
     def open(self, deliver: Deliver) -> None:
         self._segments = Segments(self, deliver)
         self.socket = self._make(self)
+
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """As `Carrier.send`. A message to a peer that is gone is dropped."""

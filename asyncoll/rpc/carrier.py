@@ -21,12 +21,18 @@ class Carrier(Protocol):
     peer, so `send` to a slow peer waits.
     """
 
+    # Whether `send_nowait` may be called in any thread.
+    sends_in_any_thread: bool
+
     def open(self, deliver: Deliver) -> None:
         """Begin to receive. `deliver` gets the source, the head and the arrays of each message.
 
         The arrays are flat, of dtype uint8, writable, and belong to the receiver. If `deliver` raises ProtocolError,
         the peer has violated the protocol: no later message of it is delivered.
         """
+
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        """Send one message if it is short and can be sent without a wait; returns whether it was. Raises as `send`."""
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message: `head`, of at most HEAD_BYTES, and flat uint8 arrays of any length.

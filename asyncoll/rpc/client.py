@@ -21,17 +21,19 @@ from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import Types
+from asyncoll.rpc.codec import Encoder, Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
 from asyncoll.rpc.window import Slots
-from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
 from asyncoll.tensors.reductions import Array
 
 R = TypeVar("R")
 Answer = tuple[Message, Sequence[Array]]
 _CREDIT_EVERY = ITEMS_MAX // 4
+_BURST = 32  # notifications that may be sent before other tasks of the loop get a turn
+_TICK_S = 1e-6  # a deadline that is as close is over: a timer cannot wait for less
 FOREIGN_LOOP = (
     "calls of functions belong to the loop that the program runs on, and this is another: make them inside an "
     "`async def` there, and from another thread pass that to asyncio.run_coroutine_threadsafe"
@@ -43,9 +45,11 @@ class _Pending:
     """One call that is not answered. `answer` and `items` are None if there is no waiter (any more)."""
 
     peer: int
+    name: str
     slots: Slots
     nbytes: int  # of the arguments
-    is_notification: bool
+    kind: int
+    ends_s: float  # when its caller stops waiting
     answer: asyncio.Future[Answer] | None = None  # of a call
     items: asyncio.Queue[Answer | None] | None = None  # of a stream; the item None says that all calls have failed
 
@@ -74,24 +78,30 @@ class Client:
         self._background_sends: set[asyncio.Task[None]] = set()  # of CANCEL and CREDIT, which have no caller
         self._failure: Callable[[], AsyncollError] | None = None
         self._loop = asyncio.get_running_loop()
+        self._now_s = clock()
+        self._encoder = Encoder()
+        # One timer for all calls: most calls are answered long before it expires, and need no timer of their own.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf  # when it expires
 
     # -- calls ------------------------------------------------------------------------------------
 
     async def call(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types) -> Any:
         """Call a function at `peer` and return its result. `types` are the dataclasses that the result may contain."""
-        message, arrays = await self._in_time(self._exchange(peer, name, args, kwargs), name, peer)
+        message, arrays = await self._exchange(peer, name, args, kwargs)
         return codec.decode(message.body, arrays, types)
 
     async def notify(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call a function at `peer` without waiting for its end. Waits for a slot if all are taken."""
-        await self._in_time(self._begin(protocol.NOTIFY, peer, name, args, kwargs), name, peer)
+        number, _ = await self._begin(protocol.NOTIFY, peer, name, args, kwargs)
+        if number % _BURST == 0:
+            await asyncio.sleep(0)
 
     async def stream(
         self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types
     ) -> AsyncGenerator[Any, None]:
         """The items of an async generator at `peer`."""
-        work = self._begin(protocol.STREAM, peer, name, args, kwargs)
-        number, pending = await self._in_time(work, name, peer)
+        number, pending = await self._begin(protocol.STREAM, peer, name, args, kwargs)
         assert pending.items is not None
         taken = 0
         try:
@@ -108,7 +118,7 @@ class Client:
     async def _next_item(self, items: asyncio.Queue[Answer | None], name: str, peer: int) -> Answer | None:
         """The next item of a stream; None at its end. Raises the error of the generator, or that of the connection."""
         self.check()
-        answer = await self._in_time(items.get(), name, peer)
+        answer = await self._in_time(items.get(), self._ends_s(), name, peer)
         if answer is None:  # put by `fail`
             self.check()
             return None
@@ -129,17 +139,47 @@ class Client:
             raise failure.decode(message.body, self._rank_of(peer))
         return message, arrays
 
-    async def _in_time(self, work: Coroutine[Any, Any, R], name: str, peer: int) -> R:
-        """Await `work`; raise DeadlineError after the deadline of the context or `patience_s`."""
-        remaining = remaining_s()
-        seconds = self._patience_s if remaining is None else min(remaining, self._patience_s)
-        if seconds == math.inf:
+    def _ends_s(self) -> float:
+        """When a caller in this context stops waiting: after `patience_s`, or at its own deadline."""
+        expires = expires_s()
+        if self._patience_s == math.inf:
+            return math.inf if expires is None else expires
+        ends_s = self._now_s() + self._patience_s
+        return ends_s if expires is None else min(expires, ends_s)
+
+    async def _in_time(self, work: Coroutine[Any, Any, R], ends_s: float, name: str, peer: int) -> R:
+        """Await `work`; raise DeadlineError at `ends_s`."""
+        if ends_s == math.inf:
             return await work
+        seconds = ends_s - self._now_s()
         if seconds <= 0:
             work.close()
             raise self._late(name, peer)
         async with failure.Limit(seconds, partial(self._late, name, peer)):
             return await work
+
+    def _set_timer(self, ends_s: float) -> None:
+        """Make `_expire` run at `ends_s`, or earlier."""
+        if ends_s < self._timer_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_s = ends_s
+            self._timer = self._loop.call_later(ends_s - self._now_s(), self._expire)
+
+    def _expire(self) -> None:
+        """End the calls whose time is over, and set the timer for the others."""
+        self._timer, self._timer_s = None, math.inf
+        now_s, earliest_s = self._now_s() + _TICK_S, math.inf
+        for number, pending in list(self._pending.items()):
+            if pending.answer is None:
+                continue
+            if pending.ends_s > now_s:
+                earliest_s = min(earliest_s, pending.ends_s)
+            elif not pending.answer.done():
+                _raise_in(pending.answer, self._late(pending.name, pending.peer))
+                self._give_up(number)
+        if earliest_s < math.inf:
+            self._set_timer(earliest_s)
 
     def _late(self, name: str, peer: int) -> DeadlineError:
         rank = self._rank_of(peer)
@@ -150,10 +190,15 @@ class Client:
         self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[int, _Pending]:
         """Take a slot, send a call and return its number. Raises UsageError, without sending, for a wrong call."""
-        self.check()
+        ends_s, seconds = self._ends_s(), remaining_s()
+        if seconds is not None and seconds <= 0:
+            raise self._late(name, peer)
+        if self._failure is not None:
+            raise self._failure()
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(FOREIGN_LOOP)
-        name = text(name, "a function is called by its name, which")
+        if type(name) is not str:
+            name = text(name, "a function is called by its name, which")
         if not is_name(name):
             raise UsageError(f"a function is called by its name, got {name!r:.60}")
         level = depth.get()
@@ -161,20 +206,31 @@ class Client:
             level %= protocol.MAX_DEPTH + 1  # no caller waits, so a chain of notifications may be infinite
         elif level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
-        body, arrays = _encode(name, args, kwargs)
-        slots, nbytes = self._slots[peer, level], len(body) + sum(array.nbytes for array in arrays)
+        try:
+            body, arrays = self._encoder.encode([[*args], kwargs])
+        except UsageError:
+            for which, value in (*enumerate(args, 1), *kwargs.items()):
+                codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
+            raise
+        slots, nbytes = self._slots[peer, level], len(body)
+        if arrays:
+            nbytes += sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
-            await self._unless_failed(slots.take(nbytes))
-        number, pending = next(self._numbers), _Pending(peer, slots, nbytes, kind == protocol.NOTIFY)
+            await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, name, peer)
+            seconds = remaining_s()
+        number = next(self._numbers)
+        pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s)
         if kind == protocol.CALL:
             pending.answer = self._loop.create_future()
+            if ends_s < self._timer_s:
+                self._set_timer(ends_s)
         elif kind == protocol.STREAM:
             pending.items = asyncio.Queue()
-        self._pending[number] = pending
-        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=remaining_s())
+        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=seconds)
         try:
-            await self._unless_failed(self._carrier.send(peer, head, out))
-        except asyncio.CancelledError:
+            if not self._carrier.send_nowait(peer, head, out):
+                await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, name, peer)
+        except (asyncio.CancelledError, DeadlineError):
             self._give_up(number)  # the message may have arrived
             raise
         except BaseException:
@@ -238,15 +294,18 @@ class Client:
             self._tell(protocol.CANCEL, pending.peer, number)
 
     def _tell(self, kind: int, peer: int, call: int, number: int = 0) -> None:
-        """Send a message in the background."""
+        """Send a message, in the background if it has to wait."""
+        message = protocol.encode(kind, call, number=number)
 
         async def send() -> None:
-            with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
-                await self._carrier.send(peer, *protocol.encode(kind, call, number=number))
+            with contextlib.suppress(AsyncollError):
+                await self._carrier.send(peer, *message)
 
-        task = self._loop.create_task(send())
-        self._background_sends.add(task)
-        task.add_done_callback(self._background_sends.discard)
+        with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
+            if not self._carrier.send_nowait(peer, *message):
+                task = self._loop.create_task(send())
+                self._background_sends.add(task)
+                task.add_done_callback(self._background_sends.discard)
 
     # -- failures ---------------------------------------------------------------------------------
 
@@ -262,11 +321,12 @@ class Client:
         self._failure = make
         for pending in self._pending.values():
             if pending.answer is not None and not pending.answer.done():
-                pending.answer.set_exception(make())
-                pending.answer.exception()  # mark it as retrieved, because the waiter may have been cancelled
+                _raise_in(pending.answer, make())
             if pending.items is not None:
                 pending.items.put_nowait(None)
         self._pending.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         sending, self._sending = self._sending, set()
         for task in (*sending, *self._background_sends):
             if task is not asyncio.current_task():  # the current task noticed the failure and raises it itself
@@ -280,8 +340,8 @@ class Client:
         """
         level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
         try:
-            for peer in {pending.peer for pending in self._pending.values() if pending.is_notification}:
-                await self._in_time(self._exchange(peer, METHODS, (), {}), METHODS, peer)
+            for peer in {pending.peer for pending in self._pending.values() if pending.kind == protocol.NOTIFY}:
+                await self._exchange(peer, METHODS, (), {})
         finally:
             depth.reset(level)
 
@@ -294,11 +354,7 @@ class Client:
             await asyncio.wait(self._background_sends)
 
 
-def _encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes, list[Array]]:
-    """The arguments of a call as bytes and arrays. Raises UsageError that names the argument that cannot be sent."""
-    try:
-        return codec.encode([list(args), kwargs])
-    except UsageError:
-        for which, value in (*enumerate(args, 1), *kwargs.items()):
-            codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
-        raise
+def _raise_in(waiting: asyncio.Future[Answer], error: AsyncollError) -> None:
+    """Make the waiter for an answer raise `error`."""
+    waiting.set_exception(error)
+    waiting.exception()  # mark it as retrieved, because the waiter may have been cancelled

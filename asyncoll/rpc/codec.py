@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ import numpy as np
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import as_operand, build, is_tensor
-from asyncoll.tensors.reductions import DTYPES, MAX_DIMENSIONS, Array
+from asyncoll.tensors.operands import as_operand, is_tensor
+from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_view
 
 INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
 MAX_DEPTH = 64  # nested values
@@ -28,12 +29,16 @@ ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, dataclasses, numpy arrays and scalars, and "
     "torch tensors"
 )
+_KEPT_BYTES = 1 << 16  # an encoder gives up its packers after a longer value, because packers keep their memory
 _UNCHECKED_BYTES = 512  # in so few bytes, false lengths of nested lists make msgpack allocate little memory
 _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
 _OUTSIDE, _INSIDE = 0, 1
 _COMPLEX_STRUCT = struct.Struct("<dd")
 _ARRAY_HEADER = struct.Struct("<BBBB")  # family, dtype, where its bytes are, dimensions; then the shape
+_FORMS = [struct.Struct(f"<BBBB{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1)]  # the same with the shape
+_STORAGE = [reductions.storage(dtype) for dtype in DTYPES]
+_NATIVE = {np.dtype(name): code for code, name in enumerate(DTYPES) if name != BFLOAT16}  # of numpy
 _INDEX = struct.Struct("<I")  # of an array beside the structured part
 
 
@@ -49,38 +54,54 @@ NO_TYPES: Types = {}
 
 
 def encode(value: object, name: str = "value") -> tuple[bytes, list[Array]]:
-    """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
+    """As `Encoder.encode`, for a single value."""
+    return Encoder().encode(value, name)
 
-    Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
+
+class Encoder:
+    """Encodes values, one after another. Each end of a connection keeps one: a new packer for each value costs more
+    than to pack a short value. Only one thread uses it.
     """
-    encoder = _Encoder()
-    try:
-        return encoder.pack(value), encoder.arrays
-    except Exception:
-        _raise_for_unsendable(value, name, 0)
-        raise
 
-
-class _Encoder:
     def __init__(self) -> None:
-        self.arrays: list[Array] = []
-        self._depth = 0
+        self._arrays: list[Array] = []  # of the value that is being encoded
+        self._packers: list[msgpack.Packer] = []  # by depth of the value: a packer packs one value at a time
+        self._depth = -1
 
-    def pack(self, value: object) -> bytes:
-        packed: bytes = msgpack.Packer(default=self._default, strict_types=True, buf_size=512).pack(value)
+    def encode(self, value: object, name: str = "value") -> tuple[bytes, list[Array]]:
+        """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
+
+        Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
+        """
+        self._arrays = arrays = list[Array]()
+        try:
+            body = self._pack(value)
+        except Exception:
+            self.__init__()  # type: ignore[misc]
+            _raise_for_unsendable(value, name, 0)
+            raise
+        if len(body) > _KEPT_BYTES:
+            self._packers.clear()
+        return body, arrays
+
+    def _pack(self, value: object) -> bytes:
+        self._depth = depth = self._depth + 1
+        if depth > MAX_DEPTH:
+            raise UsageError(f"values are nested more than {MAX_DEPTH} deep")
+        if depth == len(self._packers):
+            self._packers.append(msgpack.Packer(default=self._default, strict_types=True, buf_size=512))
+        packed: bytes = self._packers[depth].pack(value)
+        self._depth = depth - 1
         return packed
 
     def _nested(self, code: int, value: object) -> msgpack.ExtType:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise UsageError(f"values are nested more than {MAX_DEPTH} deep")
-        packed = self.pack(value)
-        self._depth -= 1
-        return msgpack.ExtType(code, packed)
+        return msgpack.ExtType(code, self._pack(value))
 
     def _default(self, value: Any) -> Any:
         """Encode a value of a type that msgpack does not know."""
         kind = type(value)
+        if kind is np.ndarray:
+            return self._array(value, _NUMPY)
         if kind is tuple:
             return self._nested(_TUPLE, list(value))
         if kind is set:
@@ -97,18 +118,36 @@ class _Encoder:
             return self._nested(_DATACLASS, [kind.__qualname__, _fields(value)])
         raise UsageError(f"{kind} cannot be sent")
 
-    def _array(self, value: object, family: int) -> msgpack.ExtType:
+    def _array(self, value: Any, family: int) -> msgpack.ExtType:
+        array = value if family != _TORCH else _as_numpy(value)
+        if array is not None and array.nbytes <= INLINE_BYTES and (dtype := _NATIVE.get(array.dtype)) is not None:
+            shape = array.shape
+            form = _FORMS[len(shape)].pack(family, dtype, _INSIDE, len(shape), *shape)
+            return msgpack.ExtType(_ARRAY, form + array.tobytes())
         operand = as_operand(value)
         flat, shape = operand.flat.view(np.uint8), operand.shape
         where = _INSIDE if flat.size <= INLINE_BYTES else _OUTSIDE
-        form = _ARRAY_HEADER.pack(family, DTYPES.index(operand.dtype), where, len(shape))
-        form += struct.pack(f"<{len(shape)}Q", *shape)
+        form = _FORMS[len(shape)].pack(family, DTYPES.index(operand.dtype), where, len(shape), *shape)
         if where == _INSIDE:
             return msgpack.ExtType(_ARRAY, form + flat.tobytes())
-        if len(self.arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
+        if len(self._arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
             raise UsageError(f"{ARRAYS_MAX} arrays in one message are too many: stack them")
-        self.arrays.append(flat)
-        return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self.arrays) - 1))
+        self._arrays.append(flat)
+        return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self._arrays) - 1))
+
+
+def _as_numpy(tensor: Any) -> Array | None:
+    """The memory of a torch tensor as a numpy array, if that is all that the tensor is; None if it may be more.
+
+    `as_operand`, which handles all tensors, takes several times longer than the rest of a short message.
+    """
+    if type(tensor) is not sys.modules["torch"].Tensor:
+        return None
+    try:
+        array: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have
+        return None
+    return array
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -142,7 +181,7 @@ def _raise_for_leaf(value: object, path: str) -> None:
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise UsageError(f"{path} is an int of {value.bit_length()} bits; at most 64 can be sent: send it as a str")
     try:
-        _Encoder().pack(value)
+        Encoder()._pack(value)
     except UnicodeEncodeError as error:
         raise UsageError(f"{path} is a str that is not valid Unicode: {error}") from None
     except UsageError as error:
@@ -159,7 +198,10 @@ def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -
     """
     decoder = _Decoder(arrays, types)
     try:
-        value = decoder.unpack(body)
+        if len(body) <= _UNCHECKED_BYTES:
+            value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
+        else:
+            value = decoder.unpack(body)
     except (ProtocolError, UsageError):
         raise
     except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
@@ -183,7 +225,7 @@ class _Decoder:
             unpacker = msgpack.Unpacker(max_buffer_size=len(body), read_size=len(body))
             unpacker.feed(body)
             unpacker.skip()
-        return msgpack.unpackb(body, ext_hook=self._extension, strict_map_key=False)
+        return msgpack.unpackb(body, ext_hook=self.extension, strict_map_key=False)
 
     def _nested(self, body: bytes) -> Any:
         self._depth += 1
@@ -193,7 +235,7 @@ class _Decoder:
         self._depth -= 1
         return value
 
-    def _extension(self, code: int, body: bytes) -> Any:
+    def extension(self, code: int, body: bytes) -> Any:
         if code == _ARRAY:
             return self._array(body)
         if code == _TUPLE:
@@ -208,17 +250,19 @@ class _Decoder:
 
     def _array(self, body: bytes) -> Any:
         family, dtype, where, dimensions = _ARRAY_HEADER.unpack_from(body)
-        start = _ARRAY_HEADER.size + 8 * dimensions
         if family > _SCALAR or dtype >= len(DTYPES) or where > _INSIDE or dimensions > MAX_DIMENSIONS:
             raise ProtocolError(f"an array of kind {family}, dtype {dtype}, {dimensions} dimensions")
-        shape = struct.unpack_from(f"<{dimensions}Q", body, _ARRAY_HEADER.size)
-        flat: Array = np.frombuffer(body[start:], np.uint8).copy() if where == _INSIDE else self._take(body[start:])
-        storage = reductions.storage(DTYPES[dtype])
+        form = _FORMS[dimensions]
+        shape, rest = form.unpack_from(body)[4:], body[form.size :]
+        flat: Array = np.frombuffer(bytearray(rest), np.uint8) if where == _INSIDE else self._take(rest)
+        storage = _STORAGE[dtype]
         if math.prod(shape) * storage.itemsize != flat.size or (family == _SCALAR and shape):
             raise ProtocolError(f"{flat.size} bytes for an array of shape {shape} and dtype {DTYPES[dtype]}")
         if storage.kind == "b":
             np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
-        array = build(flat.view(storage), DTYPES[dtype], shape, as_torch=family == _TORCH)
+        array = flat.view(storage).reshape(shape)  # here, because torch's `reshape` takes several times longer
+        if family == _TORCH:
+            return torch_view(array, DTYPES[dtype])
         return array[()] if family == _SCALAR else array
 
     def _take(self, body: bytes) -> Array:

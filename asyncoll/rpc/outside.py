@@ -30,7 +30,9 @@ logger = logging.getLogger("asyncoll")
 
 
 @contextlib.asynccontextmanager
-async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -> AsyncIterator[str]:
+async def serve(
+    service: object, url: str, *, key_file: KeyFile | None = None, inline: bool = False
+) -> AsyncIterator[str]:
     """Serve the methods of an object, or a function, at `url`. An async context manager; yields the address.
 
     ```python
@@ -55,13 +57,17 @@ async def serve(service: object, url: str, *, key_file: KeyFile | None = None) -
     `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, connections are
     encrypted, and clients without the same key are refused.
 
-    Raises UsageError if the address or the key file cannot be used. A client that violates the protocol is
+    `inline` says that all functions of `service` are plain and short, and may run on the loop instead of in threads:
+    see `Rpc.register`.
+
+    Raises UsageError if the address or the key file cannot be used, or if a function is not plain and `inline` is set.
+    A client that violates the protocol is
     disconnected, with a warning in the log. An exception in a function is raised at its client as RemoteError,
     SystemExit too; the service continues. At the end of the context, calls that still run are cancelled, and clients
     get ServiceLostError.
     """
     registry = FunctionRegistry()
-    registry.add(service)
+    registry.add(service, inline=inline)
     server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
     try:
         yield server.url

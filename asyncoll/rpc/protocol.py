@@ -61,7 +61,7 @@ def encode(
     seconds: float | None = None,
 ) -> tuple[bytes, Sequence[Array]]:
     """The head of a message, and the arrays that travel beside it. `seconds` is as `remaining_s` returns it."""
-    raw = name.encode()
+    raw = name.encode() if name else b""
     apart = len(raw) + len(body) > _BODY_MAX
     if apart:
         arrays, body = [np.frombuffer(body, np.uint8), *arrays], b""
@@ -74,7 +74,7 @@ def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Arra
     try:
         version, kind, apart, number, length, call, seconds = _HEADER.unpack_from(head)
         start = _HEADER.size + length
-        name, body = str(head[_HEADER.size : start], "utf-8"), head[start:]
+        name, body = head[_HEADER.size : start].decode() if length else "", head[start:]
     except (struct.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:

@@ -51,8 +51,9 @@ class Rpc:
     annotation of a function that is registered there under the same name, or of the class that `proxy` was given.
 
     **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
-    of the callee's program, plain functions in threads. A callee that blocks its loop answers late, but is not taken
-    for lost.
+    of the callee's program. Plain functions run in threads, or on that loop if they are registered with `inline`. A
+    callee that blocks its loop answers late, but is not taken for lost. A coroutine function that has not waited yet
+    runs in a task that makes the first steps of many calls; it keeps that task if it waits.
 
     **Limits.** A rank has at most 256 calls and 64 MiB of arguments under way to one other rank, at each depth of
     nested calls; further calls wait. A call with more arguments than that is under way alone. Calls may be nested 32
@@ -83,7 +84,7 @@ class Rpc:
         )
         member.post(partial(endpoint.failures.on_failure, member.communicator, self._failed))
 
-    def register(self, what: T, *, name: str | None = None) -> T:
+    def register(self, what: T, *, name: str | None = None, inline: bool = False) -> T:
         """Let all ranks of the communicator call `what` at this rank. Returns `what`, so it is usable as a decorator.
 
         `what` is a function, a coroutine function or an async generator function, which is called by its own name or by
@@ -92,10 +93,15 @@ class Rpc:
         `notify`. Local: sends nothing. Raises UsageError for a name that is registered already, and for annotations
         that cannot be resolved.
 
+        `inline` says that plain functions are short: they run on the loop's thread, without the hand-off to another
+        thread and back, which takes longer than a short function. An inline function blocks the loop while it runs. It
+        must not wait: neither for a lock, nor for input, nor for another call. UsageError for a coroutine function or
+        an async generator, which run on the loop anyway, and for an object that has one.
+
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
         other code may change meanwhile.
         """
-        self._registry.add(what, name)
+        self._registry.add(what, name, inline=inline)
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +195,7 @@ class Rpc:
     def _of_world(self, rank: int) -> int:
         """The world rank of a rank of this communicator. The exchange and the carriers use world ranks."""
         self._check_not_forked()
-        group_rank = whole(rank, "a rank")
+        group_rank = rank if type(rank) is int else whole(rank, "a rank")
         if not 0 <= group_rank < len(self._ranks):
             raise UsageError(f"rank {group_rank} is not one of the ranks 0 to {len(self._ranks) - 1}")
         return self._ranks[group_rank]

@@ -92,6 +92,16 @@ class Segments:
 
     # -- sending ----------------------------------------------------------------------------------
 
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
+        """As `Carrier.send_nowait`."""
+        peer = self._peers[dest]
+        cost = _TABLE.size + len(head) + _COST
+        if arrays or peer.outstanding + cost > WINDOW_BYTES:
+            return False
+        peer.outstanding += cost
+        self._link.post(dest, _WHOLE, 0, _TABLE.pack(0, len(head)) + head)
+        return True
+
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
         """As `Carrier.send`."""
         sizes = [array.size for array in arrays]
@@ -159,6 +169,9 @@ class Segments:
     def _whole(self, source: int, payload: Buffer) -> None:
         data = memoryview(payload)
         head, sizes, start = _opened(data)
+        if not sizes and start == len(data):
+            self._deliver(source, head, ())
+            return
         if start + sum(sizes) != len(data):
             raise ProtocolError(f"a message of {len(data)} bytes; {start + sum(sizes)} were announced")
         arrays = []

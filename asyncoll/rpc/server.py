@@ -1,7 +1,8 @@
 """The server of RPC: runs the functions that peers call here, and sends the answers.
 
-Each call is a task. Coroutines run on the loop of this object, plain functions in threads. A function is cancelled when
-its caller sends CANCEL, and at the end of the caller's deadline. The calls that a function makes inherit that deadline.
+Coroutines run on the loop of this object, and so do plain functions that are registered as inline; other plain
+functions run in threads. A function is cancelled when its caller sends CANCEL, and at the end of the caller's deadline.
+The calls that a function makes inherit that deadline.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import contextvars
 import inspect
 import logging
 import math
+import types
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import Any
 
 from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, protocol
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.codec import Encoder
 from asyncoll.rpc.failure import CallerError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
-from asyncoll.runtime.deadlines import deadline, lift, now_s
-from asyncoll.runtime.progress import offload
+from asyncoll.rpc.threads import SETTLED, Done, Threads
+from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 # Twice the limit of the client: a peer begins a new call as soon as it has an answer, when the task here may not be
 # over.
@@ -65,11 +68,35 @@ class _Stream:
             self.room.set()
 
 
+class _Call:
+    """A call of a peer that is not over.
+
+    `task` is the task that it runs in. It is None while the call waits for its first step, and while a plain function
+    runs in a thread.
+    """
+
+    __slots__ = ("arrays", "ends_s", "has_begun", "is_cancelled", "key", "level", "message", "peer", "task")
+
+    def __init__(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+        self.peer = peer
+        self.message = message
+        self.arrays = arrays
+        self.key = peer, message.call
+        self.level = peer, message.number
+        self.ends_s = math.inf  # the caller's deadline
+        self.has_begun = False
+        self.is_cancelled = False  # by its caller
+        self.task: asyncio.Task[None] | None = None
+
+
 class Server:
     """The calls of all peers that run here, on the loop on which it was made.
 
     In: `begin`, `cancel` and `taken` (messages of peers), `forget` (a peer is gone), `stop`. Out: RESULT, ERROR and
     ITEM messages through the carrier; protocol errors through `broken`.
+
+    One task, the leader, makes the first steps of all calls. A call that is over after its first step needs no task of
+    its own. A call that waits keeps the task: another leader is made. So the current task of a function never changes.
     """
 
     def __init__(
@@ -79,46 +106,58 @@ class Server:
         self._carrier = carrier
         self._registry = registry
         self._broken = broken
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call
-        self._notified: set[tuple[int, int]] = set()  # the notifications among them
+        self._calls: dict[tuple[int, int], _Call] = {}  # by peer and call
+        self._unbegun: deque[_Call] = deque()  # calls that wait for their first step
         self._streams: dict[tuple[int, int], _Stream] = {}
-        self._counts: Counter[tuple[int, int]] = Counter()  # by peer and depth
-        self._answering: Counter[int] = Counter()  # by peer: answers on their way that have no call here
+        self._counts: dict[tuple[int, int], int] = {}  # calls by peer and depth
+        self._answers: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call: answers without a call here
+        self._answering: Counter[int] = Counter()  # by peer: the number of those
+        self._tasks: set[asyncio.Task[None]] = set()  # of calls
+        self._leader: asyncio.Task[None] | None = None
+        self._news: asyncio.Future[None] | None = None  # that the leader waits for
         # Functions must not inherit the deadline under which this rank happened to use RPC first.
         self._context = contextvars.copy_context()
         self._context.run(lift)
+        self._contexts: dict[int, contextvars.Context] = {}  # by depth: that of a call before its first step
         self._loop = asyncio.get_running_loop()
+        self._is_virtual = isinstance(self._loop, VirtualTimeLoop)
+        self._now_s = clock()
+        self._encoder = Encoder()
         self._closed = False
         self._closing = asyncio.Event()
-        self._cancelled_by_caller: set[tuple[int, int]] = set()  # by peer and call
-        self._threads: ThreadPoolExecutor | None = None
-        self._in_threads: set[object] = set()  # the functions that run there; each thread removes its own
+        self._threads: Threads | None = None
+
+    # -- messages of peers ------------------------------------------------------------------------
 
     def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
-        """Start the task of a call. Raises ProtocolError if the peer may not make it."""
+        """Start a call. Raises ProtocolError if the peer may not make it."""
         if self._closed:
             return
-        key, level = (peer, message.call), (peer, message.number)
-        if key in self._tasks:
+        if self._threads is not None:
+            self._threads.settle()
+        call = _Call(peer, message, arrays)
+        key, count = call.key, self._counts.get(call.level, 0)
+        if key in self._calls:
             raise ProtocolError(f"two calls with the number {message.call}")
-        if self._counts[level] >= _CALLS_MAX:
+        if count >= _CALLS_MAX:
             raise ProtocolError(f"more than {_CALLS_MAX} calls at a time")
-        self._counts[level] += 1
-        if message.kind == NOTIFY:
-            self._notified.add(key)
-        work = self._run(peer, message, arrays)
-        task = self._tasks[key] = self._loop.create_task(work, context=self._context.copy())
-        task.add_done_callback(partial(self._ended, key, level))
+        self._counts[call.level] = count + 1
+        self._calls[key] = call
+        self._unbegun.append(call)
+        if self._leader is None:
+            self._appoint()
+        elif self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def cancel(self, peer: int, call: int) -> None:
         """A CANCEL message. It is always answered: the call may never have arrived, or may be over.
 
         Raises ProtocolError if too many answers to that peer are on their way.
         """
-        task = self._tasks.get((peer, call))
-        if task is not None:
-            self._cancelled_by_caller.add((peer, call))
-            task.cancel()
+        found = self._calls.get((peer, call))
+        if found is not None:
+            found.is_cancelled = True
+            self._cancel(found)
         elif self._answering[peer] >= _ANSWERS_MAX:
             raise ProtocolError(f"more than {_ANSWERS_MAX} cancellations of unknown calls at a time")
         else:
@@ -131,77 +170,230 @@ class Server:
             stream.taken(number)
 
     def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
-        """Send the answer to a call without a task, in the background; by default a RESULT without a body."""
-        key = (peer, -1 - call)  # numbers of calls are not negative, so this is none of them
-        if key not in self._tasks and not self._closed:  # otherwise this answer is on its way already
-            task = self._tasks[key] = self._loop.create_task(self._send(peer, kind, call, body))
+        """Send the answer to a call that does not run here, in the background; by default a RESULT without a body."""
+        key = peer, call
+        if key not in self._answers and not self._closed:  # otherwise this answer is on its way already
+            task = self._answers[key] = self._loop.create_task(self._send(peer, kind, call, body))
             self._answering[peer] += 1
             task.add_done_callback(lambda _: self._answered(key))
 
     def _answered(self, key: tuple[int, int]) -> None:
-        del self._tasks[key]
+        del self._answers[key]
         self._answering[key[0]] -= 1
         if not self._answering[key[0]]:
             del self._answering[key[0]]
 
+    # -- ends -------------------------------------------------------------------------------------
+
     def forget(self, peer: int) -> None:
         """Cancel the calls of a peer that is gone. Its notifications continue."""
-        for key in self._tasks.keys() - self._notified:
+        for call in list(self._calls.values()):
+            if call.peer == peer and call.message.kind != NOTIFY:
+                self._cancel(call)
+        for key, task in self._answers.items():
             if key[0] == peer:
-                self._tasks[key].cancel()
+                task.cancel()
 
     def stop(self) -> None:
         """Cancel all calls, and send no more answers. Idempotent."""
         self._closed = True
         self._closing.set()
-        for task in self._tasks.values():
+        for call in list(self._calls.values()):
+            self._cancel(call)
+        for task in self._answers.values():
             task.cancel()
+        if self._news is not None:
+            self._news.cancel()
 
     async def close(self) -> None:
         """Cancel all calls and wait for their ends, but not for plain functions, which cannot be stopped."""
         self.stop()
         try:
-            if self._tasks:
-                await asyncio.wait(self._tasks.values())
+            tasks = {*self._tasks, *self._answers.values()}
+            if self._leader is not None:
+                tasks.add(self._leader)
+            if tasks:
+                await asyncio.wait(tasks)
         finally:
             if self._threads is not None:
-                self._threads.shutdown(wait=not self._in_threads, cancel_futures=True)
+                self._threads.close()
 
-    def _ended(self, key: tuple[int, int], level: tuple[int, int], task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
-        self._notified.discard(key)
-        self._cancelled_by_caller.discard(key)
-        self._streams.pop(key, None)
-        self._counts[level] -= 1
-        if not self._counts[level]:
-            del self._counts[level]
-        if task.cancelled():  # before its first step, or while it sent its answer
-            self.answer(*key)
-        elif (error := task.exception()) is not None:
-            logger.error("a call of peer %d ended with a BaseException", key[0], exc_info=error)
-            self.answer(*key, protocol.ERROR, failure.encode(error))
-
-    async def _run(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
-        """The task of one call: parse, run, answer."""
-        depth.set(message.number + 1)
-        try:
-            function, call = self._parse(message, arrays)
-        except ProtocolError as error:
-            self._broken(peer, error)
-            return
-        except Exception as error:  # CallerError, or an error of the user's dataclasses
-            await self._fail(peer, message, error)
-            return
-        try:
-            result = await self._call_in_time(peer, message, function, call)
-            body, out = codec.encode(result, f"the result of {function.name}") if message.kind == CALL else (b"", [])
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
-            await self._wait_for_closing(peer, message.call)
-            await self._fail(peer, message, error)
+    def _cancel(self, call: _Call) -> None:
+        """Cancel a call. Its answer says so."""
+        if call.task is not None:
+            call.task.cancel()
+        elif call.has_begun:  # a function in a thread, whose result is dropped
+            self._finish(call, self._failed(call, asyncio.CancelledError()))
         else:
-            await self._send(peer, RESULT, message.call, body, out)
+            self._unbegun.remove(call)
+            self._over(call)
+            self.answer(*call.key)
 
-    async def _wait_for_closing(self, peer: int, call: int) -> None:
+    def _over(self, call: _Call) -> None:
+        """The call is over: free its place."""
+        level = call.level
+        del self._calls[call.key]
+        count = self._counts[level] - 1
+        if count:
+            self._counts[level] = count
+        else:
+            del self._counts[level]
+
+    def _ended(self, call: _Call, task: asyncio.Task[None]) -> None:
+        """The task of a call has ended."""
+        self._tasks.discard(task)
+        self._streams.pop(call.key, None)
+        self._over(call)
+        if task.cancelled():  # before its first step, or while it sent its answer
+            self.answer(*call.key)
+        elif (error := task.exception()) is not None:
+            logger.error("a call of peer %d ended with a BaseException", call.peer, exc_info=error)
+            self.answer(*call.key, protocol.ERROR, failure.encode(error))
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def _appoint(self) -> None:
+        """Make a leader."""
+        self._leader = self._loop.create_task(self._lead(), context=self._context.copy())
+
+    async def _lead(self) -> None:
+        """The leader: make the first steps of calls, until one of them waits."""
+        me = asyncio.current_task()
+        assert me is not None
+        try:
+            while not self._closed:
+                while self._unbegun:
+                    call = self._unbegun.popleft()
+                    try:
+                        rest = self._begun(call, me)
+                    except BaseException:  # raised by the function, to end more than its call
+                        self._keep(call, me)
+                        raise
+                    if rest is not None:
+                        self._appoint()
+                        self._keep(call, me)
+                        await rest
+                        return
+                    if me.cancelling():  # a function has cancelled its own task, which no other call may get
+                        return
+                self._news = self._loop.create_future()
+                await self._news
+        finally:
+            if self._leader is me:
+                self._leader = None
+                if self._unbegun and not self._closed:
+                    self._appoint()
+
+    def _keep(self, call: _Call, task: asyncio.Task[None]) -> None:
+        """Make `task` the task of a call that waits."""
+        call.task = task
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, call))
+
+    def _finish(
+        self, call: _Call, rest: Coroutine[Any, Any, None] | None, context: contextvars.Context | None = None
+    ) -> None:
+        """Run the rest of a call that has no task, if there is one, in a task."""
+        if rest is not None:
+            self._keep(call, self._loop.create_task(rest, context=context))
+
+    def _begun(self, call: _Call, leader: asyncio.Task[None]) -> Coroutine[Any, Any, None] | None:
+        """Make the first step of a call. Returns its rest, which the leader awaits; None if nothing is left to it."""
+        call.has_begun = True
+        message = call.message
+        try:
+            function, args, kwargs = self._parse(message, call.arrays)
+            call.arrays = ()  # the arguments may be dropped before the call is over
+            if message.seconds < math.inf:
+                if not message.seconds:
+                    raise LateError(f"{message.name} was called after its caller's deadline")
+                call.ends_s = self._now_s() + message.seconds
+        except ProtocolError as error:
+            self._over(call)
+            self._broken(call.peer, error)
+            return None
+        except Exception as error:  # CallerError, LateError, or an error of the user's dataclasses
+            return self._failed(call, error)
+        context = self._context_of(call)
+        if function.streams:
+            self._finish(
+                call, self._to_its_end(call, function, partial(self._stream, call, function, args, kwargs)), context
+            )
+        elif function.is_coroutine or function.is_inline or self._is_virtual:
+            call.task = leader
+            return self._first_step(call, function, args, kwargs, context)
+        elif call.ends_s < math.inf:
+            self._finish(
+                call, self._to_its_end(call, function, partial(self._wait_for_thread, function, args, kwargs)), context
+            )
+        else:
+            work = partial(self._run_in_thread, call, function, args, kwargs, context)
+            self._in_a_thread(work, partial(self._returned, call, function, context))
+        return None
+
+    def _context_of(self, call: _Call) -> contextvars.Context:
+        """The context that a function runs in: the depth and the deadline of its call."""
+        level = call.message.number
+        base = self._contexts.get(level)
+        if base is None:
+            base = self._contexts[level] = self._context.copy()
+            base.run(depth.set, level + 1)
+        context = base.copy()
+        if call.ends_s < math.inf:
+            context.run(expiry.set, call.ends_s)
+        return context
+
+    def _first_step(
+        self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any], context: contextvars.Context
+    ) -> Coroutine[Any, Any, None] | None:
+        """Run a function on the loop until it waits. Returns the rest of the call."""
+        try:
+            if function.is_coroutine:
+                steps = function.fn(*args, **kwargs)
+            else:
+                result = context.run(_plain, function.fn, args, kwargs)
+                if not inspect.isawaitable(result):
+                    return self._succeeded(call, function, result)
+                steps = _awaited(result)
+            waits_for = context.run(steps.send, None)
+        except StopIteration as end:
+            return self._succeeded(call, function, end.value)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
+            return self._failed(call, error)
+        return self._to_its_end(call, function, partial(_resumed, steps, waits_for, context))
+
+    def _returned(
+        self, call: _Call, function: Function, context: contextvars.Context, result: Any, error: BaseException | None
+    ) -> None:
+        """A plain function has returned `result`, or raised `error`, in its thread. The call may be over."""
+        if self._calls.get(call.key) is not call or call.task is not None:
+            return
+        if result is SETTLED:
+            self._over(call)
+        elif error is None and not inspect.isawaitable(result):
+            self._finish(call, self._succeeded(call, function, result))
+        elif isinstance(error, Exception | asyncio.CancelledError | SystemExit):
+            self._finish(call, self._failed(call, error))
+        else:  # a plain decorator may hide that the function is a coroutine function
+            self._finish(call, self._to_its_end(call, function, partial(_outcome, result, error)), context)
+
+    async def _to_its_end(self, call: _Call, function: Function, work: Callable[[], Awaitable[Any]]) -> None:
+        """Await the work of a function under its caller's deadline, and answer."""
+        try:
+            if call.ends_s < math.inf:
+                late = partial(LateError, f"{function.name} was cancelled at its caller's deadline")
+                async with Limit(call.ends_s - self._now_s(), late):
+                    result = await work()
+            else:
+                result = await work()
+            rest = self._succeeded(call, function, result)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
+            await self._wait_for_closing(call)
+            rest = self._failed(call, error)
+        if rest is not None:
+            await rest
+
+    async def _wait_for_closing(self, call: _Call) -> None:
         """Delay the answer of a call that this rank's program has cancelled, because the program is probably ending.
 
         The caller then raises the error that ends the world. An answer before that would be a RemoteError, as if the
@@ -209,14 +401,97 @@ class Server:
         at once.
         """
         task = asyncio.current_task()
-        if task is not None and task.cancelling() and (peer, call) not in self._cancelled_by_caller:
+        if task is not None and task.cancelling() and not call.is_cancelled:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _ENDING_S)
 
-    async def _fail(self, peer: int, message: Message, error: BaseException) -> None:
+    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
+        """The function of a call and its arguments. Raises CallerError for a wrong call."""
+        try:
+            function = self._registry.find(message.name)
+            args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
+            if function.streams != (message.kind == STREAM):
+                advice = "use `stream`" if function.streams else "use `call`"
+                raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
+            function.check(args, kwargs)
+        except UsageError as error:
+            raise CallerError(str(error)) from None
+        return function, args, kwargs
+
+    # -- plain functions --------------------------------------------------------------------------
+
+    def _in_a_thread(self, work: Callable[[], Any], done: Done) -> None:
+        """Run `work` in a thread of this server, and then `done` on the loop.
+
+        The loop's own threads are few: functions that wait for each other's calls could occupy all of them for ever.
+        """
+        if self._threads is None:
+            self._threads = Threads(protocol.CALLS_MAX, "asyncoll-rpc")
+        self._threads.submit(work, done)
+
+    def _run_in_thread(
+        self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any], context: contextvars.Context
+    ) -> Any:
+        """Run a plain function, and answer from this thread if that is possible: to wake the loop costs more.
+
+        Returns SETTLED for a call that is answered, and otherwise the result.
+        """
+        result = context.run(_plain, function.fn, args, kwargs)
+        if not self._carrier.sends_in_any_thread or inspect.isawaitable(result):
+            return result
+        body, arrays = codec.encode(result, function.result) if call.message.kind == CALL else (b"", [])
+        head, out = protocol.encode(RESULT, call.message.call, body, arrays)
+        if out or self._closed or self._calls.get(call.key) is not call:  # it was cancelled, for instance
+            return result
+        try:
+            return SETTLED if self._carrier.send_nowait(call.peer, head, out) else result
+        except AsyncollError:  # the loop meets it, too
+            return result
+
+    async def _wait_for_thread(self, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a plain function in a thread and wait for it."""
+        returned: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            if not returned.done():
+                returned.set_result((result, error))
+
+        self._in_a_thread(partial(contextvars.copy_context().run, _plain, function.fn, args, kwargs), done)
+        return await _outcome(*await returned)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _succeeded(self, call: _Call, function: Function, result: Any) -> Coroutine[Any, Any, None] | None:
+        """Answer with a result. Returns what is left to do."""
+        if call.message.kind != CALL:
+            return self._answer(call, RESULT, b"", ())
+        try:
+            body, arrays = self._encoder.encode(result, function.result)
+        except Exception as error:
+            return self._failed(call, error)
+        return self._answer(call, RESULT, body, arrays)
+
+    def _failed(self, call: _Call, error: BaseException) -> Coroutine[Any, Any, None] | None:
+        """Answer with an error. Returns what is left to do."""
+        message = call.message
+        if isinstance(error, DeadlineError) and call.ends_s <= self._now_s():
+            # A call that the function made was late, and not by a shorter deadline of the function's own.
+            error = LateError(str(error))
         if message.kind == NOTIFY and not isinstance(error, asyncio.CancelledError):
             logger.error("%s failed, of which its caller is not told: %s", message.name, error, exc_info=error)
-        await self._send(peer, protocol.ERROR, message.call, failure.encode(error))
+        return self._answer(call, protocol.ERROR, failure.encode(error), ())
+
+    def _answer(self, call: _Call, kind: int, body: bytes, arrays: Sequence[Array]) -> Coroutine[Any, Any, None] | None:
+        """Answer at once if that is possible; else return the coroutine that answers. A call without a task is over."""
+        head, out = protocol.encode(kind, call.message.call, body, arrays)
+        try:
+            if not self._closed and not self._carrier.send_nowait(call.peer, head, out):
+                return self._send(call.peer, kind, call.message.call, body, arrays)
+        except AsyncollError:  # a lost peer: others report the loss
+            pass
+        if call.task not in self._tasks:
+            self._over(call)
+        return None
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
         """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss.
@@ -230,77 +505,60 @@ class Server:
                 except UsageError as error:  # nothing was sent
                     await self._carrier.send(peer, *protocol.encode(protocol.ERROR, call, failure.encode(error)))
 
-    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, Callable[[], Any]]:
-        """The function of a call, also with its arguments. Raises CallerError for a wrong call."""
-        try:
-            function = self._registry.find(message.name)
-            args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
-            if function.streams != (message.kind == STREAM):
-                advice = "use `stream`" if function.streams else "use `call`"
-                raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
-            function.check(args, kwargs)
-        except UsageError as error:
-            raise CallerError(str(error)) from None
-        return function, partial(function.fn, *args, **kwargs)
-
-    async def _call_in_time(self, peer: int, message: Message, function: Function, call: Callable[[], Any]) -> Any:
-        """Run the function under its caller's deadline. Raises LateError at its end."""
-        if message.seconds == math.inf:
-            return await self._call(peer, message.call, function, call)
-        if not message.seconds:
-            raise LateError(f"{message.name} was called after its caller's deadline")
-        ends_s = now_s() + message.seconds
-        late = partial(LateError, f"{message.name} was cancelled at its caller's deadline")
-        try:
-            with deadline(message.seconds):
-                async with Limit(message.seconds, late):
-                    return await self._call(peer, message.call, function, call)
-        except DeadlineError as error:  # a call that the function made was late
-            if now_s() < ends_s:  # by a shorter deadline of the function's own
-                raise
-            raise LateError(str(error)) from None
-
-    async def _call(self, peer: int, number: int, function: Function, call: Callable[[], Any]) -> Any:
-        if function.is_coroutine:
-            return await call()
-        if function.streams:
-            return await self._stream(peer, number, function, call())
-        result = await self._in_a_thread(call)
-        # A plain decorator may hide that the function is a coroutine function.
-        return await result if inspect.isawaitable(result) else result
-
-    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
-        """Run `call` in a thread of this server.
-
-        The loop's own threads are few: functions that wait for each other's calls could occupy all of them for ever.
-        """
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(protocol.CALLS_MAX, "asyncoll-rpc")
-        self._in_threads.add(call)
-
-        def run() -> Any:
-            try:
-                return call()
-            finally:
-                self._in_threads.discard(call)
-
-        return await offload(run, threads=self._threads)
-
-    async def _stream(self, peer: int, call: int, function: Function, items: Any) -> None:
+    async def _stream(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Send the items of a generator, as fast as its reader takes them."""
-        stream = self._streams[peer, call] = _Stream()
+        stream = self._streams[call.key] = _Stream()
         name = f"an item of {function.name}"
+        items = function.fn(*args, **kwargs)
         async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
             async for item in items:
-                body, arrays = codec.encode(item, name)
+                body, arrays = self._encoder.encode(item, name)
                 stream.sent(len(body) + sum(array.nbytes for array in arrays))
-                await self._carrier.send(peer, *protocol.encode(ITEM, call, body, arrays))
+                await self._carrier.send(call.peer, *protocol.encode(ITEM, call.message.call, body, arrays))
                 await stream.room.wait()
 
 
 def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
     """The arguments in the decoded body of a call. Raises ProtocolError for any other value."""
-    match value:
-        case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
+    if type(value) is list and len(value) == 2:
+        args, kwargs = value
+        if type(args) is list and type(kwargs) is dict and (not kwargs or all(type(name) is str for name in kwargs)):
             return args, kwargs
     raise ProtocolError("the body of a call is not a list of arguments")
+
+
+def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a plain function."""
+    try:
+        return fn(*args, **kwargs)
+    except StopIteration as error:  # in a coroutine it would count as the end of that
+        raise RuntimeError(f"{fn!r} raised StopIteration") from error
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def _outcome(result: Any, error: BaseException | None) -> Any:
+    """The outcome of a plain function: its exception, or its result; if that is an awaitable, the result of that."""
+    if error is not None:
+        raise error
+    return await result if inspect.isawaitable(result) else result
+
+
+@types.coroutine
+def _resumed(steps: Coroutine[Any, Any, Any], waits_for: Any, context: contextvars.Context) -> Generator[Any, Any, Any]:
+    """Await a coroutine whose first step was made, in `context`, and has yielded `waits_for`."""
+    try:
+        while True:
+            try:
+                value = yield waits_for
+            except GeneratorExit:
+                context.run(steps.close)
+                raise
+            except BaseException as error:
+                waits_for = context.run(steps.throw, error)
+            else:
+                waits_for = context.run(steps.send, value)
+    except StopIteration as end:
+        return end.value

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from asyncoll.arguments import text
@@ -57,16 +58,19 @@ def _shown(parameter: Parameter) -> str:
 class Function:
     """A registered function, or a method of the class that describes a remote service."""
 
-    def __init__(self, name: str, fn: Callable[..., Any], *, is_unbound: bool = False) -> None:
+    def __init__(self, name: str, fn: Callable[..., Any], *, is_unbound: bool = False, inline: bool = False) -> None:
         """`is_unbound`: `fn` is a method of a class, whose first parameter is not an argument.
 
-        Raises UsageError if `fn` cannot be called remotely.
+        `inline`: `fn` is a plain function that runs on the loop.
+
+        Raises UsageError if `fn` cannot be called remotely, or not inline.
         """
         if not callable(fn):
             raise UsageError(f"{name} must be a function, got {fn!r:.60}")
         if inspect.isgeneratorfunction(fn):
             raise UsageError(f"{name} is a generator: make it `async def`, so that it can wait for its reader")
         self.name = name
+        self.result = f"the result of {name}"  # in errors
         self.fn = fn
         self.is_coroutine = inspect.iscoroutinefunction(fn)
         try:
@@ -76,20 +80,23 @@ class Function:
         self._signature = signature.replace(parameters=[*signature.parameters.values()][is_unbound:])
         self._annotations = hints.resolved(fn, name)
         result = self._annotations.get("return", inspect.Parameter.empty)
+        self.is_inline = inline
         self.streams = not self.is_coroutine and (inspect.isasyncgenfunction(fn) or hints.is_stream(result))
+        if inline and (self.is_coroutine or self.streams):
+            raise UsageError(f"{name} is `async`, so it runs on the loop anyway: `inline` is for plain functions")
         self.returns = hints.items(result) if self.streams else result
         self.types: Types = hints.dataclasses_in(self._annotations.values())
         parameters = self._signature.parameters.values()
         self._checks = {p.name: hints.checker(self._annotations.get(p.name, p.empty)) for p in parameters}
         self._check_returned = hints.checker(self.returns)
         plain = all(p.kind in _POSITIONAL for p in parameters)
-        self._in_order = [(p.name, self._checks[p.name]) for p in parameters] if plain else None
+        self._in_order = [(self._checks[p.name], f"{name}: {p.name}") for p in parameters] if plain else None
 
     def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise UsageError if the arguments do not match the signature and the annotations."""
         if not kwargs and self._in_order is not None and len(args) == len(self._in_order):
-            for value, (name, check) in zip(args, self._in_order, strict=True):
-                check(value, f"{self.name}: {name}")
+            for value, (check, what) in zip(args, self._in_order, strict=True):
+                check(value, what)
             return
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -106,7 +113,7 @@ class Function:
 
     def check_result(self, result: Any) -> None:
         """Raise UsageError if a result, or an item of a stream, does not match the return annotation."""
-        self._check_returned(result, f"the result of {self.name}")
+        self._check_returned(result, self.result)
 
     def describe(self) -> Method:
         """The description of the function for callers."""
@@ -124,19 +131,21 @@ class FunctionRegistry:
     def __init__(self) -> None:
         self._functions: dict[str, Function] = {METHODS: Function(METHODS, self.methods)}
 
-    def add(self, what: Any, name: str | None = None) -> None:
+    def add(self, what: Any, name: str | None = None, *, inline: bool = False) -> None:
         """Add a function, or the public methods of an object, as `method` or `name.method`.
+
+        With `inline`, all of them are plain functions that run on the loop.
 
         Raises UsageError if a name is taken; then nothing is added.
         """
         name = None if name is None else text(name, "name")
         if inspect.isroutine(what):
-            new = [Function(_checked(name or what.__name__), what)]
+            new = [Function(_checked(name or what.__name__), what, inline=inline)]
         elif isinstance(what, type):
             raise UsageError(f"{what.__qualname__} is a class: register an object of it")
         else:
             prefix = f"{name}." if name else ""
-            new = [Function(_checked(prefix + own), method) for own, method in public_methods(what)]
+            new = [Function(_checked(prefix + own), method, inline=inline) for own, method in public_methods(what)]
         for function in new:
             if function.name in self._functions:
                 raise UsageError(f"{function.name} is registered already: give this one another `name`")
@@ -173,6 +182,7 @@ def public_methods(thing: Any) -> list[tuple[str, Callable[..., Any]]]:
     return [(name, getattr(thing, name)) for name in names]
 
 
+@lru_cache(1024)  # callers ask about the same few names
 def is_name(name: str) -> bool:
     """Whether a function may have this name: identifiers that are separated by dots."""
     return len(name) <= MAX_NAME and all(map(str.isidentifier, name.split(".")))

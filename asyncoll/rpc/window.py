@@ -24,7 +24,8 @@ class Slots:
 
     def take_nowait(self, nbytes: int) -> bool:
         """Take a slot for a call with `nbytes` of arguments if one is free and no caller waits; return whether so."""
-        if self._waiters or not self._fits(nbytes):
+        calls = self._calls
+        if self._waiters or calls >= CALLS_MAX or (calls and self._bytes + nbytes > BYTES_MAX):  # as `_fits`
             return False
         self._calls += 1
         self._bytes += nbytes
@@ -47,7 +48,8 @@ class Slots:
         """Free the slot of a call with `nbytes` of arguments, and wake the waiters that fit."""
         self._calls -= 1
         self._bytes -= nbytes
-        self._wake()
+        if self._waiters:
+            self._wake()
 
     def _wake(self) -> None:
         while self._waiters and (self._waiters[0][0].done() or self._fits(self._waiters[0][1])):

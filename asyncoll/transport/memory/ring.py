@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.transport import Arena, ControlBlock
+from asyncoll.transport.wire import Buffer
 
 RING_BYTES = 1 << 18
 _ALIGNMENT = 64  # bytes; a header is shorter, so it fits between any message start and the end of the ring
 _HEADER = struct.Struct("<6q")  # bytes of the message, source, bytes of the head, arrays, bytes of the body, address
+_BATCH = 64  # messages that are taken at a time
+_SHORT_BYTES = _ALIGNMENT * _BATCH  # so many bytes are copied under the lock; they are at most a batch
 _SKIP = 0  # in place of the bytes of a message: the next message is at the start of the ring
 
 # Cells of the control block. RETURNED is for the borrowers of its owner: see `lending`.
@@ -62,25 +65,28 @@ class Inbox:
         The caller holds the lock of the control block. Raises InboxClosedError, and ProtocolError if the head and the
         tail are corrupt.
         """
-        cells = self._cells
+        cells, nbytes = self._cells, len(raw)
         tail, head = cells[_TAIL], cells[_HEAD]
         if not 0 <= head <= tail <= head + RING_BYTES or tail % _ALIGNMENT:
             raise ProtocolError(f"the inbox is corrupt: its head is {head} and its tail {tail}")
-        if not self.has_room(len(raw)):
+        if cells[_CLOSED]:
+            raise InboxClosedError
+        start, size = tail % RING_BYTES, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
+        skipped = RING_BYTES - start if start + size > RING_BYTES else 0
+        if tail - head + skipped + size > RING_BYTES:
             return None
-        start, size = tail % RING_BYTES, _aligned(len(raw))
-        if start + size > RING_BYTES:
+        if skipped:
             _HEADER.pack_into(self._ring, start, _SKIP, 0, 0, 0, 0, 0)
-            tail += RING_BYTES - start
+            tail += skipped
             start = 0
-        self._ring[start : start + len(raw)] = raw
-        cells[_TAIL] = tail + size
+        self._ring[start : start + nbytes] = raw
+        cells[_TAIL] = end = tail + size
         self.control_block.wake()
-        return tail + size
+        return end
 
     def has_room(self, nbytes: int) -> bool:
         """Whether an encoded message of `nbytes` bytes fits. Raises InboxClosedError."""
-        cells, size = self._cells, _aligned(nbytes)
+        cells, size = self._cells, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
         if cells[_CLOSED]:
             raise InboxClosedError
         tail = cells[_TAIL]
@@ -98,45 +104,55 @@ class Inbox:
     def has_messages(self) -> bool:
         return self._cells[_TAIL] != self._read
 
-    def take(self, at_most: int) -> list[Message]:
-        """Remove and return the next messages, at most `at_most`. Raises ProtocolError for a malformed one."""
-        with self.control_block as control_block:
-            tail = control_block.cells[_TAIL]
-        if not self._read <= tail <= self._read + RING_BYTES or tail % _ALIGNMENT:
-            raise ProtocolError(f"the inbox is corrupt: its head is {self._read} and its tail {tail}")
-        messages: list[Message] = []
-        while self._read < tail and len(messages) < at_most:
-            start = self._read % RING_BYTES
-            most = min(tail - self._read, RING_BYTES - start)
-            header = _HEADER.unpack_from(self._ring, start)
-            if header[0] == _SKIP:
-                self._read += most
-            else:
-                messages.append(self._message(start, most, *header))
-                self._read += header[0]
+    def take(self) -> list[Message]:
+        """Remove and return the next messages, at most _BATCH. Raises ProtocolError for a malformed one."""
+        control_block, cells, read = self.control_block, self._cells, self._read
+        with control_block:
+            tail = cells[_TAIL]
+            if not read <= tail <= read + RING_BYTES or tail % _ALIGNMENT:
+                raise ProtocolError(f"the inbox is corrupt: its head is {read} and its tail {tail}")
+            start = read % RING_BYTES
+            raw = self._ring[start : start + min(tail - read, RING_BYTES - start)]
+            if is_short := len(raw) <= _SHORT_BYTES:  # to copy them takes less time than to lock again
+                copy = bytes(raw)
+                self._read = cells[_HEAD] = read + len(copy)
+                control_block.wake()
+        if is_short:
+            return self._messages(copy)[0]
+        messages, nbytes = self._messages(raw)
         # The head moves only now, after the messages have been copied: writers may overwrite the bytes before it.
-        with self.control_block as control_block:
-            control_block.cells[_HEAD] = self._read
+        with control_block:
+            self._read = cells[_HEAD] = read + nbytes
             control_block.wake()
         return messages
 
-    def _message(
-        self, start: int, most: int, size: int, source: int, head: int, arrays: int, nbytes: int, address: int
-    ) -> Message:
-        """Return a copy of the message at `start`, which has at most `most` bytes. The rest is a copy of its header.
-
-        The copy matters: a malicious writer may still change the header in the ring after these checks.
-        """
-        if not 0 <= source < len(self._ranks):
-            raise ProtocolError(f"a message names sender {source}, and this host has {len(self._ranks)} ranks")
-        inline = 0 if address else nbytes
-        if size % _ALIGNMENT or size > most or min(head, arrays, nbytes) < 0 or _HEADER.size + head + inline > size:
-            text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {most} bytes remain"
-            raise ProtocolError(text, self._ranks[source])
-        start += _HEADER.size
-        middle = start + head
-        body = bytearray(self._ring[middle : middle + inline])
-        return Message(source, bytes(self._ring[start:middle]), arrays, body, address, nbytes)
+    def _messages(self, raw: Buffer) -> tuple[list[Message], int]:
+        """Copies of the first messages in `raw`, and the bytes that they take there."""
+        messages: list[Message] = []
+        start = 0
+        local_size, left = len(self._ranks), len(raw)
+        while left and len(messages) < _BATCH:
+            # A copy of the header: a malicious writer may still change it in the ring after these checks.
+            size, source, head, arrays, nbytes, address = _HEADER.unpack_from(raw, start)
+            if size == _SKIP:
+                return messages, len(raw)
+            if not 0 <= source < local_size:
+                raise ProtocolError(f"a message names sender {source}, and this host has {local_size} ranks")
+            inline = 0 if address else nbytes
+            middle = start + _HEADER.size + head
+            if (
+                not 0 < size <= left
+                or size % _ALIGNMENT
+                or min(head, arrays, nbytes) < 0
+                or middle + inline > start + size
+            ):
+                text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {left} bytes remain"
+                raise ProtocolError(text, self._ranks[source])
+            body = bytearray(raw[middle : middle + inline]) if inline else b""
+            messages.append(Message(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes))
+            start += size
+            left -= size
+        return messages, start
 
     def close(self) -> None:
         """Close the inbox. Writers get InboxClosedError."""
@@ -145,13 +161,15 @@ class Inbox:
             control_block.wake()
 
 
+def encode_head(source: int, head: bytes) -> bytes:
+    """The bytes of a message without arrays."""
+    nbytes = len(head)
+    return _HEADER.pack(_HEADER.size + nbytes + _ALIGNMENT - 1 & -_ALIGNMENT, source, nbytes, 0, 0, 0) + head
+
+
 def encode(message: Message) -> bytes:
     """The bytes of a message in an inbox. Its head and inline body together have at most PAYLOAD_MAX bytes."""
     source, head, arrays, inline, address, nbytes = message
     assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"
-    size = _aligned(_HEADER.size + len(head) + len(inline))
+    size = _HEADER.size + len(head) + len(inline) + _ALIGNMENT - 1 & -_ALIGNMENT
     return _HEADER.pack(size, source, len(head), arrays, nbytes or len(inline), address) + head + inline
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,175 @@
+"""The threads of plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+from conftest import PATIENCE_S
+
+from asyncoll.rpc.threads import SETTLED, Threads
+
+
+def awaited(threads: Threads, work: Any) -> asyncio.Future[Any]:
+    """Run `work` in a thread; the future has its result, or its exception as a result."""
+    outcome = asyncio.get_running_loop().create_future()
+    threads.submit(work, lambda result, error: outcome.set_result(error or result))
+    return outcome
+
+
+def run(main: Any) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await main()
+
+    asyncio.run(in_time())
+
+
+def test_results_and_exceptions_come_back_on_the_loop():
+    async def main():
+        threads = Threads(4, "test")
+        try:
+            assert await awaited(threads, lambda: 3) == 3
+            assert isinstance(await awaited(threads, lambda: 1 / 0), ZeroDivisionError)
+            assert isinstance(await awaited(threads, lambda: sys.exit(1)), SystemExit)
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_an_idle_thread_is_used_again():
+    async def main():
+        threads = Threads(4, "test")
+        try:
+            used = {await awaited(threads, threading.get_ident) for _ in range(10)}
+            assert len(used) == 1
+            assert threading.get_ident() not in used
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_functions_that_wait_for_each_other_have_a_thread_each():
+    async def main():
+        threads, together = Threads(9, "test"), threading.Barrier(9, timeout=PATIENCE_S)
+        try:
+            assert sorted(await asyncio.gather(*(awaited(threads, together.wait) for _ in range(9)))) == list(range(9))
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_further_functions_wait_for_a_thread():
+    async def main():
+        threads, go, ran = Threads(2, "test"), threading.Event(), []
+
+        def work(number):
+            assert go.wait(PATIENCE_S)
+            ran.append(number)
+            return threading.get_ident()
+
+        try:
+            waiting = [awaited(threads, lambda number=number: work(number)) for number in range(7)]
+            go.set()
+            assert len(set(await asyncio.gather(*waiting))) == 2
+            assert sorted(ran) == list(range(7))
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_a_settled_outcome_does_not_wake_the_loop_and_frees_its_thread():
+    async def main():
+        threads, done = Threads(1, "test"), []
+
+        def settled():
+            return SETTLED
+
+        try:
+            for _ in range(3):
+                threads.submit(settled, lambda result, error: done.append(result))
+            assert await awaited(threads, lambda: 4) == 4  # the queue is served although nothing was urgent
+            assert done == [SETTLED] * 3
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_close_drops_what_has_not_begun_and_ends_the_threads():
+    async def main():
+        threads, begun, go, outcomes = Threads(1, "test"), threading.Event(), threading.Event(), []
+
+        def work():
+            begun.set()
+            assert go.wait(PATIENCE_S)
+            outcomes.append(threading.current_thread())
+
+        for _ in range(2):
+            threads.submit(work, lambda result, error: outcomes.append(error))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        threads.close()
+        assert not outcomes  # it has not waited for the function
+        go.set()
+        for worker in threads._all:
+            await asyncio.to_thread(worker.thread.join, PATIENCE_S)
+            assert not worker.thread.is_alive()
+        await asyncio.sleep(0)
+        assert outcomes == [threads._all[0].thread]
+
+    run(main)
+
+
+def test_an_idle_thread_keeps_nothing():
+    class Value:
+        pass
+
+    async def main():
+        threads, value = Threads(1, "test"), Value()
+        kept = weakref.ref(value)
+        try:
+            threads.submit(lambda value=value: value, lambda result, error: None)
+            del value
+            await awaited(threads, lambda: None)
+            gc.collect()
+            assert kept() is None
+        finally:
+            threads.close()
+
+    run(main)
+
+
+LEFT = """
+import asyncio, threading
+from asyncoll.rpc.threads import Threads
+
+def work():
+    threading.main_thread().join()
+    print(sum(range(1_000_000)))
+
+async def main():
+    threads = Threads(3, "test")
+    threads.submit(lambda: None, lambda result, error: None)
+    threads.submit(work, lambda result, error: None)
+    if CLOSE:
+        threads.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_ends_after_its_functions():
+    """Whether `close` was called or not."""
+    for close in (False, True):
+        program = [sys.executable, "-c", f"CLOSE = {close}{LEFT}"]
+        ended = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
+        assert ended.stdout == "499999500000\n"
