@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.algorithms.calls import Completed
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.gossip import graphs, neighbors
@@ -771,7 +772,7 @@ class Communicator:
         async def body(pair: Collectives) -> None:
             await pair.pass_on(operand.flat, dest, None, dest)
 
-        return self._pairwise(operand, self.rank, dest, tag, body)
+        return self._pairwise(operand, self.rank, dest, tag, body, sends=True)
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive a message that rank `source` sends with `send` into `x`, in place.
@@ -1766,12 +1767,16 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _pairwise(self, operand: Operand, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
+    def _pairwise(
+        self, operand: Operand, source: int, dest: int, tag: int, body: Body[T], *, sends: bool = False
+    ) -> Coroutine[Any, Any, T]:
         detail = f"from rank {source} to rank {dest}, tag {tag}"
         self._core.member.check_caller()
         try:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
+            if sends and self._calls.send_directly(call, dest, tag, operand.flat):
+                return Completed()
             return self._calls.start_pair(call, source, dest, tag, body)
         except BaseException as error:
             # A signal handler has raised between the number and the start. The peer waits for this number, and the next
