@@ -118,7 +118,7 @@ class Tally:
         """Add the summed list of a finished round."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(self._rows, len(members))
-        ranks, gone = tuple(np.flatnonzero(rows[_PRESENT]).tolist()), int(np.count_nonzero(rows[_GONE]))
+        ranks, gone = tuple(rows[_PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[_GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
             self.times_s += rows[_TIMES_S]
         else:

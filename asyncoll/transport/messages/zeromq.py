@@ -449,6 +449,8 @@ def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     format is sent unchanged, after an empty frame.
     """
     count = len(frames)
+    if count == 2 and len(frames[0]) <= _FIRST_MAX and len(frames[1]) <= _PACKED_MAX:  # most messages
+        return (b"".join((_PACKED.pack(2, len(frames[0]), 0), *frames)),)
     first, third = len(frames[0]), len(frames[2]) if count > 2 else 0
     if first > _FIRST_MAX or third > _PACKED_MAX or count > 3:
         return (b"", *frames)
