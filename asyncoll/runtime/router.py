@@ -56,8 +56,10 @@ class Router:
         return True
 
     def _count_sent(self, frames: list[Buffer]) -> None:
+        nbytes = len(frames[1]) if len(frames) > 1 else 0
         with self._counting:
-            self._traffic.sent(len(frames[1]) if len(frames) > 1 else 0)
+            self._traffic.messages_sent += 1
+            self._traffic.bytes_sent += nbytes
 
     def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:
         """Send a signal to the handler of `context` at world rank `dest`.

@@ -67,7 +67,7 @@ class Tally:
     def __init__(self, size: int, *, weighted: bool) -> None:
         # The sum of weights has to be as exact as the reduction of float64, all else need not.
         self._rows = 5 if weighted else 4
-        self._dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
+        self.dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
         self.participation_bytes = WEIGHTED_PARTICIPATION_BYTES if weighted else PARTICIPATION_BYTES
         self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
         self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
@@ -99,7 +99,7 @@ class Tally:
 
     def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
         """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
-        participation = np.zeros((self._rows, members), self._dtype)
+        participation = np.zeros((self._rows, members), self.dtype)
         for rank in gone:
             participation[_GONE, rank] = 1
         return participation
