@@ -31,6 +31,7 @@ from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.work import Done
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
@@ -775,7 +776,7 @@ class Communicator:
         async def body(pair: Collectives) -> None:
             await pair.pass_on(operand.flat, dest, None, dest)
 
-        return self._pairwise(operand, self.rank, dest, tag, body)
+        return self._pairwise(operand, self.rank, dest, tag, body, sends=True)
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive a message that rank `source` sends with `send` into `x`, in place.
@@ -1770,12 +1771,16 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _pairwise(self, operand: Operand, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
+    def _pairwise(
+        self, operand: Operand, source: int, dest: int, tag: int, body: Body[T], *, sends: bool = False
+    ) -> Coroutine[Any, Any, T]:
         detail = f"from rank {source} to rank {dest}, tag {tag}"
         self._core.member.check_caller()
         try:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
+            if sends and self._calls.send_directly(call, dest, tag, operand.flat):
+                return Done(None)  # type: ignore[arg-type]  # a send has no result
             return self._calls.start_pair(call, source, dest, tag, body)
         except BaseException as error:
             # A signal handler has raised between the number and the start. The peer waits for this number, and the next

@@ -24,6 +24,7 @@ SCRIPTS = (
     "dc_s3gd_overlap",
     "group_propagation",
     "long_run",
+    "message_cost",
     "rpc",
     "simulated_scale",
     "skewed_arrivals",

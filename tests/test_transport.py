@@ -7,16 +7,24 @@ import contextlib
 import os
 import resource
 import stat
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import uvloop
 import zmq
 from conftest import FREEZE_S
 
-from asyncoll.testing import Disconnect, Network, check_transport
+from asyncoll.errors import MismatchError
+from asyncoll.runtime import executions
+from asyncoll.runtime.executions import Executions, Identity
+from asyncoll.runtime.failures import Failures
+from asyncoll.runtime.router import Router
+from asyncoll.statistics import Traffic
+from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
 from asyncoll.testing.contract import _Recorder, _World
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
@@ -89,6 +97,56 @@ def test_payloads_in_a_second_stream(loop, threshold):
     check_transport(partial(in_two_streams, threshold_bytes=threshold), loop)
 
 
+@pytest.mark.parametrize("open_world", [zeromq.local_world, over_tcp, in_two_streams], ids=["unix", "tcp", "streams"])
+def test_two_threads_send_at_the_same_time(open_world):
+    """Messages of both arrive whole, in the order of their thread; of two frames, which must not mix."""
+    each, length = 300, zeromq._PACKED_MAX + 1
+
+    async def main():
+        with open_world(2) as transports:
+            world = _World(transports)
+            await world.start()
+            accepted = []
+
+            def send_directly():
+                for index in range(each):
+                    if transports[0].send_directly(1, [b"direct %d" % index, bytes(length)]):
+                        accepted.append(b"direct %d" % index)
+
+            thread = threading.Thread(target=send_directly)
+            thread.start()
+            for index in range(each):
+                transports[0].send(1, [b"posted %d" % index, bytes(length)])
+                await asyncio.sleep(0)
+            thread.join()
+            received = [frames for _, frames in await world.recorders[1].next_messages(each + len(accepted))]
+            assert all(frames[1:] == [bytes(length)] for frames in received)
+            heads = [frames[0] for frames in received]
+            assert [head for head in heads if head.startswith(b"direct")] == accepted != []
+            assert [head for head in heads if head.startswith(b"posted")] == [b"posted %d" % i for i in range(each)]
+            for transport in transports:
+                await transport.close()
+
+    asyncio.run(main())
+
+
+def test_a_direct_send_does_not_overtake_messages_that_wait():
+    async def main():
+        with zeromq.local_world(2) as transports:
+            world = _World(transports)
+            await world.start()
+            waiting = transports[0]._peers[1].queue
+            waiting.append([b"first"])
+            assert not transports[0].send_directly(1, [b"second"])
+            waiting.clear()
+            assert transports[0].send_directly(1, [b"second"])
+            assert await world.recorders[1].next_messages(1) == [(0, [b"second"])]
+            for transport in transports:
+                await transport.close()
+
+    asyncio.run(main())
+
+
 class Stream:
     """Records the messages of rank 0 in a world of 3."""
 
@@ -100,6 +158,10 @@ class Stream:
     def send(self, dest, frames):
         self.sent.append((dest, bytes(frames[-1])))
 
+    def send_directly(self, dest, frames):
+        self.send(dest, frames)
+        return True
+
 
 def test_only_long_payloads_to_other_hosts_use_the_second_stream():
     messages, payloads, long, short = Stream(), Stream(), bytes(100), bytes(99)
@@ -109,6 +171,51 @@ def test_only_long_payloads_to_other_hosts_use_the_second_stream():
     assert payloads.sent == [(1, long)]
     assert messages.sent[:2] == [(1, short), (2, long)]
     assert long not in messages.sent[2][1]
+    assert not transport.send_directly(1, [b"header", long])
+    assert transport.send_directly(1, [b"header", short])
+    assert messages.sent[3:] == [(1, short)]
+
+
+def test_a_direct_send_stays_within_the_window():
+    stream, size = Stream(), executions._DIRECT_MAX_BYTES
+    router = Router(stream, Traffic())
+    rank = Executions(stream, router, Failures(router))
+    x = np.zeros(size, np.uint8)
+    count = 0
+    while rank.send_directly(Identity(1, (0, 1), 2, count + 1, 3, str), 1, x):
+        count += 1
+    fits = executions.WINDOW_BYTES // (size + executions._MESSAGE_COST)
+    assert count == fits == len(stream.sent) == router._traffic.messages_sent
+    assert router._traffic.bytes_sent == fits * size
+    rank.credited(1, size + executions._MESSAGE_COST)
+    assert rank.send_directly(Identity(1, (0, 1), 2, fits + 2, 3, str), 1, x)
+    assert not rank.send_directly(Identity(1, (0, 1), 2, fits + 3, 3, str), 1, x)
+    assert not rank.send_directly(Identity(1, (0, 1), 2, 1, 3, str), 2, np.zeros(size + 1, np.uint8))
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 18], ids=["short", "long"])
+@pytest.mark.parametrize("sender_is_first", [True, False], ids=["sent first", "received first"])
+def test_a_direct_send_takes_part_in_the_mismatch_check(elements, sender_is_first):
+    """A long receive asks its sender for the array: that message may come before the other send, or after it."""
+    ended = []
+
+    async def main(comm):
+        try:
+            if comm.rank == sender_is_first:
+                await comm.barrier()
+            call = comm.send(np.ones(3), 1) if comm.rank == 0 else comm.recv(np.ones(elements), 0)
+            if comm.rank != sender_is_first:
+                await comm.barrier()
+            await call
+            await comm.barrier()
+        except MismatchError as error:
+            ended.append(str(error))
+
+    run_ranks(2, main, transport="zmq")
+    assert len(ended) == 2
+    for text in ended:
+        assert "send/recv #1 of 3 float64" in text
+        assert f"send/recv #1 of {elements} float64" in text
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Backend, Body, Collectives
@@ -18,9 +19,14 @@ from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Done, Driven, Immediate
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import Array, ReduceOp
 
 T = TypeVar("T")
+
+
+@lru_cache(maxsize=4096)
+def _pair_context(communicator: int, source: int, dest: int, tag: int) -> int:
+    return digest(communicator, "pair", source, dest, tag)
 
 
 class Calls:
@@ -114,9 +120,30 @@ class Calls:
         communicator's calls.
         """
         member = self._member
-        pending = self._pending.enter(call, ranks=(member.group.ranks[source], member.group.ranks[dest]))
-        context = digest(member.communicator, "pair", source, dest, tag)
+        pending = self._enter_pair(call, source, dest)
+        context = _pair_context(member.communicator, source, dest, tag)
         return member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
+
+    def send_directly(self, call: Signature, dest: int, tag: int, data: Array) -> bool:
+        """Carry out a call of two ranks in which this rank sends `data` to `dest`, in the calling thread.
+
+        Returns False if the call needs the runtime's loop: then `start_pair` must follow, with the same `call`.
+        """
+        member, source = self._member, self._member.group.rank
+        pending = self._enter_pair(call, source, dest)
+        try:
+            if not member.send_directly(call, _pair_context(member.communicator, source, dest, tag), dest, data):
+                return False
+        finally:
+            self._pending.leave(pending)
+        traffic = Traffic()
+        traffic.sent(data.nbytes)
+        self.ledger.enter(call.operation, traffic)
+        return True
+
+    def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:
+        ranks = self._member.group.ranks
+        return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
 
     def number_pair(self, source: int, dest: int, tag: int) -> int:
         """The number of the next message from `source` to `dest` with `tag`.

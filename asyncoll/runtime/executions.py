@@ -19,9 +19,10 @@ names both calls.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,10 +37,10 @@ from asyncoll.transport.wire import SEGMENT_BYTES
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
 _MESSAGE_COST = 64  # bytes that a message takes of the window beside its payload: bounds empty messages, too
 _RECENT_MAX = 256  # finished executions that can still be named in a mismatch
+_DIRECT_MAX_BYTES = 1 << 16  # a longer array is not copied in the thread of the caller, whose loop would stand still
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):  # not a frozen dataclass: that takes five times as long to make
     """Identifies one execution: the values that its ranks must agree on, and its description for errors."""
 
     communicator: int
@@ -68,22 +69,32 @@ class Execution:
 class _Link:
     """Flow control between this rank and one peer, in bytes, in both directions."""
 
-    __slots__ = ("early_bytes", "earned_bytes", "outstanding_bytes", "waiters")
+    __slots__ = ("_lock", "early_bytes", "earned_bytes", "outstanding_bytes", "waiters")
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # of `outstanding_bytes`, which `Executions.send_directly` changes in any thread
         self.outstanding_bytes = 0  # sent to the peer, and not credited yet
         self.early_bytes = 0  # of the peer, waiting here for a receive
         self.earned_bytes = 0  # of the peer, consumed here, and not credited yet
         self.waiters: list[asyncio.Future[None]] = []  # sends that wait for credit
 
+    def outstanding(self, nbytes: int) -> bool:
+        """Count bytes sent to the peer, or taken back (negative). Returns False if the window has no room for them."""
+        with self._lock:
+            if self.outstanding_bytes + nbytes > WINDOW_BYTES:
+                return False
+            self.outstanding_bytes += nbytes
+            return True
+
 
 class Executions:
-    """The executions of one rank. Everything runs on the runtime's loop.
+    """The executions of one rank. Everything but `send_directly` runs on the runtime's loop.
 
-    In, from `group.Lane` (the calls of this rank): `open`, `post`, `wait`, `send`, `end`. In, from the endpoint
-    (messages of peers): `arrived`, `granted`, `credited`, `answer`. In, from `Failures`: `_break_off`, which ends the
-    waits of a failed communicator. Out: DATA, GRANT, CREDIT and Dispute messages through the router; mismatches and
-    protocol errors to `Failures`; futures that the coroutines of this rank await.
+    In, from `group.Lane` (the calls of this rank): `open`, `post`, `wait`, `send`, `end`. In, from callers in any
+    thread: `send_directly`, a whole execution that sends one short array. In, from the endpoint (messages of peers):
+    `arrived`, `granted`, `credited`, `answer`. In, from `Failures`: `_break_off`, which ends the waits of a failed
+    communicator. Out: DATA, GRANT, CREDIT and Dispute messages through the router; mismatches and protocol errors to
+    `Failures`; futures that the coroutines of this rank await.
     """
 
     def __init__(self, transport: Transport, router: Router, failures: Failures) -> None:
@@ -93,7 +104,9 @@ class Executions:
         self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: set[tuple[int, int]] = set()  # ended by an exception
-        self._links: defaultdict[int, _Link] = defaultdict(_Link)
+        self._links: dict[int, _Link] = {}
+        # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
+        self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
         failures.on_failure(WORLD, self._break_off)
@@ -141,7 +154,7 @@ class Executions:
         try:
             early = execution.mailbox.post((source, step), receive)
             if early:
-                self._links[source].early_bytes -= sum(map(_cost, early))
+                self._link(source).early_bytes -= sum(map(_cost, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
@@ -172,13 +185,37 @@ class Executions:
         The transport copies the data. This path has no coroutine, because most messages are short and the window is
         wide.
         """
-        cost = data.nbytes + _MESSAGE_COST
-        link = self._links[dest]
-        if data.nbytes > SEGMENT_BYTES or link.outstanding_bytes + cost > WINDOW_BYTES:
+        if data.nbytes > SEGMENT_BYTES or not self._link(dest).outstanding(data.nbytes + _MESSAGE_COST):
             return False
-        link.outstanding_bytes += cost
         self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
+
+    def send_directly(self, identity: Identity, dest: int, data: Array) -> bool:
+        """Carry out an execution of which this rank's part is to send the short array `data` to world rank `dest`.
+
+        Returns False, and does nothing, if that needs the runtime's loop: because the array is longer, the window or
+        the transport is full, or the communicator has failed. From any thread, under the conditions of
+        `Transport.send_directly`. The loop need not wake: it enters the execution when it next looks for one.
+        """
+        cost = data.nbytes + _MESSAGE_COST
+        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any or not self._link(dest).outstanding(cost):
+            return False
+        # Noted first, because a Dispute may come before `send_directly` returns. If the transport refuses, the note
+        # does no harm: the same execution is opened on the loop.
+        self._sent_directly.append(identity)
+        header = wire.encode(wire.DATA, identity.context, identity.number, 0, identity.fingerprint)
+        sent = self._router.send_directly(dest, [header, data.view(np.uint8)])
+        if not sent:
+            self._link(dest).outstanding(-cost)
+        return sent
+
+    def _enter_direct(self) -> None:
+        """Enter the executions that callers have carried out in their threads."""
+        while self._sent_directly:
+            identity = self._sent_directly.popleft()
+            execution = self._current.get((identity.context, identity.number))
+            if not self._failures.any and (execution is None or execution.identity is None):
+                self.end(self.open(identity), completed=True)
 
     async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
         """Send the flat array `data` to world rank `dest`. `data` must not change until this returns.
@@ -200,7 +237,7 @@ class Executions:
         assert identity is not None
         what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
         with self._failures.watch(identity.communicator, what) as future:
-            self._links[dest].waiters.append(future)
+            self._link(dest).waiters.append(future)
             await future
 
     async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
@@ -247,14 +284,13 @@ class Executions:
             return
         if piggyback is not None:
             self._merge_piggyback(source, execution, piggyback)
-        receive = execution.mailbox.posted.get((source, header.step))  # `arrive` removes it once it is complete
-        if execution.mailbox.arrive((source, header.step), payload):
-            assert receive is not None
+        receive = execution.mailbox.arrive((source, header.step), payload)
+        if receive is not None:
             _check_whole(receive)
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
             return
-        link = self._links[source]
+        link = self._link(source)
         link.early_bytes += _cost(payload)
         if link.early_bytes > WINDOW_BYTES:  # an honest peer waits for credit before
             raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
@@ -274,10 +310,10 @@ class Executions:
 
         Raises ProtocolError if that is more than this rank has sent.
         """
-        link = self._links[source]
+        link = self._link(source)
         if amount > link.outstanding_bytes:
             raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
-        link.outstanding_bytes -= amount
+        link.outstanding(-amount)
         waiters, link.waiters = link.waiters, []
         for future in waiters:
             _set(future)
@@ -297,6 +333,8 @@ class Executions:
     def _matching_execution(self, source: int, header: wire.Header) -> Execution | None:
         """The execution that a message of `source` belongs to; None if it is abandoned or the fingerprints differ."""
         key = (header.context, header.number)
+        if self._sent_directly:
+            self._enter_direct()
         if key in self._abandoned:
             return None
         if key in self._finished:
@@ -314,6 +352,10 @@ class Executions:
             return None
         return execution
 
+    def _link(self, peer: int) -> _Link:
+        """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
+        return self._links.get(peer) or self._links.setdefault(peer, _Link())
+
     def _get_or_create(self, key: tuple[int, int]) -> Execution:
         execution = self._current.get(key)
         if execution is None:
@@ -325,7 +367,7 @@ class Executions:
 
         A credit for each array would double the number of short messages.
         """
-        link = self._links[source]
+        link = self._link(source)
         link.earned_bytes += amount
         if link.earned_bytes >= WINDOW_BYTES // 4:
             self._router.send(source, [wire.encode(wire.CREDIT, number=link.earned_bytes)])
@@ -347,6 +389,7 @@ class Executions:
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
         """A Dispute message: fail the communicator at all members, with the calls of `source` and of this rank."""
+        self._enter_direct()
         identity = self._identity((dispute.context, dispute.number))
         known = (identity.members, identity.describe()) if identity else None
         if known is None and dispute.context in self._described:

@@ -83,19 +83,19 @@ class Mailbox:
             self.posted[key] = receive
         return early
 
-    def arrive(self, key: Key, payload: Buffer) -> bool:
-        """Take one segment; returns whether a posted receive consumed it at once.
+    def arrive(self, key: Key, payload: Buffer) -> Receive | None:
+        """Take one segment; returns the posted receive that has consumed it, or None if the segment waits for one.
 
         Raises ProtocolError if the segment does not fit the receive.
         """
         receive = self.posted.get(key)
         if receive is None:
             self._arrived.setdefault(key, []).append(payload)
-            return False
+            return None
         receive.take(payload)
         if receive.complete:
             del self.posted[key]
-        return True
+        return receive
 
     def forget(self, source: int) -> None:
         """Drop the early segments of `source`."""

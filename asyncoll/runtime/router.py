@@ -6,6 +6,7 @@ handler, up to a bound, and delivers them first when the handler is registered.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,8 +24,8 @@ class Router:
     """The messages of one rank, on the runtime's loop. Every message that it sends counts in `traffic`.
 
     In, from the endpoint (messages of peers): `signalled` and `told`. In, from all parts of the runtime and the
-    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. Out: `Transport.send`, and the registered
-    handlers.
+    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. In, from any thread: `send_directly`. Out:
+    `Transport.send` and `send_directly`, and the registered handlers.
     """
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:
@@ -32,6 +33,7 @@ class Router:
         self.size = transport.size
         self._transport = transport
         self._traffic = traffic
+        self._counting = threading.Lock()  # of the messages sent, in `_traffic`
         self._handlers: dict[int, SignalHandler] = {}
         self._listeners: dict[tuple[type, int], Callable[[int, Any], None]] = {}
         self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}  # by context
@@ -40,10 +42,24 @@ class Router:
 
     def send(self, dest: int, frames: list[Buffer]) -> None:
         """Send one message to the world rank `dest`. Never waits; the frames may be reused when it returns."""
-        self._traffic.messages_sent += 1
-        if len(frames) > 1:
-            self._traffic.bytes_sent += len(frames[1])
+        self._count_sent(frames)
         self._transport.send(dest, frames)
+
+    def send_directly(self, dest: int, frames: list[Buffer]) -> bool:
+        """Send one message in this thread, without the runtime's loop, if that is possible. Returns whether it was.
+
+        As `Transport.send_directly`, whose conditions hold here, too.
+        """
+        if not self._transport.send_directly(dest, frames):
+            return False
+        self._count_sent(frames)
+        return True
+
+    def _count_sent(self, frames: list[Buffer]) -> None:
+        nbytes = len(frames[1]) if len(frames) > 1 else 0
+        with self._counting:
+            self._traffic.messages_sent += 1
+            self._traffic.bytes_sent += nbytes
 
     def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:
         """Send a signal to the handler of `context` at world rank `dest`.

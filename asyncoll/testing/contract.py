@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
 import numpy as np
@@ -181,6 +182,29 @@ async def _refuses_ranks_outside_the_world(world: _World) -> None:
             world.transports[0].send(dest, [b""])
 
 
+async def _sends_directly(world: _World) -> None:
+    """a message that `send_directly` accepts in another thread arrives, whole and in order; a refused one does not"""
+    await world.start()
+    sender, sent = world.transports[0], []
+
+    def send_directly(index: int) -> None:
+        if sender.send_directly(1, [index.to_bytes(4, "big"), bytes(index)]):
+            sent.append(index)
+
+    for index in range(0, 200, 2):
+        sender.send(1, [index.to_bytes(4, "big"), bytes(index)])
+        sent.append(index)
+        thread = threading.Thread(target=send_directly, args=(index + 1,))
+        thread.start()
+        thread.join()
+    received = await world.recorders[1].next_messages(len(sent))
+    assert received == [(0, [index.to_bytes(4, "big"), bytes(index)]) for index in sent]
+    await world.transports[1].close()
+    await world.recorders[0].until(lambda: bool(world.recorders[0].losses))
+    assert len(world.recorders[1].messages) == len(sent)
+    sender.send_directly(1, [b"too late"])
+
+
 async def _drains(world: _World) -> None:
     """`drain` returns when the burst has been sent, and no message of the burst is lost"""
     await world.start()
@@ -241,6 +265,7 @@ _CHECKS: list[tuple[int, Callable[[_World], Awaitable[None]]]] = [
     (5, _connects_all_ranks),
     (2, _carries_the_largest_frame),
     (2, _refuses_ranks_outside_the_world),
+    (2, _sends_directly),
     (2, _drains),
     (3, _reports_a_loss),
     (2, _is_silent_when_closed),

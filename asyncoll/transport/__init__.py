@@ -67,8 +67,8 @@ class Transport(Protocol):
     """Moves messages between any two ranks of a world, and from a rank to itself.
 
     A message is a sequence of one to four frames. Delivery is reliable and in order between each pair of ranks; there
-    is no order among messages from different sources. All methods are called on one loop, the loop of `start`. But
-    `close` may be called on another one if `start` was not called.
+    is no order among messages from different sources. All methods but `send_directly` are called on one loop, the loop
+    of `start`. But `close` may be called on another one if `start` was not called.
     """
 
     @property
@@ -94,6 +94,14 @@ class Transport(Protocol):
         frames, so the caller may change them when it returns. A message to a lost or closed rank is dropped.
 
         Raises UsageError for a rank outside the world and for a frame above MAX_FRAME_BYTES.
+        """
+
+    def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
+        """Send one message to another rank, as `send` does, if this thread can do that at once. Returns whether it has.
+
+        May be called in any thread after `start`, at the same time as all other methods. The message comes after all
+        messages that this rank has sent to `dest` before. A transport may refuse any message. The call must not be
+        interrupted: no signal handler may raise in this thread.
         """
 
     async def drain(self, dest: int) -> None:

@@ -57,26 +57,25 @@ def decode(frames: list[Buffer]) -> Header:
     Raises ProtocolError, without a source, unless the header is one of `encode`'s and the frames are within the limits.
     """
     try:
-        magic, version, *fields = _HEADER.unpack(frames[0])
+        magic, version, kind, step, context, number, fingerprint = _HEADER.unpack(frames[0])
     except (struct.error, IndexError) as error:
         raise ProtocolError(f"a header must be one frame of {HEADER_BYTES} bytes: {error}") from None
     if magic != MAGIC:
         raise ProtocolError(f"a header starts with {MAGIC!r}, got {magic!r}: this is not an asyncoll peer")
     if version != VERSION:
         raise ProtocolError(f"wire version {version}, expected {VERSION}: run the same asyncoll at every rank")
-    header = Header._make(fields)
-    limit = _PAYLOAD_LIMITS.get(header.kind)
+    limit = _PAYLOAD_LIMITS.get(kind)
     if limit is None:
-        raise ProtocolError(f"unknown kind of message {header.kind}")
+        raise ProtocolError(f"unknown kind of message {kind}")
     expected = 2 if limit else 1
-    if header.kind == DATA and len(frames) == 3:
+    if kind == DATA and len(frames) == 3:
         if len(frames[2]) > PIGGYBACK_BYTES:
             raise ProtocolError(f"a piggyback of more than {PIGGYBACK_BYTES} bytes")
     elif len(frames) != expected:
-        raise ProtocolError(f"a message of kind {header.kind} has {expected} frames, got {len(frames)}")
+        raise ProtocolError(f"a message of kind {kind} has {expected} frames, got {len(frames)}")
     if limit and len(frames[1]) > limit:
         raise ProtocolError(f"a payload of more than {limit} bytes")
-    return header
+    return Header(kind, step, context, number, fingerprint)
 
 
 class Announce(NamedTuple):

@@ -102,7 +102,8 @@ class CoordinatedRounds(WaitAvoiding):
 
     def _handle(self, rank: int, step: int, payload: Buffer) -> None:
         if step == RESULT:
-            self._finish(payload)
+            participation, *parts = self._unpacked(payload, self._group.size)
+            self._finish(participation, parts)
             return
         if step not in _ENDS:
             self._given.append((rank, payload))
@@ -122,9 +123,9 @@ class CoordinatedRounds(WaitAvoiding):
                 total = parts
             else:
                 self._combine(total, parts)
-        result = _packed([participation.reshape(-1), *(total or self._neutral())])
-        self._pass_on(self._number, result)
-        self._finish(result)
+        total = total or self._neutral()
+        self._pass_on(self._number, _packed([participation.reshape(-1), *total]))
+        self._finish(participation.reshape(-1), total)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -135,9 +136,8 @@ class CoordinatedRounds(WaitAvoiding):
         for rank in sorted(below, key=lambda rank: rank not in self._round.arrived_ranks):
             self._port.send(rank, number, RESULT, result)
 
-    def _finish(self, payload: Buffer) -> None:
-        """The round that is armed is over, and `payload` is its result. Raises ProtocolError."""
-        participation, *parts = self._unpacked(payload, self._group.size)
+    def _finish(self, participation: Array, parts: Parts) -> None:
+        """The round that is armed is over, with this participation list and this result. Raises ProtocolError."""
         included = participation[self._group.rank]  # so many of the contributions that this rank has sent
         if not 0 <= included <= len(self._sent):  # also true for NaN
             raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
@@ -155,17 +155,18 @@ class CoordinatedRounds(WaitAvoiding):
     # -- payloads: a participation list, then the parts -------------------------------------------
 
     def _unpacked(self, payload: Buffer, ranks: int) -> Parts:
-        """The participation list, and the parts in memory of their own.
+        """The participation list, to be read only, and the parts in memory of their own.
 
-        Copies, because a payload is read-only, may be unaligned, and goes on to the next rank.
+        The parts are copies, because a payload is read-only, may be unaligned, and goes on to the next rank.
         """
         raw = np.frombuffer(payload, np.uint8)
-        arrays = [self._tally.blank(ranks).reshape(-1), *self._memory()]
-        start = 0
-        for array in arrays:
-            array.view(np.uint8)[...] = raw[start : start + array.nbytes]
-            start += array.nbytes
-        return arrays
+        parts, start = self._memory(), ranks * self._tally.participation_bytes
+        participation = raw[:start].view(self._tally.dtype)
+        for part in parts:
+            end = start + part.nbytes
+            part.view(np.uint8)[...] = raw[start:end]
+            start = end
+        return [participation, *parts]
 
 
 def _packed(arrays: Iterable[Array]) -> bytes:

@@ -67,7 +67,7 @@ class Tally:
     def __init__(self, size: int, *, weighted: bool) -> None:
         # The sum of weights has to be as exact as the reduction of float64, all else need not.
         self._rows = 5 if weighted else 4
-        self._dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
+        self.dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
         self.participation_bytes = WEIGHTED_PARTICIPATION_BYTES if weighted else PARTICIPATION_BYTES
         self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
         self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
@@ -99,7 +99,7 @@ class Tally:
 
     def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
         """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
-        participation = np.zeros((self._rows, members), self._dtype)
+        participation = np.zeros((self._rows, members), self.dtype)
         for rank in gone:
             participation[_GONE, rank] = 1
         return participation
@@ -118,7 +118,7 @@ class Tally:
         """Add the summed list of a finished round."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(self._rows, len(members))
-        ranks, gone = tuple(np.flatnonzero(rows[_PRESENT]).tolist()), int(np.count_nonzero(rows[_GONE]))
+        ranks, gone = tuple(rows[_PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[_GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
             self.times_s += rows[_TIMES_S]
         else:

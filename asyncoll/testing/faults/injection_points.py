@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from asyncoll.communicator import Communicator
 from asyncoll.transport import ControlBlock
+
+R = TypeVar("R")
 
 
 class InjectionPoints:
@@ -33,7 +35,8 @@ class InjectionPoints:
 
     def __enter__(self) -> InjectionPoints:
         endpoint, enter = self._endpoint, self._undo.enter_context
-        enter(mock.patch.object(endpoint.transport, "send", self._passing(endpoint.transport.send)))
+        for send in ("send", "send_directly"):
+            enter(mock.patch.object(endpoint.transport, send, self._passing(getattr(endpoint.transport, send))))
         enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
             make = arena.control_block  # the control blocks that are made inside the block are watched, too
@@ -54,10 +57,10 @@ class InjectionPoints:
             self.count = number = self.count + 1
         self._passed(number)
 
-    def _passing(self, method: Callable[..., None]) -> Callable[..., None]:
-        def passing(*args: Any) -> None:
+    def _passing(self, method: Callable[..., R]) -> Callable[..., R]:
+        def passing(*args: Any) -> R:
             self._pass()
-            method(*args)
+            return method(*args)
 
         return passing
 

@@ -85,6 +85,10 @@ class SlottedTransport:
                 frames = [frames[0], marker, *frames[2:], *[b""] * (_FRAMES - len(frames))]
         self._inner.send(dest, frames)
 
+    def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
+        # The slots belong to the runtime's loop.
+        return max(map(len, frames)) < THRESHOLD_BYTES and self._inner.send_directly(dest, frames)
+
     async def drain(self, dest: int) -> None:
         """Wait for `inner` only. Payloads in slots need no back-pressure: a sender has at most SLOTS of them."""
         self._incoming.give_back()

@@ -181,6 +181,10 @@ class SimulatedTransport:
         if arrives < math.inf:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
 
+    def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
+        del dest, frames  # virtual time has no threads
+        return False
+
     async def drain(self, dest: int) -> None:
         """Wait until the sending port of this rank is free."""
         loop = asyncio.get_running_loop()

@@ -70,6 +70,14 @@ class SplitTransport:
         else:
             self._messages.send(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
 
+    def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
+        """As `send`; refuses a message of two streams, because another thread could send one between its parts."""
+        if dest not in self._remote:
+            return self._messages.send_directly(dest, frames)
+        if max(map(len, frames)) >= self._threshold_bytes:
+            return False
+        return self._messages.send_directly(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
+
     async def drain(self, dest: int) -> None:
         if dest in self._remote:
             await self._payloads.drain(dest)

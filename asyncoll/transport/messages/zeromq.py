@@ -21,6 +21,7 @@ import contextlib
 import os
 import struct
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -55,6 +56,7 @@ _PACKED = struct.Struct("<BBH")  # the number of frames of a packed message; the
 # costs a microsecond.
 _FINAL = int(zmq.NOBLOCK)
 _MORE = _FINAL | int(zmq.SNDMORE)
+_EVENTS_NOW, _HAS_MORE, _READABLE = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_Peer.queue`
 _BATCH = 64  # messages delivered before the loop may run other callbacks
@@ -104,6 +106,7 @@ class _Peer:
         self.rank = rank
         self.address = address
         self.dealer = dealer
+        self.lock = threading.Lock()  # of `dealer`, `queue` and `is_dropped`: `send_directly` runs in other threads
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
@@ -195,15 +198,30 @@ class ZeroMQTransport:
             self._loop.call_soon(self._deliver_own, [bytes(frame) for frame in frames])
             return
         peer = self._peers[dest]
-        if peer.is_dropped:
-            return
-        # A message must not overtake those in the queue.
-        if peer.queue or not _try_send(peer, frames):
+        with peer.lock:
+            # A message must not overtake those in the queue.
+            if peer.is_dropped or (not peer.queue and _try_send(peer, frames)):
+                return
             peer.queue.append([bytes(frame) for frame in frames])
-            if len(peer.queue) == 1:
-                peer.drained.clear()
-                self._loop.add_reader(peer.dealer.fileno(), self._flush, peer)
-                self._loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
+            if len(peer.queue) > 1:
+                return
+        peer.drained.clear()
+        self._loop.add_reader(peer.dealer.fileno(), self._flush, peer)
+        self._loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
+
+    def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
+        check_frames(dest, self.size, frames)
+        peer = self._peers.get(dest)
+        if peer is None:
+            return False
+        # A ZeroMQ socket may be used in several threads, one after another, with a full fence between them. This does
+        # not wait for the lock: a finalizer may call this in a thread that has it.
+        if not peer.lock.acquire(blocking=False):
+            return False
+        try:
+            return not peer.is_dropped and not peer.queue and _try_send(peer, frames)
+        finally:
+            peer.lock.release()
 
     async def drain(self, dest: int) -> None:
         await asyncio.sleep(0)  # the loop must also read between two segments of a long array
@@ -248,22 +266,22 @@ class ZeroMQTransport:
 
     def _read_batch(self) -> bool:
         """Deliver at most _BATCH messages; returns whether there may be more."""
+        router, receiver = self._router, self._receiver
+        assert receiver is not None
         for _ in range(_BATCH):
-            if self._closed:
+            # Asking first is cheaper than a `recv` that fails: an exception takes 2 us, and `recv` releases the GIL,
+            # which the caller's thread may take.
+            if self._closed or not int(router.getsockopt(_EVENTS_NOW)) & _READABLE:
                 return False
-            try:
-                identity = self._router.recv(_FINAL)
-            except zmq.Again:
-                return False
-            frames: list[Any] = [self._router.recv(_FINAL)]
-            while self._router.getsockopt(zmq.RCVMORE):
-                frames.append(self._router.recv(_FINAL, copy=False))
+            identity = router.recv(_FINAL)
+            frames: list[Any] = [router.recv(_FINAL)]
+            while router.getsockopt(_HAS_MORE):
+                frames.append(router.recv(_FINAL, copy=False))
             source = self._sources.get(identity)
             if source is None:
                 self._unauthenticated.log(f"dropped a message from an unauthenticated peer ({len(frames)} frames)")
                 continue
-            assert self._receiver is not None
-            self._receiver.received(source, _unpack(frames))
+            receiver.received(source, _unpack(frames))
         return True
 
     def _deliver_own(self, frames: list[bytes]) -> None:
@@ -358,7 +376,7 @@ class ZeroMQTransport:
         if peer.was_connected and not peer.is_dropped:
             peer.is_disconnected = True
             # It must not connect again: a peer that was cut off takes all other ranks for lost, and would report that.
-            with contextlib.suppress(zmq.ZMQError):  # if it is disconnected already
+            with contextlib.suppress(zmq.ZMQError), peer.lock:  # an error if it is disconnected already
                 peer.dealer.disconnect(to_zeromq(peer.address))
             self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its connection closed", 0.0)
 
@@ -382,7 +400,8 @@ class ZeroMQTransport:
     def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
         if peer.is_dropped:
             return
-        peer.is_dropped = True
+        with peer.lock:
+            peer.is_dropped = True
         if peer.queue:
             self._loop.remove_reader(peer.dealer.fileno())
             peer.queue.clear()
@@ -396,10 +415,11 @@ class ZeroMQTransport:
     def _flush(self, peer: _Peer) -> None:
         if peer.is_dropped or not peer.queue:
             return
-        while peer.queue and _try_send(peer, peer.queue[0]):
-            peer.queue.popleft()
-        if peer.queue:
-            return
+        with peer.lock:
+            while peer.queue and _try_send(peer, peer.queue[0]):
+                peer.queue.popleft()
+            if peer.queue:
+                return
         self._loop.remove_reader(peer.dealer.fileno())
         peer.drained.set()
 
@@ -429,6 +449,8 @@ def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     format is sent unchanged, after an empty frame.
     """
     count = len(frames)
+    if count == 2 and len(frames[0]) <= _FIRST_MAX and len(frames[1]) <= _PACKED_MAX:  # most messages
+        return (b"".join((_PACKED.pack(2, len(frames[0]), 0), *frames)),)
     first, third = len(frames[0]), len(frames[2]) if count > 2 else 0
     if first > _FIRST_MAX or third > _PACKED_MAX or count > 3:
         return (b"", *frames)
