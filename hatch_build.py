@@ -91,16 +91,18 @@ class CoreBuildHook(BuildHookInterface[Any]):
     """Adds the compiled core to a wheel, or to the folder of an editable installation."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        wanted = is_wanted()
         self._folder = tempfile.TemporaryDirectory(prefix="asyncoll-core-")
         # The core in a checkout's folder belongs to that checkout, so a wheel gets one that is built elsewhere.
         target = TARGET if version == "editable" else Path(self._folder.name) / TARGET.name
-        if not is_wanted():
+        if not wanted:
             target.unlink(missing_ok=True)
             return
         try:
             compile_core(target)
         except BuildError as error:
             if is_demanded():
+                self._folder.cleanup()
                 self.app.abort(f"{VARIABLE}=1, and the compiled core cannot be built: {error}")
             self.app.display_warning(f"no compiled core, so {PURE}: {error}")
             return
