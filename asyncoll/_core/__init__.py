@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from types import ModuleType
 
 from asyncoll.errors import UsageError
@@ -29,20 +28,22 @@ def load(wanted: str) -> tuple[ModuleType | None, str]:
         raise UsageError(f"{VARIABLE}={wanted}: set it to c or to python, or not at all")
     if wanted == "python":
         return None, f"{VARIABLE}=python"
-    native, obstacle = _compiled(Path(__file__).parent)
+    native, obstacle = _compiled(os.path.dirname(__file__))
     if native is None and wanted == "c":
         raise UsageError(f"{VARIABLE}=c, and the compiled core cannot be used: {obstacle}")
     return native, obstacle or (f"{VARIABLE}=c" if wanted else "it has been built")
 
 
-def _compiled(folder: Path) -> tuple[ModuleType | None, str]:
+def _compiled(folder: str) -> tuple[ModuleType | None, str]:
     """The compiled module; or None, and why it cannot be used."""
-    path = folder / "native.abi3.so"
-    if not path.exists():
+    changed_s = {entry.name: entry.stat().st_mtime for entry in os.scandir(folder)}
+    built_s = changed_s.get("native.abi3.so")
+    if built_s is None:
         return None, _NOT_BUILT
     # Only a checkout has sources. A core that is older than the Python code may know another layout of memory.
-    if newer := [each.name for each in folder.glob("*.[ch]") if each.stat().st_mtime > path.stat().st_mtime]:
-        obstacle = f"it is older than {', '.join(sorted(newer))}; `make core` builds it again"
+    newer = sorted(name for name, time_s in changed_s.items() if name.endswith((".c", ".h")) and time_s > built_s)
+    if newer:
+        obstacle = f"it is older than {', '.join(newer)}; `make core` builds it again"
         warnings.warn(f"the compiled core is not used: {obstacle}", RuntimeWarning, stacklevel=2)
         return None, obstacle
     try:
