@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -206,22 +207,33 @@ def test_a_wrong_setting_of_the_build_is_an_error(sources, value, monkeypatch):
 # -- its lock -------------------------------------------------------------------------------------
 
 
-def test_threads_of_several_ranks_count_together():
-    """Two threads of each of three ranks, with and without the core. The sanitizers look at this test, too."""
-    counts = 300
-    with local_world(3, (_core.native, None)) as arenas:
-        blocks = [arena.control_block(7, 1) for arena in arenas]
+def test_threads_that_wait_for_a_lock_let_its_owner_run():
+    """Two threads of each of three ranks, with and without the core; one owns the lock when the others want it.
 
-        def count(block):
-            for _ in range(counts):
+    ThreadSanitizer looks at this test, too.
+    """
+    rounds = 50
+    with local_world(3, (_core.native, None)) as arenas:
+        blocks = [arena.control_block(7, 1) for arena in arenas] * 2
+        meeting = threading.Barrier(len(blocks))
+
+        def own(block):
+            for _ in range(rounds):
+                with block:
+                    before = block.cells[0]
+                    meeting.wait()
+                    block.cells[0] = before + 1
+                meeting.wait()
+
+        def follow(block):
+            for _ in range(rounds):
+                meeting.wait()
                 with block:
                     block.cells[0] += 1
-                    block.wake()
+                meeting.wait()
 
-        threads = [threading.Thread(target=count, args=(block,)) for block in blocks * 2]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert blocks[0].cells[0] == counts * len(threads)
-        del blocks
+        with ThreadPoolExecutor(len(blocks)) as pool:
+            done = [pool.submit(role, block) for role, block in zip([own, *[follow] * 5], blocks, strict=True)]
+        assert [each.exception() for each in done] == [None] * len(blocks)
+        assert blocks[0].cells[0] == rounds * len(blocks)
+        blocks.clear()
