@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+C := $(wildcard asyncoll/_core/*.[ch])
 
 # The fast tests of `make check`: unit tests, and the laws in a few worlds. `make test` runs everything.
 FAST := $(addprefix tests/test_,architecture.py arena.py pending.py backend.py docstrings.py engine.py flat.py \
@@ -10,25 +11,45 @@ FAST := $(addprefix tests/test_,architecture.py arena.py pending.py backend.py d
 	selection.py slots.py transport.py wire.py worlds.py collectives.py::test_every_dtype_and_reduction \
 	collectives.py::test_split_orders_by_key_and_colours_do_not_mix laws.py::test_a_few_worlds_of_each_kind)
 
-.PHONY: demo test check lint docs clean
+# The tests that use memory between processes, for a second run with another core.
+SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoiding.py tests/test_rpc_in_memory.py \
+	tests/test_laws.py -k "arena or shm or few_worlds or (rpc_in_memory and not twin)"
 
-demo: $(READY)
+.PHONY: demo test test-python check sanitize core format lint docs clean
+
+demo: core
 	$(BIN)/python -m trainers demo
 
 # Without -X dev: asyncio's debug mode takes a third of the time, and checks nothing in a world on one loop. Tests of
 # programs with several threads turn it on. Warnings are errors in any case.
-test: lint
+test: lint core
 	PYTHONMALLOC=debug $(BIN)/python -m pytest -n 2 --dist worksteal
 
-check: lint
+test-python: core
+	ASYNCOLL_CORE=python $(BIN)/python -m pytest -q -n 2 --dist worksteal $(SHARING)
+
+check: lint core
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist worksteal $(FAST)
+
+# Tests under the sanitizers of the C compiler.
+sanitize: $(READY)
+	BIN=$(abspath $(BIN)) .ci/sanitize
+
+# Builds the compiled core if a file in C has changed. Without a compiler this prints a warning.
+core: $(READY)
+	$(BIN)/python hatch_build.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(C)
 	$(BIN)/mypy
 
-docs: $(READY)
+docs: core
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 $(READY): pyproject.toml constraints.txt
@@ -37,4 +58,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) build dist asyncoll/_core/*.abi3.so .mypy_cache .ruff_cache .pytest_cache runs

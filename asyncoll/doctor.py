@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from asyncoll import _core
 from asyncoll.errors import UsageError
 from asyncoll.launch.environment import socket_folder, threads
 from asyncoll.world.environment import check_alone
@@ -43,7 +44,10 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Examine this host and this environment. Sends nothing and changes nothing."""
+    """Examine this host and this environment. Sends nothing and changes nothing.
+
+    The compiled core has been chosen when this module was imported, which raises UsageError as it does for a rank.
+    """
     sections = {
         "versions": _versions(),
         "host": {"cores": _cores(), "memory": _memory(), "open files": _files()},
@@ -51,6 +55,7 @@ def examine() -> Findings:
         "choices": {
             "tcp address": _own_address(os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS)),
             "socket folder": _folder(),
+            "core": _core_of_ranks(),
             "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items()),
         },
         "world": {name: os.environ[name] for name in WORLD if name in os.environ},
@@ -177,6 +182,13 @@ def _interface(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return "unknown"
+
+
+def _core_of_ranks() -> str:
+    """The core that a rank uses, and why."""
+    if _core.native is None:
+        return f"pure Python: {_core.reason}"
+    return f"compiled ({_core.native.__file__}): {_core.reason}"
 
 
 def _folder() -> str:

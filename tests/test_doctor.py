@@ -12,6 +12,7 @@ import numpy
 import pytest
 from click.testing import CliRunner
 
+from asyncoll import _core
 from asyncoll.cli import main
 from asyncoll.doctor import WORLD, cpu_quota, examine, memory_limit
 
@@ -39,6 +40,15 @@ def test_thread_choices_equal_those_of_the_launcher(monkeypatch: pytest.MonkeyPa
     choices = examine().sections["choices"]
     assert choices["socket folder"] == "/tmp"
     assert choices["threads per rank"] == "OMP_NUM_THREADS=3 OPENBLAS_NUM_THREADS=3"
+
+
+def test_the_core_is_named_with_the_reason() -> None:
+    shown = examine().sections["choices"]["core"]
+    if _core.native is None:
+        assert shown == f"pure Python: {_core.reason}"
+    else:
+        assert shown == f"compiled ({_core.native.__file__}): {_core.reason}"
+    assert shown in CliRunner().invoke(main, ["doctor"], catch_exceptions=False).output
 
 
 def test_socket_folder_has_a_short_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,29 +7,51 @@ It is optional. Ranks with and without it work together in one world. `ASYNCOLL_
 from __future__ import annotations
 
 import os
+import warnings
 from types import ModuleType
 
+from asyncoll.errors import UsageError
+
 VARIABLE = "ASYNCOLL_CORE"
+_NOT_BUILT = (
+    "this installation has none; with a C compiler, `ASYNCOLL_BUILD_CORE=1 pip install --force-reinstall --no-deps "
+    "--no-binary asyncoll asyncoll` builds it, or says why it cannot, and so does `make` in a checkout"
+)
 
 
-def _load() -> tuple[ModuleType | None, str]:
-    """The compiled module, or None, and the reason."""
-    wanted = os.environ.get(VARIABLE, "")
+def load(wanted: str) -> tuple[ModuleType | None, str]:
+    """The compiled module, or None, and why. `wanted` is the value of ASYNCOLL_CORE.
+
+    Raises UsageError if `wanted` is unknown, or demands a core that cannot be loaded.
+    """
     if wanted not in ("", "c", "python"):
-        raise ImportError(f"{VARIABLE}={wanted}: set it to c or to python, or not at all")
+        raise UsageError(f"{VARIABLE}={wanted}: set it to c or to python, or not at all")
     if wanted == "python":
         return None, f"{VARIABLE}=python"
+    native, obstacle = _compiled(os.path.dirname(__file__))
+    if native is None and wanted == "c":
+        raise UsageError(f"{VARIABLE}=c, and the compiled core cannot be used: {obstacle}")
+    return native, obstacle or (f"{VARIABLE}=c" if wanted else "it has been built")
+
+
+def _compiled(folder: str) -> tuple[ModuleType | None, str]:
+    """The compiled module; or None, and why it cannot be used."""
+    changed_s = {entry.name: entry.stat().st_mtime for entry in os.scandir(folder)}
+    built_s = changed_s.get("native.abi3.so")
+    if built_s is None:
+        return None, _NOT_BUILT
+    # Only a checkout has sources. A core that is older than the Python code may know another layout of memory.
+    newer = sorted(name for name, time_s in changed_s.items() if name.endswith((".c", ".h")) and time_s > built_s)
+    if newer:
+        obstacle = f"it is older than {', '.join(newer)}; `make core` builds it again"
+        warnings.warn(f"the compiled core is not used: {obstacle}", RuntimeWarning, stacklevel=2)
+        return None, obstacle
     try:
         from asyncoll._core import native
     except ImportError as error:
-        if wanted == "c":
-            raise ImportError(
-                f"{VARIABLE}=c, but the compiled core cannot be loaded ({error}): install a C compiler and run "
-                "ASYNCOLL_BUILD_CORE=1 pip install --force-reinstall asyncoll"
-            ) from error
-        return None, f"it has not been built ({error})"
-    return native, f"{VARIABLE}=c" if wanted else "it has been built"
+        return None, f"it cannot be loaded ({error})"
+    return native, ""
 
 
-native, reason = _load()
+native, reason = load(os.environ.get(VARIABLE, ""))
 """The module `asyncoll._core.native`, or None if this process does without it, and why."""

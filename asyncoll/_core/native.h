@@ -38,7 +38,7 @@ typedef struct {
     int64_t local_rank;
     int doorbell_count;
     int *eventfds; /* by number of the doorbell */
-    int *ringing; /* doorbells to ring at the release; only the holder of the lock uses it */
+    int *ringing;  /* doorbells to ring at the release; only the holder of the lock uses it */
     int ringing_count;
     PyObject *mutex_in_python;  /* RobustMutex on the same memory: it waits, and reports losses */
     PyObject *consistent_error; /* after an exception of this class in a critical section the cells are consistent */
@@ -46,7 +46,7 @@ typedef struct {
     PyObject *passing;          /* called before and after each acquisition, for fault tests; otherwise None or NULL */
     PyObject *view;             /* `cells` as Python sees it */
     char created;
-    char interleaved;           /* always false: the ranks are processes */
+    char interleaved; /* always false: the ranks are processes */
 } ControlBlock;
 
 extern PyType_Spec control_block_spec;

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, template
 from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
