@@ -31,9 +31,9 @@ typedef struct {
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
     void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
     int64_t size, rank, calls, short_bytes;
-    int64_t stride;    /* cells of a record */
-    int64_t addresses; /* first of `size` cells: the address of each rank's short arrays */
-    int64_t begun;     /* first of `size` cells: each rank's newest call */
+    int64_t stride;     /* cells of a record */
+    int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
+    int64_t begun;      /* first of `size` cells: each rank's newest call */
     int64_t known_free; /* the tag of a meeting whose record is known to be free */
 } Meetings;
 
@@ -72,8 +72,8 @@ static char *short_array(Meetings *self, int64_t rank, int64_t turn)
     Py_buffer *area = &self->areas[rank];
     int64_t bytes = 2 * self->calls * self->short_bytes;
     if (!area->buf) {
-        PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)self->block->cells[self->addresses + rank],
-                                                 (long long)bytes);
+        PyObject *memory = PyObject_CallFunction(
+            self->view, "LL", (long long)self->block->cells[self->addresses + rank], (long long)bytes);
         int failed = memory ? PyObject_GetBuffer(memory, area, PyBUF_WRITABLE) : -1;
         Py_XDECREF(memory);
         if (failed)
@@ -432,8 +432,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, create},       {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
-    {Py_tp_clear, clear},      {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, create},  {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear}, {Py_tp_methods, methods}, {0, NULL},
 };
 
 PyType_Spec meetings_spec = {
