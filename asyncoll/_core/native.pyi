@@ -1,8 +1,5 @@
 """The compiled module. Memory is writable, of one dimension and contiguous."""
 
-from collections.abc import Callable
-from typing import Any
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,13 +45,30 @@ class Meetings:
         calls: int,
         short_bytes: int,
     ) -> Meetings: ...
-    def arrive(
-        self, number: int, fingerprint: int, array: Any, kernel: int, divisor: int, is_clear: bool
-    ) -> int: ...
+    def arrive(self, number: int, fingerprint: int, array: Any, kernel: int, divisor: int, is_clear: bool) -> int: ...
     def publish(self, number: int, done: int, is_clear: bool) -> None: ...
     def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
     def look(self, number: int, done: int, polls: int, sleep_ns: int) -> bool: ...
 
+class Pieces:
+    """The steps of `algorithms.dense.pieces` at one rank."""
+
+    def __new__(
+        cls,
+        control_block: Any,
+        first: int,
+        stride: int,
+        rank: int,
+        slots: Sequence[np.ndarray[Any, Any]],
+        array: np.ndarray[Any, Any],
+        piece: int,
+        kernel: int,
+        divisor: int,
+        is_wanted: bool,
+        polls: int,
+        /,
+    ) -> Pieces: ...
+    def perform(self, step: int, /) -> int: ...
 
 def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
     """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
