@@ -20,7 +20,7 @@ from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
@@ -147,9 +147,8 @@ class SharedCall:
         await self._reduce_in_pieces(rendezvous, what)
 
     def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Operand:
-        native, divisor = self._staging.arena.native, self.size if op is ReduceOp.AVG else 1
-        kernel = native.find_kernel(op.value, dtype) if native else 0
-        return Operand(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, kernel, is_wanted)
+        divisor = self.size if op is ReduceOp.AVG else 1
+        return Operand(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, kernel_number(op, dtype), is_wanted)
 
     async def _come_with_slot(self, what: Operand) -> Rendezvous:
         """Arrive at the next rendezvous with the first piece of the array in a slot."""
