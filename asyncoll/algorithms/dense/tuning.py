@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 # By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md.
 TABLE = {
     2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18),
-    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 21),
+    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20),
 }
 
 
