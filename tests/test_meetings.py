@@ -19,7 +19,7 @@ from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
 from asyncoll.transport.memory.arena import local_world
 
-SIZES = Sizes(short=1 << 14, chunk=1 << 12, window=1 << 12, calls=2)
+SIZES = Sizes(short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, calls=2)
 CORES: dict[str, list[ModuleType | None]] = {"python": [None]}
 if _core.native is not None:
     CORES |= {"c": [_core.native], "mixed": [_core.native, None], "mixed, python first": [None, _core.native]}

@@ -27,14 +27,20 @@ from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport.control_block import PythonControlBlock
 
-SHORT, CHUNK, WINDOW, CALLS = 1 << 14, 1 << 15, 1 << 17, 4  # small, so that short arrays are cut into many pieces
+SHORT, CHUNK, PIECE, WINDOW, CALLS = (
+    1 << 14,
+    1 << 15,
+    1 << 15,
+    1 << 17,
+    4,
+)  # small, so that short arrays are cut into many pieces
 LIMITS = [limit + more for limit in {0, SHORT, CHUNK, WINDOW, 2 * WINDOW} for more in (-4, 0, 4) if limit + more >= 0]
 sizes = pytest.mark.parametrize("size", SIZES)
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setenv(VARIABLE, f"short={SHORT},chunk={CHUNK},window={WINDOW},calls={CALLS}")
+    monkeypatch.setenv(VARIABLE, f"short={SHORT},chunk={CHUNK},piece={PIECE},window={WINDOW},calls={CALLS}")
 
 
 def in_virtual_time(size, main, seed=0, jitter_s=1e-3):

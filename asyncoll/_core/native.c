@@ -13,7 +13,9 @@ static int execute(PyObject *module)
 {
     if (add_type(module, &control_block_spec) < 0)
         return -1;
-    return add_type(module, &meetings_spec);
+    if (add_type(module, &meetings_spec) < 0)
+        return -1;
+    return add_type(module, &pieces_spec);
 }
 
 static PyMethodDef functions[] = {

@@ -3,6 +3,7 @@
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
  *   meetings.c        short meetings of all ranks of a communicator
 
+ *   pieces.c          reductions of long arrays, piece by piece
  *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module
  *
@@ -87,5 +88,9 @@ size_t kernel_element_size(int number);
 /* `native.find_kernel` and `native.reduce`. */
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments);
 PyObject *reduce_in_python(PyObject *module, PyObject *arguments);
+
+/* -- pieces.c --------------------------------------------------------------------------------- */
+
+extern PyType_Spec pieces_spec;
 
 #endif

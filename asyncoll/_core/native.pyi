@@ -50,6 +50,26 @@ class Meetings:
     def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
     def look(self, number: int, done: int, polls: int, sleep_ns: int) -> bool: ...
 
+class Pieces:
+    """The steps of `algorithms.dense.pieces` at one rank."""
+
+    def __new__(
+        cls,
+        control_block: Any,
+        first: int,
+        stride: int,
+        rank: int,
+        slots: Sequence[np.ndarray[Any, Any]],
+        array: np.ndarray[Any, Any],
+        piece: int,
+        kernel: int,
+        divisor: int,
+        is_wanted: bool,
+        polls: int,
+        /,
+    ) -> Pieces: ...
+    def perform(self, step: int, /) -> int: ...
+
 def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
     """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
 

@@ -19,7 +19,7 @@ from asyncoll.bench.runs import run_plan
 
 _REPEATS = 3
 _CHUNKS = tuple(1 << power for power in range(15, 20))
-_WINDOWS = tuple(1 << power for power in range(18, 23))
+_PIECES = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
 _NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chunks
@@ -31,7 +31,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
     long = Plan("allreduce", ranks, _LONG)
     for name, candidates, plan in (
         ("chunk", _CHUNKS, replace(long, registered=True)),
-        ("window", _WINDOWS, long),
+        ("piece", _PIECES, long),
     ):
         times = _compare(plan, [sizes._replace(**{name: candidate}) for candidate in candidates])
         # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a sum.

@@ -4,35 +4,26 @@ A rank copies a short array into a slot of the staging area, from which the othe
 windows through two slots in turn, so that a window is still in the cache when the others read it. A registered array is
 read and written where it is, without a copy.
 
-In an allreduce each rank claims chunks and reduces them. Each chunk is reduced once, in the order of ranks, into the
-memory of rank 0, and copied from there. So all ranks get the same bits. A rank that has shown its array and then has no
-core to run on delays no other rank: the others claim the chunks.
+In an allreduce of registered arrays each rank claims chunks and reduces them. Each chunk is reduced once, in the order
+of ranks, and written to all arrays. So all ranks get the same bits. A rank that has shown its array and then has no
+core to run on delays no other rank: the others claim the chunks. Other long arrays are reduced in `pieces`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll.algorithms.dense import pieces
+from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
-
-
-class _Reduction(NamedTuple):
-    """One reduction at one rank."""
-
-    raw: Array  # the bytes of this rank's array
-    dtype: np.dtype[np.generic]
-    reduce: Reduce
-    divisor: int
-    is_wanted: bool  # whether this rank gets the result, in `raw`
 
 
 class SharedCall:
@@ -89,26 +80,25 @@ class SharedCall:
         if 0 < x.nbytes <= self._staging.sizes.short:
             await self._allreduce_shortly(x, op, dtype)
             return
-        what = self._reduction(x, op, dtype)
-        total, address = x.nbytes, self._staging.arena.locate(x)
-        # An array of one window needs one rendezvous, whether or not it is registered. A longer one needs as many as it
-        # has windows, unless it is registered at all ranks, which a rank learns at a rendezvous only.
-        if total > self._staging.sizes.window:
-            rendezvous = await self._next()
-            if address is not None:
-                self.traffic.sent(total)
-            rendezvous.arrive(address or 0, total, direct=address is not None)
-            self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
-            await rendezvous.all_arrived()
-            if not rendezvous.is_direct():
-                self._lent.clear()  # no rank has used the memory that was shown
-                rendezvous.leave()
-                await self._in_windows(what)
-                return
+        what, total = self._reduction(x, op, dtype), x.nbytes
+        address = self._staging.arena.locate(x)
+        if address is None:
+            rendezvous = await self._come_with_slot(what)
         else:
-            rendezvous = await self._come(what, 0, total, address)
-            self._lend(rendezvous, address, total)
-        await self._take_part(rendezvous, what, 0, total, direct=address is not None)
+            rendezvous = await self._next()
+            self.traffic.sent(total)
+            rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
+            self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
+        await rendezvous.all_arrived()
+        if rendezvous.is_direct():
+            await self._reduce_together(rendezvous, what)
+            return
+        if rendezvous.is_partly_direct():
+            self._lent.clear()  # no rank has used the memory that was shown
+            rendezvous.leave()
+            rendezvous = await self._come_with_slot(what)
+            await rendezvous.all_arrived()
+        await self._reduce_in_pieces(rendezvous, what)
 
     def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
         """Note that the caller's own memory is shown at this rendezvous, with `total` bytes to reduce.
@@ -151,40 +141,32 @@ class SharedCall:
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         """Reduce into the root's `x`; elsewhere `x` keeps its value."""
-        await self._in_windows(self._reduction(x, op, dtype, is_wanted=self.rank == root))
+        what = self._reduction(x, op, dtype, is_wanted=self.rank == root)
+        rendezvous = await self._come_with_slot(what)
+        await rendezvous.all_arrived()
+        await self._reduce_in_pieces(rendezvous, what)
 
-    def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> _Reduction:
+    def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Operand:
         divisor = self.size if op is ReduceOp.AVG else 1
-        return _Reduction(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, is_wanted)
+        return Operand(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, kernel_number(op, dtype), is_wanted)
 
-    async def _in_windows(self, what: _Reduction) -> None:
-        """Reduce in windows, which overlap: a rank shows a window before it reduces the previous one.
-
-        So a rank copies while others reduce. When it begins to reduce a window, slower ranks have had the time of a
-        copy to show theirs. Without the overlap every rank would wait for the slowest one at every window.
-        """
-        window, total = self._staging.sizes.window, what.raw.size
-        behind: tuple[Rendezvous, int, int] | None = None
-        for start in range(0, max(total, 1), window):
-            end = min(start + window, total)
-            rendezvous = await self._come(what, start, end)
-            if behind is not None:
-                await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
-            behind = rendezvous, start, end
-        if behind is not None:
-            await self._take_part(behind[0], what, behind[1], behind[2], direct=False)
-
-    async def _come(self, what: _Reduction, start: int, end: int, address: int | None = None) -> Rendezvous:
-        """Show bytes `start` to `end` of the array: in a slot, or where they are if `address` is given."""
-        rendezvous = await self._next()
-        self.traffic.sent(end - start)
-        if address is not None:
-            rendezvous.arrive(address, end - start, direct=True, helpers=self._helpers(end - start))
-            return rendezvous
-        address, slot = self._staging.slot(rendezvous.turn, end - start)
-        slot[...] = what.raw[start:end]
-        rendezvous.arrive(address, end - start, helpers=self._helpers(end - start))
+    async def _come_with_slot(self, what: Operand) -> Rendezvous:
+        """Arrive at the next rendezvous with the first piece of the array in a slot."""
+        staging, rendezvous = self._staging, await self._next()
+        piece = staging.sizes.piece
+        address, slot = staging.slot(rendezvous.turn, pieces.slot_bytes(what.raw.size, piece))
+        pieces.put_first(what, slot, self.rank, self.size, piece)
+        rendezvous.arrive(address, slot.size)
         return rendezvous
+
+    async def _reduce_in_pieces(self, rendezvous: Rendezvous, what: Operand) -> None:
+        staging = self._staging
+        await pieces.reduce_in_pieces(staging, rendezvous, what)
+        total, piece = what.raw.size, staging.sizes.piece
+        sent, received = pieces.traffic(total, piece, self.rank, self.size, is_wanted=what.is_wanted)
+        self.traffic.sent(sent)
+        self.traffic.received(received)
+        rendezvous.leave()  # its answer does not matter: all ranks show slots, which are never withdrawn
 
     def _helpers(self, total: int) -> int:
         """How many ranks the last one to arrive wakes to reduce `total` bytes with it.
@@ -195,30 +177,18 @@ class SharedCall:
         chunks = max(1, -(-total // self._staging.sizes.chunk))
         return min(chunks, self._staging.arena.cores) - 1 if total else self.size
 
-    async def _take_part(self, rendezvous: Rendezvous, what: _Reduction, start: int, end: int, *, direct: bool) -> None:
-        """Reduce bytes `start` to `end` together with the other ranks, and get the result if it is wanted.
-
-        `direct` says that this rank shows the caller's own memory: the rank that reduces a chunk writes it there.
-        """
-        await rendezvous.all_arrived()
-        shown = rendezvous.shown()
-        await self._reduce_chunks(rendezvous, what, shown, end - start)
-        await rendezvous.reduced(end - start)
-        if what.is_wanted and not direct:
-            await checkpoint(rendezvous.control_block)
-            what.raw[start:end] = self._staging.arena.view(shown[0][0], end - start)
-            if self.rank:
-                self.traffic.received(end - start)
+    async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
+        """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
+        total = what.raw.size
+        await self._reduce_chunks(rendezvous, what, rendezvous.shown(), total)
+        await rendezvous.reduced(total)
         await self._leave(rendezvous)
-        if direct and self.rank == 0 and not rendezvous.is_direct():
-            await rendezvous.all_left()  # ranks that show a slot copy the result from the caller's memory
 
     async def _reduce_chunks(
-        self, rendezvous: Rendezvous, what: _Reduction, shown: list[tuple[int, int, bool]], total: int
+        self, rendezvous: Rendezvous, what: Operand, shown: list[tuple[int, int, bool]], total: int
     ) -> None:
         """Claim and reduce chunks until all are claimed. `shown` is the table of `Rendezvous.shown`."""
         view, chunk = self._staging.arena.view, self._staging.sizes.chunk
-        others = [rank for rank, (_, _, direct) in enumerate(shown) if direct and rank]
         interrupted: BaseException | None = None
         while (first := rendezvous.claim(chunk, total)) is not None:
             length = min(chunk, total - first)
@@ -230,8 +200,8 @@ class SharedCall:
             reduced = 0
             try:
                 what.reduce(arrays[0], arrays, what.divisor)
-                for rank in others:
-                    arrays[rank][...] = arrays[0]
+                for other in arrays[1:]:
+                    other[...] = arrays[0]
                 reduced = length
                 self.traffic.received(length * (self.size - 1))
             finally:

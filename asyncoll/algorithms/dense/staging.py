@@ -42,7 +42,8 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS = range(10)
 _HEAD = 10
 # The part of a rank: the address of the memory that it shows, negated if it is the caller's own; its bytes; 1 while the
-# rank reduces, or at a rendezvous of neighbours how many have read the memory; there the tag when the rank has arrived.
+# rank reduces a chunk, or in a reduction by pieces the number of its steps, or at a rendezvous of neighbours how many
+# have read the memory; there the tag when the rank has arrived.
 _PART = 4
 
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
@@ -281,7 +282,8 @@ class Rendezvous:
     def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
         """Show `nbytes` bytes of memory at `address`; `direct` if it is the memory of the caller, not a slot.
 
-        The last rank to arrive wakes at most `helpers` of the waiting ranks.
+        The last rank to arrive wakes at most `helpers` of the waiting ranks if all show their callers' own memory, and
+        otherwise all.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
@@ -295,7 +297,7 @@ class Rendezvous:
             cells[base + _DIRECT] += direct
             cells[base + _ARRIVED] += 1
             if cells[base + _ARRIVED] == self._staging.size:
-                control_block.wake(helpers)
+                control_block.wake(helpers if self.is_direct() else sys.maxsize)
 
     def _enter(self) -> None:
         """Enter the rendezvous. The first rank opens it: it clears the cells. The caller holds the lock."""
@@ -369,6 +371,31 @@ class Rendezvous:
     def is_direct(self) -> bool:
         """Whether all ranks show their callers' own memory."""
         return self._cells[self._base + _DIRECT] == self._staging.size
+
+    def is_partly_direct(self) -> bool:
+        """Whether at least one rank shows its caller's own memory."""
+        return self._cells[self._base + _DIRECT] > 0
+
+    # -- a reduction by pieces: each rank counts its steps --------------------------------------------
+
+    def step_cells(self) -> tuple[int, int]:
+        """The cell of the steps of rank 0, and the distance to the cell of the next rank."""
+        return self._part(0) + 2, _PART
+
+    async def reached(self, steps: int) -> None:
+        """Wait until each rank has done at least `steps` steps."""
+        await until(self.control_block, lambda: self._least_steps() >= steps)
+
+    def advance(self, steps: int) -> None:
+        """Note that this rank has done `steps` steps, one more than before."""
+        with self.control_block as control_block:
+            self._cells[self._part(self._staging.rank) + 2] = steps
+            if self._least_steps() == steps:  # otherwise those who wait for this rank wait for another one, too
+                control_block.wake()
+
+    def _least_steps(self) -> int:
+        first = self._part(0) + 2
+        return min(self._cells[first : first + _PART * (self._staging.size - 1) + 1 : _PART].tolist())
 
     # -- reducing together ------------------------------------------------------------------------
 

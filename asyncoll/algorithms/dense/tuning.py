@@ -19,16 +19,17 @@ class Sizes(NamedTuple):
     """Sizes in bytes, and `calls`, a number."""
 
     short: int  # an array of up to this size is reduced for all ranks by the last one to arrive
-    chunk: int  # the piece of a longer array that one rank reduces at a time
-    window: int  # the piece of an array that is not registered that a rank shows at a time
+    chunk: int  # the part of a longer registered array that one rank reduces at a time
+    window: int  # the part of an array that is not registered that a rank shows at a time, if it is not to be reduced
+    piece: int  # the part of such an array that all ranks reduce together
     long: int = 1 << 22  # the runtime's loop carries out longer calls: they would block the caller's loop for too long
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
 
 # By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md.
 TABLE = {
-    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21),
-    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21),
+    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18),
+    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20),
 }
 
 

@@ -1,0 +1,157 @@
+"""The reduction of arrays that are not registered, piece by piece through shared memory.
+
+Each rank shows a slot of two halves, and the pieces use the halves in turn. Of each piece every rank reduces one share,
+always the same one. So it copies only the other ranks' shares of its array into the slot. It reduces its own share of
+all arrays, in the order of ranks, into its array and its slot. Then it copies the other shares of the result from the
+slots of the other ranks. For an array of N bytes and P ranks a rank copies N (P - 1) / P bytes in and as many out.
+
+The pieces are small enough that a piece of the array is still in the rank's cache when its result comes. A rank copies
+the next piece in before it reduces the one before, so that no rank waits for one that is a little slower.
+
+A rank counts its steps, three for each piece, in its cell of the rendezvous: copy the next piece in, reduce a share of
+this piece, copy this piece out. A rank arrives with the first piece in its slot. Before a step it waits until all ranks
+have done all steps that it depends on (`needed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
+from asyncoll.tensors.reductions import Array, Reduce
+from asyncoll.transport.control_block import checkpoint
+
+_STEPS = 3  # of each piece
+_ALIGNED = 64  # bytes: no element lies across the boundary of two shares
+_POLLS = 200  # looks at the cells of the other ranks, each with an offer of the core to them, before a rank sleeps
+
+
+class Operand(NamedTuple):
+    """An array to reduce at one rank."""
+
+    raw: Array  # its bytes
+    dtype: Any  # that of numpy
+    reduce: Reduce
+    divisor: int
+    kernel: int  # the number of the compiled kernel; 0: use `reduce`
+    is_wanted: bool  # whether this rank gets the result, in `raw`
+
+
+class Perform(Protocol):
+    """Performs the step of this number, whose condition is met. Returns the number of the next step.
+
+    It may perform the following steps, too, as long as their conditions are met.
+    """
+
+    def __call__(self, step: int, /) -> int: ...
+
+
+def slot_bytes(total: int, piece: int) -> int:
+    """The bytes of a slot for arrays of `total` bytes."""
+    return min(total, 2 * piece)
+
+
+def put_first(operand: Operand, slot: Array, rank: int, size: int, piece: int) -> None:
+    """Copy the first piece of the array into the slot, before this rank arrives."""
+    _put(operand.raw[:piece], slot[:piece], rank, size)
+
+
+async def reduce_in_pieces(staging: StagingArea, rendezvous: Rendezvous, operand: Operand) -> None:
+    """Reduce. All ranks have arrived, with slots that contain the first pieces; the caller leaves the rendezvous."""
+    end = _STEPS * max(1, -(-operand.raw.size // staging.sizes.piece))
+    slots = [staging.arena.view(address, nbytes) for address, nbytes, _ in rendezvous.shown()]
+    perform = _performer(staging, rendezvous, operand, slots, end)
+    step = 0
+    while step < end:
+        await rendezvous.reached(needed(step))
+        await checkpoint(rendezvous.control_block)
+        step = perform(step)
+
+
+def needed(step: int) -> int:
+    """The number of steps that all ranks must have done before a rank begins this step.
+
+    To copy the next piece in: the one before, in the same half, is copied out. To reduce: all have copied this piece
+    in. To copy out: all have reduced.
+    """
+    return step - _STEPS if step % _STEPS == 1 else step
+
+
+def _performer(staging: StagingArea, rendezvous: Rendezvous, operand: Operand, slots: list[Array], end: int) -> Perform:
+    native, rank, piece = staging.arena.native, staging.rank, staging.sizes.piece
+    if native is None or not operand.kernel:
+        return _python_performer(rendezvous, operand, slots, rank, piece, end)
+    pieces = native.Pieces(
+        rendezvous.control_block,
+        *rendezvous.step_cells(),
+        rank,
+        slots,
+        operand.raw,
+        piece,
+        operand.kernel,
+        operand.divisor,
+        operand.is_wanted,
+        _POLLS,
+    )
+    perform: Perform = pieces.perform
+    return perform
+
+
+def _python_performer(
+    rendezvous: Rendezvous, operand: Operand, slots: list[Array], rank: int, piece: int, end: int
+) -> Perform:
+    """One step at a time. Its counterpart in C is in asyncoll/_core/pieces.c."""
+    size = len(slots)
+
+    def half(index: int, slot: Array) -> Array:
+        return slot[index % 2 * piece :][:piece]
+
+    def copy_in(index: int) -> None:
+        if (index + 1) * _STEPS < end:
+            _put(operand.raw[(index + 1) * piece :][:piece], half(index + 1, slots[rank]), rank, size)
+
+    def reduce(index: int) -> None:
+        own = operand.raw[index * piece :][:piece]
+        first, last = _share(rank, size, own.size)
+        shares = [(own if other == rank else half(index, slot))[first:last] for other, slot in enumerate(slots)]
+        result = half(index, slots[rank])[first:last]
+        operand.reduce(result.view(operand.dtype), [each.view(operand.dtype) for each in shares], operand.divisor)
+        if operand.is_wanted:
+            own[first:last] = result
+
+    def copy_out(index: int) -> None:
+        own = operand.raw[index * piece :][:piece]
+        for other, slot in enumerate(slots):
+            if operand.is_wanted and other != rank:
+                first, last = _share(other, size, own.size)
+                own[first:last] = half(index, slot)[first:last]
+
+    steps: tuple[Callable[[int], None], ...] = (copy_in, reduce, copy_out)
+
+    def perform(step: int) -> int:
+        steps[step % _STEPS](step // _STEPS)
+        rendezvous.advance(step + 1)
+        return step + 1
+
+    return perform
+
+
+def _put(own: Array, half: Array, rank: int, size: int) -> None:
+    """Copy all shares of a piece but the rank's own into a half of its slot."""
+    first, last = _share(rank, size, own.size)
+    half[:first] = own[:first]
+    half[last : own.size] = own[last:]
+
+
+def _share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
+    """The first byte, and that behind the last one, of the share of `rank` of a piece of `nbytes` bytes."""
+    each = -(-nbytes // (size * _ALIGNED)) * _ALIGNED
+    return min(rank * each, nbytes), min((rank + 1) * each, nbytes)
+
+
+def traffic(total: int, piece: int, rank: int, size: int, *, is_wanted: bool) -> tuple[int, int]:
+    """The bytes that a rank makes readable for the others, and those that it reads from them."""
+    shares = (_share(rank, size, min(piece, total - start)) for start in range(0, total, piece))
+    own = sum(last - first for first, last in shares)
+    return total, own * (size - 1) + (total - own) * is_wanted
