@@ -3,6 +3,10 @@
  * The counterpart of `PythonMeetings` (asyncoll/algorithms/dense/meetings.py), on the cells that
  * asyncoll/algorithms/dense/staging.py declares. A meeting has three steps, each a method here: a rank arrives, the last
  * one publishes the result of all, and the others complete with it.
+ *
+ * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
+ * what it shows into its part of the record: a registered array is then shown where it is. The rank that reduces writes
+ * the result to all that is shown.
  */
 #include "native.h"
 
@@ -15,7 +19,7 @@
 
 /* asyncoll/algorithms/dense/staging.py: the cells of a record, and how many a record has. */
 enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, HEAD };
-enum { PART = 4 };
+enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
 
 /* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
 enum { WAITING, LAST, NOT_FREE, OVER };
@@ -30,7 +34,7 @@ typedef struct {
     PyObject *differs; /* the class of the error for a rank that has made another call */
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
     void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
-    int64_t size, rank, calls, short_bytes;
+    int64_t size, rank, calls, short_bytes, shown_min;
     int64_t stride;     /* cells of a record */
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
     int64_t begun;      /* first of `size` cells: each rank's newest call */
@@ -124,16 +128,46 @@ static bool check_length(const Meetings *self, const Py_buffer *bytes)
     return false;
 }
 
-/* The caller holds the lock. Returns -1 if the ranks have made different calls. */
-static int count_arrival(Meetings *self, Record record, int64_t number, int64_t fingerprint)
+/* The part of `rank` in a record. */
+static int64_t *part_of(Record record, int64_t rank)
+{
+    return record.cells + HEAD + PART * rank;
+}
+
+static int64_t short_address(const Meetings *self, int64_t turn)
+{
+    return self->block->cells[self->addresses + self->rank] + turn * self->short_bytes;
+}
+
+/* Show `len` bytes: at `address`, which is the caller's own memory, or in the memory for short arrays if it is 0. The
+ * caller holds the lock. */
+static void show(Meetings *self, Record record, int64_t address, Py_ssize_t len)
+{
+    int64_t *part = part_of(record, self->rank);
+    part[PART_ADDRESS] = address ? -address : short_address(self, record.turn);
+    part[PART_BYTES] = len;
+    part[PART_BUSY] = 0;
+    record.cells[DIRECT] += address != 0;
+}
+
+/* Count this rank. The caller holds the lock. Returns LAST or WAITING, or -1 if the ranks have made different calls. */
+static int count_arrival(Meetings *self, Record record, int64_t number, int64_t fingerprint, int64_t address,
+                         Py_ssize_t len)
 {
     if (!open_or_join(self, record, fingerprint))
         return -1;
     self->block->cells[self->begun + self->rank] = number;
-    return ++record.cells[ARRIVED] == self->size ? LAST : WAITING;
+    if (len && len >= self->shown_min)
+        show(self, record, address, len);
+    if (++record.cells[ARRIVED] < self->size)
+        return WAITING;
+    if (record.cells[WITHDRAWN])
+        return WAITING; /* for the failure of the communicator: a rank has taken its memory back */
+    part_of(record, self->rank)[PART_BUSY] = 1; /* a rank that withdraws its memory waits for this one */
+    return LAST;
 }
 
-static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, const Py_buffer *bytes)
+static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int64_t address, const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
     if (self->known_free != record.tag) {
@@ -144,7 +178,7 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, cons
         if (!free)
             return NOT_FREE;
     }
-    if (bytes->len) {
+    if (bytes->len && !address) {
         char *mine = short_array(self, self->rank, record.turn);
         if (!mine)
             return -1;
@@ -152,7 +186,7 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, cons
     }
     if (control_block_lock(self->block) < 0)
         return -1;
-    int state = count_arrival(self, record, number, fingerprint);
+    int state = count_arrival(self, record, number, fingerprint, address, bytes->len);
     int64_t first = record.cells[FIRST];
     control_block_unlock(self->block);
     if (state < 0) {
@@ -171,6 +205,7 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
         return -1;
     record.cells[LEFT]++;
     record.cells[DONE] = done;
+    part_of(record, self->rank)[PART_BUSY] = 0;
     bool is_futex_wanted = record.cells[SLEEPERS] > 0;
     control_block_wake(self->block, INT64_MAX);
     look_ahead(self, number + 1, is_clear);
@@ -181,11 +216,10 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
 }
 
 /* Reduce the short arrays of all ranks into that of rank 0, in their order, and copy the result into `bytes`. */
-static int reduce_all(Meetings *self, int64_t number, int kernel, int64_t divisor, const Py_buffer *bytes)
+static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divisor, const Py_buffer *bytes)
 {
-    int64_t turn = record_of(self, number).turn;
     for (int64_t rank = 0; rank < self->size; rank++) {
-        self->arrays[rank] = short_array(self, rank, turn);
+        self->arrays[rank] = short_array(self, rank, record.turn);
         if (!self->arrays[rank])
             return -1;
     }
@@ -195,36 +229,113 @@ static int reduce_all(Meetings *self, int64_t number, int kernel, int64_t diviso
     return 0;
 }
 
+/* What the ranks show at a meeting, held during the reduction. */
+typedef struct {
+    Py_buffer *views;
+    void **arrays;
+} Shown;
+
+static void release(const Meetings *self, Shown *shown)
+{
+    for (int64_t rank = 0; shown->views && rank < self->size; rank++)
+        free_bytes(&shown->views[rank]);
+    PyMem_Free(shown->views);
+    PyMem_Free(shown->arrays);
+}
+
+/* Hold what `rank` shows, which must be `len` bytes. Returns 0, or -1 with an exception. */
+static int hold(const Meetings *self, Record record, Shown *shown, int64_t rank, Py_ssize_t len)
+{
+    const int64_t *part = part_of(record, rank);
+    int64_t address = part[PART_ADDRESS] < 0 ? -part[PART_ADDRESS] : part[PART_ADDRESS];
+    PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)address, (long long)len);
+    int failed = memory ? PyObject_GetBuffer(memory, &shown->views[rank], PyBUF_WRITABLE) : -1;
+    Py_XDECREF(memory);
+    if (failed)
+        return -1;
+    shown->arrays[rank] = shown->views[rank].buf;
+    if (shown->views[rank].len == len && part[PART_BYTES] == len)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "rank %lld shows memory that does not exist", (long long)rank);
+    return -1;
+}
+
+/* Reduce what all ranks show into what rank 0 shows, and write the result to all of it. Without the GIL. */
+static int reduce_shown(Meetings *self, Record record, int kernel, int64_t divisor, const Py_buffer *bytes)
+{
+    Shown shown = {PyMem_Calloc((size_t)self->size, sizeof(Py_buffer)),
+                   PyMem_Calloc((size_t)self->size, sizeof(void *))};
+    int failed = shown.views && shown.arrays ? 0 : -1;
+    if (failed)
+        PyErr_NoMemory();
+    for (int64_t rank = 0; !failed && rank < self->size; rank++)
+        failed = hold(self, record, &shown, rank, bytes->len);
+    if (!failed) {
+        PyThreadState *state = PyEval_SaveThread();
+        size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
+        kernel_at(kernel)(shown.arrays[0], shown.arrays, (int)self->size, elements, divisor);
+        for (int64_t rank = 1; rank < self->size; rank++)
+            memcpy(shown.arrays[rank], shown.arrays[0], bytes->len);
+        if (part_of(record, self->rank)[PART_ADDRESS] > 0)
+            memcpy(bytes->buf, shown.arrays[0], bytes->len);
+        PyEval_RestoreThread(state);
+    }
+    release(self, &shown);
+    return failed;
+}
+
+/* After an exception: a rank that withdraws its memory must not wait for this one. */
+static void stop_reducing(Meetings *self, Record record)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (control_block_lock(self->block) == 0) {
+        part_of(record, self->rank)[PART_BUSY] = 0;
+        control_block_wake(self->block, INT64_MAX);
+        control_block_unlock(self->block);
+    } else {
+        PyErr_Clear(); /* the lock is lost, and so is the communicator: the first error says why */
+    }
+    PyErr_Restore(type, value, trace);
+}
+
 /* What the last rank does. It returns LAST if the reduction is left to Python, -1 with an exception, and else OVER. */
 static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
                        const Py_buffer *bytes)
 {
+    Record record = record_of(self, number);
     if (bytes->len) {
         if (!kernel_at(kernel))
             return LAST;
-        if (reduce_all(self, number, kernel, divisor, bytes) < 0)
+        int failed = bytes->len >= self->shown_min ? reduce_shown(self, record, kernel, divisor, bytes)
+                                                   : reduce_copies(self, record, kernel, divisor, bytes);
+        if (failed) {
+            stop_reducing(self, record);
             return -1;
+        }
     }
     return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
 }
 
-/* `arrive(number, fingerprint, array, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
+/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     Meetings *self = (Meetings *)object;
     Py_buffer bytes;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, kernel, divisor, is_clear)");
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
         return NULL;
     }
     int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
-    long kernel = PyLong_AsLong(arguments[3]);
-    int64_t divisor = PyLong_AsLongLong(arguments[4]);
+    int64_t address = PyLong_AsLongLong(arguments[3]), divisor = PyLong_AsLongLong(arguments[5]);
+    long kernel = PyLong_AsLong(arguments[4]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, &bytes) : -1;
+    if (bytes.len < self->shown_min)
+        address = 0;
+    int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, address, &bytes) : -1;
     if (state == LAST)
-        state = end_as_last(self, number, (int)kernel, divisor, arguments[5] == Py_True, &bytes);
+        state = end_as_last(self, number, (int)kernel, divisor, arguments[6] == Py_True, &bytes);
     free_bytes(&bytes);
     return state < 0 ? NULL : PyLong_FromLong(state);
 }
@@ -268,16 +379,19 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
         answer = Py_NewRef(Py_False);
         goto end;
     }
-    if (bytes.len && !(result = short_array(self, 0, record.turn))) {
+    bool is_shown = bytes.len && bytes.len >= self->shown_min;
+    bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
+    /* The result of copies is in the memory of rank 0. Elsewhere it is where this rank has shown its array. */
+    if (bytes.len && !is_in_place && !(result = short_array(self, is_shown ? self->rank : 0, record.turn))) {
         control_block_unlock(self->block);
         goto end;
     }
-    if (bytes.len > COPIED_UNDER_LOCK) {
+    if (result && bytes.len > COPIED_UNDER_LOCK) {
         control_block_unlock(self->block);
         memcpy(bytes.buf, result, bytes.len);
         if (control_block_lock(self->block) < 0)
             goto end;
-    } else if (bytes.len) {
+    } else if (result) {
         memcpy(bytes.buf, result, bytes.len);
     }
     if (++record.cells[LEFT] == self->size)
@@ -347,14 +461,15 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
 
 /* -- the type --------------------------------------------------------------------------------- */
 
-/* `Meetings(control_block, view, differs, size, rank, calls, short_bytes)` */
+/* `Meetings(control_block, view, differs, size, rank, calls, short_bytes, shown_min)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *view, *differs;
-    long long size, rank, calls, short_bytes;
-    static char *names[] = {"control_block", "view", "differs", "size", "rank", "calls", "short_bytes", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOLLLL:Meetings", names, &block, &view, &differs, &size,
-                                     &rank, &calls, &short_bytes))
+    long long size, rank, calls, short_bytes, shown_min;
+    static char *names[] = {"control_block", "view",        "differs",   "size", "rank",
+                            "calls",         "short_bytes", "shown_min", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOLLLLL:Meetings", names, &block, &view, &differs, &size,
+                                     &rank, &calls, &short_bytes, &shown_min))
         return NULL;
     if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0) {
         PyErr_SetString(PyExc_ValueError, "these are no meetings");
@@ -376,6 +491,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->rank = rank;
     self->calls = calls;
     self->short_bytes = short_bytes;
+    self->shown_min = shown_min;
     self->stride = stride;
     self->addresses = addresses;
     self->begun = addresses + size;

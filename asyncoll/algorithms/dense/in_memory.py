@@ -68,7 +68,7 @@ class SharedCall:
 
     async def barrier(self) -> None:
         rendezvous = await self._next()  # that of a short allreduce, without an array
-        if rendezvous.arrive_shortly():
+        if rendezvous.arrive_shortly(None):
             rendezvous.leave(reduced=1)
         else:
             await self._receive_shortly(rendezvous, None, 1)
@@ -109,17 +109,13 @@ class SharedCall:
             self._lent.append((rendezvous, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Allreduce of a short array: the last rank to arrive reduces for all (`meetings`).
-
-        A registered array is copied, too: the copy takes less time than to find out its address.
-        """
-        staging, rendezvous = self._staging, await self._next()
-        staging.short_array(self.rank, rendezvous.turn, x.dtype, x.size)[...] = x
+        """Allreduce of a short array: the last rank to arrive reduces for all (`meetings`)."""
+        rendezvous = await self._next()
         self.traffic.sent(x.nbytes)
-        if rendezvous.arrive_shortly():
-            arrays = [staging.short_array(rank, rendezvous.turn, x.dtype, x.size) for rank in range(self.size)]
-            reducer(op, dtype)(arrays[0], arrays, self.size if op is ReduceOp.AVG else 1)
-            x[...] = arrays[0]
+        is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
+        self._lend_shortly(rendezvous, x)
+        if is_last:
+            rendezvous.reduce_shortly(x, reducer(op, dtype), self.size if op is ReduceOp.AVG else 1)
             self.traffic.received(x.nbytes * (self.size - 1))
             rendezvous.leave(reduced=x.nbytes)
         else:
@@ -130,12 +126,17 @@ class SharedCall:
         rendezvous = await self._next()
         if x is not None:
             self.traffic.sent(x.nbytes)
+            self._lend_shortly(rendezvous, x)
         await self._receive_shortly(rendezvous, x, done)
+
+    def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
+        if rendezvous.is_lent(x):
+            self._lent.append((rendezvous, x.nbytes))
 
     async def _receive_shortly(self, rendezvous: Rendezvous, x: Array | None, done: int) -> None:
         await rendezvous.reduced(done)
         if x is not None:
-            x[...] = self._staging.short_array(0, rendezvous.turn, x.dtype, x.size)
+            rendezvous.receive_shortly(x)
             self.traffic.received(x.nbytes)
         rendezvous.leave()
 

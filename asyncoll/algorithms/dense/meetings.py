@@ -28,9 +28,19 @@ class Meetings(Protocol):
     """
 
     def arrive(
-        self, number: int, fingerprint: int, array: Array | None, kernel: int, divisor: int, is_clear: bool, /
+        self,
+        number: int,
+        fingerprint: int,
+        array: Array | None,
+        address: int,
+        kernel: int,
+        divisor: int,
+        is_clear: bool,
+        /,
     ) -> int:
-        """Show a copy of `array`. Returns WAITING, LAST, NOT_FREE or OVER.
+        """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
+
+        Returns WAITING, LAST, NOT_FREE or OVER. The address is 0 below `Sizes.shown` bytes.
 
         With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
         and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that used the record
@@ -38,7 +48,7 @@ class Meetings(Protocol):
         """
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:
-        """The result of all is in the memory of rank 0: tell the others, and leave. For the rank that was the last."""
+        """The result is where the others look for it: tell them, and leave. For the rank that was the last."""
 
     def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
         """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""
@@ -57,7 +67,15 @@ class PythonMeetings:
         self._staging = staging
 
     def arrive(
-        self, number: int, fingerprint: int, array: Array | None, kernel: int, divisor: int, is_clear: bool, /
+        self,
+        number: int,
+        fingerprint: int,
+        array: Array | None,
+        address: int,
+        kernel: int,
+        divisor: int,
+        is_clear: bool,
+        /,
     ) -> int:
         del kernel, divisor, is_clear
         staging = self._staging
@@ -66,10 +84,8 @@ class PythonMeetings:
             with staging.control_block:
                 if not rendezvous.is_free():
                     return NOT_FREE
-        if array is not None:
-            staging.short_array(staging.rank, rendezvous.turn, array.dtype, array.size)[...] = array
         staging.note(number)
-        return LAST if rendezvous.arrive_shortly() else WAITING
+        return LAST if rendezvous.arrive_shortly(array, address) else WAITING
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:
         del is_clear  # the staging area knows
@@ -83,7 +99,7 @@ class PythonMeetings:
             if not rendezvous.is_reduced(done):
                 return False
         if array is not None:
-            array[...] = staging.short_array(0, rendezvous.turn, array.dtype, array.size)
+            rendezvous.receive_shortly(array)
         rendezvous.leave()
         return True
 
@@ -100,6 +116,13 @@ def meetings_of(staging: StagingArea) -> Meetings:
         return PythonMeetings(staging)
     sizes, view = staging.sizes, staging.arena.view
     meetings: Meetings = native.Meetings(
-        staging.control_block, view, DisagreementError, staging.size, staging.rank, sizes.calls, sizes.short
+        staging.control_block,
+        view,
+        DisagreementError,
+        staging.size,
+        staging.rank,
+        sizes.calls,
+        sizes.short,
+        sizes.shown,
     )
     return meetings

@@ -66,8 +66,9 @@ class ShortWay:
         state = NOT_FREE
         # The first call with an array goes the general way, which allocates the memory of short arrays.
         if staging.is_over(number - staging.sizes.calls) and (x is None or staging.has_short_arrays):
+            address = 0 if x is None else staging.address_of_short(x)
             clear = staging.is_clear
-            state = self._meetings.arrive(number, plan.fingerprint, x, plan.kernel, plan.divisor, clear)
+            state = self._meetings.arrive(number, plan.fingerprint, x, address, plan.kernel, plan.divisor, clear)
         if state == OVER:
             return True
         if state == LAST:
@@ -80,10 +81,7 @@ class ShortWay:
         """Reduce the arrays of all ranks, and publish the result."""
         staging = self._staging
         if x is not None and plan.reduce is not None:
-            turn = staging.turn(number)
-            arrays = [staging.short_array(rank, turn, x.dtype, x.size) for rank in range(staging.size)]
-            plan.reduce(arrays[0], arrays, plan.divisor)
-            x[...] = arrays[0]
+            staging.rendezvous(number, 0, plan.fingerprint).reduce_shortly(x, plan.reduce, plan.divisor)
         self._meetings.publish(number, plan.done, staging.is_clear)
 
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:

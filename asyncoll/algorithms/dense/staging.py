@@ -25,7 +25,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.errors import AsyncollError
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 
@@ -208,7 +208,7 @@ class StagingArea:
             arrays = self._short_arrays[key] = [None] * self.size
         array = arrays[rank]
         if array is None:
-            address = self._short_address(rank) + turn * self.sizes.short
+            address = self.short_address(rank, turn)
             array = arrays[rank] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
 
@@ -217,8 +217,12 @@ class StagingArea:
         """Whether this rank has allocated the memory in which it shows short arrays."""
         return self.control_block.cells[self._addresses + self.rank] != 0
 
-    def _short_address(self, rank: int) -> int:
-        """The address of the short arrays of group rank `rank`.
+    def address_of_short(self, x: Array) -> int:
+        """The address of the short array `x`, if it is registered and long enough to be shown where it is; else 0."""
+        return self.arena.locate(x) or 0 if x.nbytes >= self.sizes.shown else 0
+
+    def short_address(self, rank: int, turn: int) -> int:
+        """The address of the short array of group rank `rank` at record `turn`.
 
         Each rank allocates its own and writes the address before it first arrives with a short array. So the address is
         there when the last rank to arrive, or a rank that has seen the result, asks for it.
@@ -228,7 +232,7 @@ class StagingArea:
             if not control_block.cells[cell]:
                 assert rank == self.rank
                 control_block.cells[cell] = self.arena.allocate(2 * self.sizes.calls * self.sizes.short)
-            return control_block.cells[cell]
+            return control_block.cells[cell] + turn * self.sizes.short
 
 
 class Rendezvous:
@@ -268,17 +272,6 @@ class Rendezvous:
         cells, base = self._cells, self._base
         return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
 
-    def arrive_shortly(self) -> bool:
-        """Show the short array of this rank. Returns True at the last rank to arrive, which reduces for all.
-
-        Raises DisagreementError if another rank has made another call with the same number.
-        """
-        arrived = self._base + _ARRIVED
-        with self._staging.control_block:
-            self._enter()
-            self._cells[arrived] += 1
-            return self._cells[arrived] == self._staging.size
-
     def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
         """Show `nbytes` bytes of memory at `address`; `direct` if it is the memory of the caller, not a slot.
 
@@ -316,6 +309,66 @@ class Rendezvous:
         """Wait until all ranks have arrived."""
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         await until(self.control_block, lambda: cells[arrived] == size)
+
+    # -- short arrays: the last rank to arrive reduces for all (`meetings`) --------------------------
+
+    def arrive_shortly(self, x: Array | None, address: int = 0) -> bool:
+        """Show a copy of `x`, or `x` itself if it is registered at `address`; nothing for None, in a barrier.
+
+        Returns True at the last rank to arrive, which calls `reduce_shortly`. It returns False there, too, if a rank
+        has withdrawn its memory: the communicator has failed.
+
+        Raises DisagreementError if another rank has made another call with the same number.
+        """
+        staging, cells = self._staging, self._cells
+        if x is not None and not address:
+            staging.short_array(staging.rank, self.turn, x.dtype, x.size)[...] = x
+        copy = staging.short_address(staging.rank, self.turn) if x is not None else 0
+        with staging.control_block:
+            self._enter()
+            part = self._part(staging.rank)
+            if x is not None and self._is_shown(x):
+                cells[part], cells[part + 1], cells[part + 2] = -address or copy, x.nbytes, 0
+                cells[self._base + _DIRECT] += address != 0
+            cells[self._base + _ARRIVED] += 1
+            is_last = cells[self._base + _ARRIVED] == staging.size and not cells[self._base + _WITHDRAWN]
+            if is_last:
+                cells[part + 2] = 1  # a rank that withdraws its memory waits for this one
+            return is_last
+
+    def _is_shown(self, x: Array) -> bool:
+        """Whether the ranks say where their arrays are. Shorter ones are always in the memory for short arrays."""
+        return x.nbytes >= self._staging.sizes.shown
+
+    def is_lent(self, x: Array) -> bool:
+        """Whether this rank shows the memory of `x` itself."""
+        return self._is_shown(x) and self._cells[self._part(self._staging.rank)] < 0
+
+    def reduce_shortly(self, x: Array, reduce: Reduce, divisor: int) -> None:
+        """Reduce the arrays of all ranks, into `x` and where the others look for the result."""
+        staging = self._staging
+        try:
+            if self._is_shown(x):
+                shown = [staging.arena.view(address, x.nbytes).view(x.dtype) for address, _, _ in self.shown()]
+            else:
+                shown = [staging.short_array(rank, self.turn, x.dtype, x.size) for rank in range(staging.size)]
+            reduce(shown[0], shown, divisor)
+            if self._is_shown(x):
+                for array in shown[1:]:
+                    array[...] = shown[0]
+            if not self.is_lent(x):
+                x[...] = shown[0]
+        except BaseException:
+            with staging.control_block as control_block:
+                self._cells[self._part(staging.rank) + 2] = 0
+                control_block.wake()
+            raise
+
+    def receive_shortly(self, x: Array) -> None:
+        """Copy the result, which there is, into `x`, unless it is there already."""
+        if not self.is_lent(x):
+            source = self._staging.rank if self._is_shown(x) else 0
+            x[...] = self._staging.short_array(source, self.turn, x.dtype, x.size)
 
     # -- neighbours: no rank waits for all ------------------------------------------------------------
 
@@ -463,6 +516,7 @@ class Rendezvous:
             cells[left] += 1
             if reduced:
                 cells[self._base + _DONE] = reduced
+                cells[self._part(staging.rank) + 2] = 0
                 sleepers = cells[self._base + _SLEEPERS]
                 control_block.wake()
             elif cells[left] == staging.size:

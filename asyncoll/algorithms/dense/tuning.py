@@ -22,6 +22,7 @@ class Sizes(NamedTuple):
     chunk: int  # the part of a longer registered array that one rank reduces at a time
     window: int  # the part of an array that is not registered that a rank shows at a time, if it is not to be reduced
     piece: int  # the part of such an array that all ranks reduce together
+    shown: int = 1 << 15  # a short array from this size on is not copied if it is registered
     long: int = 1 << 22  # the runtime's loop carries out longer calls: they would block the caller's loop for too long
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
