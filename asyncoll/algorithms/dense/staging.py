@@ -323,12 +323,14 @@ class Rendezvous:
         staging, cells = self._staging, self._cells
         if x is not None and not address:
             staging.short_array(staging.rank, self.turn, x.dtype, x.size)[...] = x
-        copy = staging.short_address(staging.rank, self.turn) if x is not None else 0
+        shown = 0
+        if x is not None and self._is_shown(x):
+            shown = -address or staging.short_address(staging.rank, self.turn)
         with staging.control_block:
             self._enter()
             part = self._part(staging.rank)
-            if x is not None and self._is_shown(x):
-                cells[part], cells[part + 1], cells[part + 2] = -address or copy, x.nbytes, 0
+            if x is not None and shown:
+                cells[part], cells[part + 1], cells[part + 2] = shown, x.nbytes, 0
                 cells[self._base + _DIRECT] += address != 0
             cells[self._base + _ARRIVED] += 1
             is_last = cells[self._base + _ARRIVED] == staging.size and not cells[self._base + _WITHDRAWN]
