@@ -60,7 +60,7 @@ class PendingCalls:
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
         self._calls = 0  # the number of the last numbered call
-        self._last: PendingCall | None = None  # the last call that was entered
+        self._last: Call | None = None  # the last call that has begun
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
@@ -83,12 +83,17 @@ class PendingCalls:
             expires_s = patience_s
         pending = PendingCall(call, number, ranks or self._group.ranks, now_s, expires_s)
         self._pending[pending] = None
-        self._last = pending
+        self._last = call
         self._calls = number or self._calls
         if pending.expires_s < self._next_check_s:
             self._next_check_s = pending.expires_s
             self._post(self._check_overdue)
         return pending
+
+    def passed(self, call: Call, now_s: float) -> None:
+        """A call has begun and ended in one step of its caller, at `now_s`: it was never pending."""
+        self._last = call
+        self._idle_since_s = now_s
 
     def age_s(self, pending: PendingCall) -> float:
         """The seconds since the call began."""
@@ -179,7 +184,7 @@ class PendingCalls:
         if pending:
             doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
         else:
-            after = f", after {self._last.call}" if self._last is not None else " and has made no call"
+            after = f", after {self._last}" if self._last is not None else " and has made no call"
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
         inside = "\n".join(pending.call.key for pending in pending)
         self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))

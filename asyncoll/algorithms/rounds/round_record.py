@@ -5,7 +5,7 @@ Methods are called under the control block's lock, unless their docstrings say o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
 CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
+SHORT_BYTES = 1 << 14  # so much is copied under the lock, in about a microsecond: to acquire it again takes longer
 _HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
 _BEGINNINGS = 64  # rounds whose time of beginning is kept
 _ALIGNED = 64  # bytes: a cache line
@@ -81,6 +82,15 @@ class Kept(NamedTuple):
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
+class Staged(NamedTuple):
+    """The staged contribution of a rank."""
+
+    block: int  # NONE, or LENT
+    address: int  # 0 if there is none
+    ticket: int  # the number of the rank's newest contribution
+    weight: float
+
+
 COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
 KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
 
@@ -116,9 +126,18 @@ class RoundRecord:
     """The rounds of one operation, as one of the ranks sees them."""
 
     def __init__(
-        self, arena: Arena, registry: OperationRegistry, group: Group, operation: Operation, layout: BlockLayout
+        self,
+        arena: Arena,
+        registry: OperationRegistry,
+        group: Group,
+        operation: Operation,
+        layout: BlockLayout,
+        reduce: Callable[[int, Sequence[int]], None],
     ) -> None:
-        """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
+        """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock.
+
+        `reduce(into, sources)` reduces whole blocks, given by their addresses.
+        """
         self._operation = operation
         self._rank = group.rank
         self.size = size = group.size
@@ -155,6 +174,11 @@ class RoundRecord:
         self._results = kept.reshape(self._kept_rounds, size, len(KEPT))  # of round n, at n modulo their number
         self._all = [(tuple(range(size)), slice(None))]
         self._chunks_of_block = len(self._chunks(0, ()))
+        # The rank that opens a short round reduces it, still under the lock: that takes less time than to acquire it
+        # again. Ranks that share a thread do not, so that others run while a round does.
+        self._reduce = reduce
+        is_short = layout.nbytes <= SHORT_BYTES and size * layout.nbytes <= CHUNK_BYTES
+        self._reduces_at_once = is_short and not self.control_block.interleaved
 
     @property
     def latest(self) -> int:
@@ -168,11 +192,10 @@ class RoundRecord:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> tuple[int, int, int, float]:
-        """The block and the address of this rank's staged contribution (NONE and 0 if none), its newest ticket, and the
-        weight of that contribution."""
+    def staged(self) -> Staged:
+        """The staged contribution of this rank."""
         cells, mine = self.cells, self._mine
-        return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight]
+        return Staged(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
 
     def put(self, block: int, address: int, weight: float) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
@@ -289,7 +312,11 @@ class RoundRecord:
                 self.blocks.keep(dest)
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
-                chunks += self._chunks_of_block
+                if self._reduces_at_once:
+                    sources = table[index, COLUMN.source_at].tolist()
+                    self._reduce(self.blocks.address(dest), [address for address in sources if address])
+                else:
+                    chunks += self._chunks_of_block
             self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks

@@ -20,8 +20,8 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,6 +82,9 @@ class Delivery(NamedTuple):
 class WaitAvoiding(ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results. On the runtime's loop."""
 
+    is_prompt = False
+    arena = None
+
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self.operation = operation
         self.describe = describe
@@ -107,6 +110,9 @@ class WaitAvoiding(ABC):
         self._round = self._arm()
         port.open(self._received, self._take_part_if_gone)
         self._take_part_if_gone()
+
+    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+        return self.call(contribution)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
