@@ -24,7 +24,7 @@ PACKAGES: dict[str, set[str]] = {
     "arguments": {"errors"},
     "statistics": set(),
     "forks": {"errors"},
-    "tensors": {"arguments", "errors", "forks"},
+    "tensors": {"_core", "arguments", "errors", "forks"},
     # what moves bytes
     "transport": {"errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},

@@ -14,6 +14,12 @@ static int execute(PyObject *module)
     return add_type(module, &control_block_spec);
 }
 
+static PyMethodDef functions[] = {
+    {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},
+    {"reduce", reduce_in_python, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, execute},
     {0, NULL},
@@ -23,6 +29,7 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "asyncoll._core.native",
     .m_doc = "Primitives in shared memory, in C.",
+    .m_methods = functions,
     .m_slots = slots,
 };
 

@@ -1,6 +1,7 @@
 /* What the files of the compiled core share. Each primitive family has a file of its own:
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
+ *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module
  *
  * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
@@ -56,5 +57,23 @@ void control_block_unlock(ControlBlock *self);
 
 /* Choose at most `at_most` sleepers to wake at the release. The caller holds the lock. */
 void control_block_wake(ControlBlock *self, int64_t at_most);
+
+/* -- reductions.c ----------------------------------------------------------------------------- */
+
+/* into = arrays[0] op arrays[1] op ... in this order, then divided by `divisor` (floats only; 1 unless `op` is an
+ * average). There is at least one array. The first may be `into`; otherwise `into` overlaps none. Needs no GIL. */
+typedef void (*Kernel)(void *into, void *const *arrays, int count, size_t elements, int64_t divisor);
+
+/* The kernel of the value of a ReduceOp and the name of a dtype (asyncoll/tensors/reductions.py), or NULL: there is
+ * none, and the reduction is left to Python. */
+Kernel find_kernel(const char *op, const char *dtype);
+
+/* The kernel that Python knows by this number, from `native.find_kernel`, or NULL; and the bytes of its elements. */
+Kernel kernel_at(int number);
+size_t kernel_element_size(int number);
+
+/* `native.find_kernel` and `native.reduce`. */
+PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments);
+PyObject *reduce_in_python(PyObject *module, PyObject *arguments);
 
 #endif

@@ -1,6 +1,9 @@
 """The compiled module. Memory is writable, of one dimension and contiguous."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from asyncoll.transport.control_block import Mutex
 from asyncoll.transport.memory.mutex import RobustMutex
@@ -27,3 +30,15 @@ class ControlBlock:
     def abandon(self, mutex: Mutex) -> None: ...
     def wake(self, at_most: int = ...) -> None: ...
     def ring_at_next_wake(self, doorbell: int) -> None: ...
+
+def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
+    """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
+
+    `portable`: the kernel for any processor, even if there is one for this processor.
+    """
+
+def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
+    """As the function that `tensors.reductions.reducer` returns. Releases the GIL while it reads more than 64 KiB.
+
+    Raises ValueError for an unknown kernel, and for arrays of different sizes.
+    """

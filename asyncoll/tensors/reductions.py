@@ -1,7 +1,8 @@
 """The dtypes of tensors, and their reductions on one-dimensional, contiguous numpy arrays.
 
 numpy has no bfloat16, so its bits are kept in uint16. torch reduces both half types: numpy takes about 50 times as long
-to add float16. Otherwise torch is not imported before a torch tensor has been seen.
+to add float16. Otherwise torch is not imported before a torch tensor has been seen. The compiled core, if it is there,
+reduces several arrays in one pass.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from asyncoll._core import native
 from asyncoll.errors import UsageError
 
 if TYPE_CHECKING:
@@ -155,8 +157,18 @@ def reducer(op: ReduceOp, dtype: str) -> Reduce:
     """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
 
     It goes in the order of the arrays; the first may be `into` itself. Half types are reduced in float32 and rounded
-    once, as torch sums them.
+    once, as torch sums them. `divisor` is 1 unless `op` is an average.
+
+    The compiled core has the bits of numpy and torch, except where those depend on the position of an element: the
+    payload of a sum or product of two NaN, and for half types the payload of any NaN, and the sign of a zero that is
+    the MIN or MAX of zeros of both signs.
     """
+    number = native.find_kernel(op.value, dtype) if native else 0
+    return partial(native.reduce, number) if native and number else reducer_in_python(op, dtype)
+
+
+def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
+    """As `reducer`, with numpy or torch: for dtypes that the compiled core does not know, and without it."""
     if dtype in _HALVES:
         return _half_reducer(op, dtype)
     ufunc = _UFUNCS[op]
