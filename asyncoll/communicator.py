@@ -208,12 +208,15 @@ class Communicator:
         operand = as_operand(x, writable=True)
         reductions.check_reduction(op, operand.dtype)
 
-        async def body(collectives: Collectives) -> T:
-            await collectives.allreduce(operand.flat, op, operand.dtype)
+        def result() -> T:
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("allreduce", operand, op.name), body, operand.flat.nbytes)
+        async def body(collectives: Collectives) -> T:
+            await collectives.allreduce(operand.flat, op, operand.dtype)
+            return result()
+
+        return self._calls.start_shortly(self._call("allreduce", operand, op.name), body, operand, op, result)
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`, in place.
@@ -721,7 +724,8 @@ class Communicator:
             comm.rpc.register(len)
             await comm.barrier()  # now every rank has registered its function
         """
-        return self._calls.start(self._call("barrier", None), lambda collectives: collectives.barrier())
+        call = self._call("barrier", None)
+        return self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -1874,6 +1878,10 @@ def _weight(value: object) -> float:
     if not 0 <= weight < math.inf:
         raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
     return weight
+
+
+def _nothing() -> None:
+    """The result of a barrier."""
 
 
 def _site() -> Site:

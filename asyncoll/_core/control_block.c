@@ -7,8 +7,11 @@
 #include "native.h"
 
 #include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <structmember.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 /* A critical section takes less than a microsecond in C and a few in Python. So a waiter first looks for about one
@@ -130,6 +133,12 @@ void control_block_wake(ControlBlock *self, int64_t at_most)
     }
 }
 
+void control_block_wake_futex(const int64_t *cell)
+{
+    /* The futex is the low half of the cell: the supported processors are little-endian. */
+    syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
 /* -- the type --------------------------------------------------------------------------------- */
 
 static PyObject *enter(PyObject *object, PyObject *unused)
@@ -185,6 +194,20 @@ static PyObject *ring_at_next_wake(PyObject *object, PyObject *argument)
         *flag = 1;
         self->flags[FLAGGED_CELL]++;
     }
+    Py_RETURN_NONE;
+}
+
+static PyObject *wake_futex(PyObject *object, PyObject *argument)
+{
+    ControlBlock *self = (ControlBlock *)object;
+    long long cell = PyLong_AsLongLong(argument);
+    if (cell == -1 && PyErr_Occurred())
+        return NULL;
+    if (cell < 0 || cell >= self->cell_count) {
+        PyErr_Format(PyExc_IndexError, "there is no cell %lld", cell);
+        return NULL;
+    }
+    control_block_wake_futex(&self->cells[cell]);
     Py_RETURN_NONE;
 }
 
@@ -304,6 +327,7 @@ static PyMethodDef methods[] = {
     {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, NULL},
     {"wake", (PyCFunction)(void (*)(void))wake, METH_FASTCALL, NULL},
     {"ring_at_next_wake", ring_at_next_wake, METH_O, NULL},
+    {"wake_futex", wake_futex, METH_O, NULL},
     {"abandon", replace_lock, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -332,3 +356,8 @@ PyType_Spec control_block_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
+
+bool is_control_block(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == create;
+}

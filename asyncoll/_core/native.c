@@ -11,7 +11,9 @@ static int add_type(PyObject *module, PyType_Spec *spec)
 
 static int execute(PyObject *module)
 {
-    return add_type(module, &control_block_spec);
+    if (add_type(module, &control_block_spec) < 0 || add_type(module, &meetings_spec) < 0)
+        return -1;
+    return add_type(module, &rounds_spec);
 }
 
 static PyMethodDef functions[] = {

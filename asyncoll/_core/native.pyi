@@ -30,6 +30,43 @@ class ControlBlock:
     def abandon(self, mutex: Mutex) -> None: ...
     def wake(self, at_most: int = ...) -> None: ...
     def ring_at_next_wake(self, doorbell: int) -> None: ...
+    def wake_futex(self, cell: int) -> None: ...
+
+class Rounds:
+    """`algorithms.rounds.in_memory.OneSidedRounds` for short contributions, in one critical section a call."""
+
+    def __new__(
+        cls,
+        control_block: ControlBlock,
+        view: Callable[[int, int], Any],
+        size: int,
+        rank: int,
+        history: int,
+        limit: int,
+        nbytes: int,
+        opening: int,
+        quorum: int,
+        sync_every: int,
+        keeps: bool,
+        parts: tuple[tuple[int, int, int], ...],
+    ) -> Rounds: ...
+    def begin(self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /) -> tuple[Any, ...] | int:
+        """One call up to its first wait: the fields of `in_memory.Begun`. Drops the blocks `unused` first.
+
+        A number instead says what is missing: the plan of that round, or, if it is negative, so many free blocks. The
+        call has changed nothing then.
+        """
+
+    def resume(
+        self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /
+    ) -> tuple[Any, ...] | int:
+        """A call that waits for round `number` looks again. Returns what `begin` does."""
+
+    def is_needed(self, number: int, /) -> bool:
+        """Whether a call that waits for round `number` has to look again. Without the lock it is a hint."""
+
+    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
+        """The ranks that are drawn for round `number`, and its groups."""
 
 def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
     """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
@@ -42,3 +79,21 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 
     Raises ValueError for an unknown kernel, and for arrays of different sizes.
     """
+
+class Meetings:
+    """Implements `algorithms.dense.meetings.Meetings`."""
+
+    def __new__(
+        cls,
+        control_block: ControlBlock,
+        view: Callable[[int, int], Any],
+        differs: type[Exception],
+        size: int,
+        rank: int,
+        calls: int,
+        short_bytes: int,
+    ) -> Meetings: ...
+    def arrive(self, number: int, fingerprint: int, array: Any) -> int: ...
+    def publish(self, number: int, done: int, is_clear: bool) -> None: ...
+    def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
+    def look(self, number: int, done: int, polls: int, sleep_ns: int) -> bool: ...

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.reductions import Array, Reduce, ReduceOp
 from asyncoll.tensors.registered import SharedMemory
 
 T = TypeVar("T")
@@ -97,6 +98,49 @@ class Collectives(Protocol):
 Body = Callable[[Collectives], Coroutine[Any, Any, T]]
 
 
+class Plan(NamedTuple):
+    """What all short calls of one operation, dtype, length and reduction have in common."""
+
+    fingerprint: int  # signed
+    reduce: Reduce | None  # None for a barrier
+    divisor: int
+    done: int  # the bytes of the result; 1 for a barrier
+    reducing: Traffic  # of the rank that reduces
+    receiving: Traffic  # of each other rank
+
+
+class ShortWay(Protocol):
+    """A way of a backend for allreduces of short arrays, and for barriers, that uses no collectives.
+
+    A rank that has begun a call either ends it with `look`, or finishes it with the collectives of that call.
+    """
+
+    nbytes_max: int
+    is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
+
+    def now_s(self) -> float:
+        """The time of `runtime.deadlines`."""
+
+    def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
+        """The plan of `call`, a reduction of `nbytes` bytes by `op`; of a barrier if there are none."""
+
+    def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
+        """Begin call `number`. Returns whether it is over, with the result in `x`; None if the way is not free.
+
+        Then nothing has changed. Raises DisagreementError if another rank has made another call with this number, and
+        the error of a lost lock.
+        """
+
+    def look(self, plan: Plan, number: int, x: Array | None) -> bool:
+        """Block for a short time. Returns whether call `number`, which has begun, is over, with the result in `x`."""
+
+    async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
+        """The rest of the call of these collectives, which has begun. It may sleep."""
+
+    def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
+        """A coroutine that uses collectives of this backend, as work that a runner can drive."""
+
+
 class Backend(Protocol):
     """How the ranks of one communicator carry out their calls, at one of them."""
 
@@ -107,6 +151,10 @@ class Backend(Protocol):
     @property
     def memory(self) -> SharedMemory | None:
         """Where registered tensors lie. None: in ordinary memory."""
+
+    @property
+    def short_way(self) -> ShortWay | None:
+        """The way of short calls. None: they go like all others."""
 
     def collectives(self, call: Signature) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of their numbers."""

@@ -25,6 +25,7 @@ class MessageBackend:
         self._member = member
         self.operations = Directory(member)
         self.memory = None
+        self.short_way = None
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = AnnouncedOperations(member, self.operations)
 

@@ -7,13 +7,18 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Backend, Body, Collectives
+from asyncoll.algorithms.dense.alone import Alone
+from asyncoll.algorithms.short_calls import ShortCall
 from asyncoll.arguments import digest
 from asyncoll.errors import describe
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.statistics import Ledger
+from asyncoll.runtime.work import Driven, Immediate, Over
+from asyncoll.statistics import Ledger, Traffic
+from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
 
@@ -28,6 +33,7 @@ class Calls:
         self._unstarted: Signature | None = None  # the call that is numbered and not yet started
         self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # by (source, dest)
         self._pending = pending
+        self._is_alone = member.group.size == 1
         self.ledger = Ledger()
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
@@ -53,6 +59,8 @@ class Calls:
         Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
         aborts the communicator.
         """
+        if self._is_alone:
+            return self._start_alone(call, body)
         pending = self._pending.enter(call, call.number)
         try:
             self._unstarted = None  # inside the try: from here on an interruption is reported below
@@ -62,6 +70,41 @@ class Calls:
             self._pending.leave(pending)
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
+
+    def start_shortly(
+        self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]
+    ) -> Coroutine[Any, Any, T]:
+        """Start `call`, an allreduce of `operand`, or a barrier without one. Otherwise as `start`.
+
+        If the backend has a short way for it, the call goes that way, and `body` is not used unless the way is not
+        free. `result` is called once `operand` has the result.
+        """
+        if self._is_alone and not self._member.has_failed:
+            self._unstarted = None
+            self.count(call, Alone.traffic)
+            return self._member.runner.drive(Over(result))
+        way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
+        if way is None or nbytes > way.nbytes_max or (operand is not None and not nbytes):
+            return self.start(call, body, nbytes)
+        try:
+            self._unstarted = None  # inside the try, as in `start`
+            short = ShortCall(self, way, way.plan(call, op, nbytes), call, body, operand, result)
+            return self._member.runner.drive(short)
+        except BaseException as error:
+            self._member.abort(f"{call} was interrupted: {describe(error)}")
+            raise
+
+    def _start_alone(self, call: Signature, body: Body[T]) -> Coroutine[Any, Any, T]:
+        """Carry out a call of one rank, which is over at once."""
+
+        async def work() -> T:
+            self._member.check()
+            result = await body(Alone())
+            self.count(call, Alone.traffic)
+            return result
+
+        self._unstarted = None
+        return self._member.runner.drive(Immediate(work()))
 
     def start_pair(self, call: Signature, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start a call of the two ranks `source` and `dest`.
@@ -80,6 +123,23 @@ class Calls:
         All checks come before, `Member.check_caller` among them.
         """
         return self._pairs[source, dest].next(tag)
+
+    def general(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
+        """Implements `short_calls.Host`."""
+        way = self._backend.short_way
+        assert way is not None
+        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
+        return way.work(self._carry_out(call, self._backend.collectives(call), body, pending), call.__str__)
+
+    def count(self, call: Signature, traffic: Traffic) -> None:
+        """Implements `short_calls.Host`."""
+        self._pending.note(call, call.number)
+        self.ledger.enter(call.operation, traffic)
+        self._member.endpoint.in_memory.enter(call.operation, traffic)
+
+    def check(self) -> None:
+        """Implements `short_calls.Host`."""
+        self._member.check()
 
     async def _carry_out(self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall) -> T:
         """The whole call, on whichever loop drives it."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
@@ -25,7 +26,6 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import MemoryCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
-from asyncoll.runtime.work import Work
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import failure
 from asyncoll.transport.wire import Dispute
@@ -94,6 +94,7 @@ class MemoryBackend:
         self._registry = OperationRegistry(arena, group.size, group.rank, group.communicator)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
+        self.short_way = ShortWay(self._staging, self._check)
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
@@ -113,7 +114,7 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = Work(self.memory, work, self._check, describe)
+        driven = self.short_way.work(work, describe)
         if nbytes > self._staging.sizes.long:
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)

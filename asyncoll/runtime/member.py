@@ -34,6 +34,11 @@ class Member:
         if failures.any:  # seldom
             failures.check(self.communicator)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether any communicator of this rank, or the world, has failed."""
+        return self.endpoint.failures.any
+
     def check_open(self) -> None:
         """Raise ClosedError after the end of the world, and UsageError in a forked child of its process."""
         if self.endpoint.closed:

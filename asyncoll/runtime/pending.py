@@ -60,7 +60,7 @@ class PendingCalls:
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
         self._calls = 0  # the number of the last numbered call
-        self._last: Call | None = None  # the last call that has begun
+        self._last: Call | None = None  # the last call of this rank
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
@@ -77,23 +77,28 @@ class PendingCalls:
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
         world ranks that take part, by default all of the communicator.
         """
-        now_s, expires_s = self._now_s(), deadlines.expiry.get()
-        patience_s = now_s + self._patience_s
+        return self.enter_late(call, number, self._now_s(), deadlines.expires_s(), ranks)
+
+    def enter_late(
+        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...] = ()
+    ) -> PendingCall:
+        """As `enter`, for a call that began at `since_s`, in a context whose deadline is at `expires_s`."""
+        patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks or self._group.ranks, now_s, expires_s)
+        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s)
         self._pending[pending] = None
-        self._last = call
-        self._calls = number or self._calls
+        self.note(call, number)
         if pending.expires_s < self._next_check_s:
             self._next_check_s = pending.expires_s
             self._post(self._check_overdue)
         return pending
 
-    def passed(self, call: Call, now_s: float) -> None:
-        """A call has begun and ended in one step of its caller, at `now_s`: it was never pending."""
+    def note(self, call: Call, number: int = 0) -> None:
+        """This rank has made `call`, which is over or pending."""
         self._last = call
-        self._idle_since_s = now_s
+        self._calls = number or self._calls
+        self._idle_since_s = self._now_s()
 
     def age_s(self, pending: PendingCall) -> float:
         """The seconds since the call began."""

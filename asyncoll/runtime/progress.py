@@ -25,7 +25,7 @@ import uvloop
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.timer import Timer
-from asyncoll.runtime.work import Work
+from asyncoll.runtime.work import Driven
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Runner(Protocol):
         effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called, too.
         """
 
-    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
@@ -148,8 +148,8 @@ class _Ended(Coroutine[Any, Any, T]):
 
     __slots__ = ("_discarded", "_runtime_loop", "_work")
 
-    def __init__(self, work: Work[T], discarded: Callable[[], None], runtime_loop: asyncio.AbstractEventLoop) -> None:
-        self._work: Work[T] | None = work
+    def __init__(self, work: Driven[T], discarded: Callable[[], None], runtime_loop: asyncio.AbstractEventLoop) -> None:
+        self._work: Driven[T] | None = work
         self._discarded = discarded
         self._runtime_loop = runtime_loop
 
@@ -194,7 +194,7 @@ class SharedLoop:
             return _crossed(self.home, work, discarded)
         return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
-    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded)
         work.begin()
@@ -257,9 +257,9 @@ class ProgressThread:
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
         # Work that has begun and that its caller has not awaited yet: the caller's loop, and `_turn` when it began.
-        self._unclaimed: dict[Work[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self._unclaimed: dict[Driven[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
-        self._taken: weakref.WeakKeyDictionary[Work[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[Driven[Any], _Crossing] = weakref.WeakKeyDictionary()
         self._turn = 0  # how often the timer has expired
         self._timer = Timer()
         self._is_timer_set = False
@@ -270,8 +270,8 @@ class ProgressThread:
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded)
 
-    def drive(self, work: Work[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
-        if may_interrupt():
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+        if not work.is_atomic and may_interrupt():
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
@@ -280,9 +280,11 @@ class ProgressThread:
         self._set_timer()
         return _Begun(self._claim(work, discarded), discarded, self._loop)
 
-    async def _claim(self, work: Work[T], discarded: Callable[[], None]) -> T:
+    async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self._unclaimed.pop(work, None) is not None
+        if claimed and work.look():
+            return work.result()
         if claimed and may_interrupt():  # the program has set a signal handler since the call
             return await self.start(work.finish(), discarded)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from types import CodeType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
@@ -12,11 +13,16 @@ from asyncoll.arguments import digest
 class Site(NamedTuple):
     """A line of the user's code that makes a call. It appears in errors only."""
 
-    path: str
-    line: int
+    code: CodeType
+    instruction: int  # of the call, in bytes: its line is looked up only for an error
+
+    @property
+    def line(self) -> int:
+        lines = (line for first, end, line in self.code.co_lines() if first <= self.instruction < end)
+        return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
-        return f"{self.path.rpartition('/')[2]}:{self.line}"
+        return f"{self.code.co_filename.rpartition('/')[2]}:{self.line}"
 
 
 def site_outside(path: str) -> Site:
@@ -24,7 +30,7 @@ def site_outside(path: str) -> Site:
     frame = sys._getframe(1)
     while frame.f_code.co_filename == path and frame.f_back is not None:
         frame = frame.f_back
-    return Site(frame.f_code.co_filename, frame.f_lineno)
+    return Site(frame.f_code, frame.f_lasti)
 
 
 class Signature(NamedTuple):

@@ -10,15 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from inspect import CORO_CLOSED, getcoroutinestate
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from asyncoll.transport import Arena, Turn, Wait
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Driven(Protocol[T_co]):
+    """Work in shared memory. Only one thread may drive it at a time. `Runner.drive` drives it."""
+
+    is_over: bool
+    is_atomic: bool  # whether an exception of a signal handler in `begin` and `look` leaves shared memory consistent
+
+    def begin(self) -> None:
+        """Run in the calling thread until the work has to wait. An exception of the work is kept for `result`."""
+
+    def look(self) -> bool:
+        """Block the calling thread for a short time, if that may end the work. Returns whether it is over."""
+
+    def finish(self) -> Coroutine[Any, Any, T_co]:
+        """Run to the end, on the running loop of the calling thread, and return the result."""
+
+    def result(self) -> T_co:
+        """The result; raises the exception if the work has failed. Call it only if `is_over`, and once."""
 
 
 class Work(Generic[T]):
-    """A coroutine in shared memory, driven to its end once. Only one thread may drive it at a time."""
+    """A coroutine in shared memory as `Driven`: it is driven to its end once."""
+
+    is_atomic = False
 
     __slots__ = ("__weakref__", "_arena", "_body", "_check", "_error", "_result", "_wait", "_what", "is_over")
 
@@ -38,6 +60,9 @@ class Work(Generic[T]):
     def begin(self) -> None:
         """Run `body` in the calling thread until it has to wait. An exception of `body` is kept for `result`."""
         self._step(self._body.send, None)
+
+    def look(self) -> bool:
+        return self.is_over
 
     async def finish(self) -> T:
         """Run `body` to its end, on the running loop of the calling thread, and return its result.
@@ -85,3 +110,63 @@ class Work(Generic[T]):
 
 def _nothing() -> None:
     pass
+
+
+class Over(Generic[T]):
+    """Work that is over before it begins. `make` makes its result."""
+
+    __slots__ = ("__weakref__", "_make")
+
+    is_over = True
+    is_atomic = True
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+
+    def begin(self) -> None:
+        """There is nothing to do."""
+
+    def look(self) -> bool:
+        return True
+
+    async def finish(self) -> T:
+        return self._make()
+
+    def result(self) -> T:
+        return self._make()
+
+
+class Immediate(Generic[T]):
+    """A coroutine that awaits nothing that is not ready, as `Driven`: it is over when it has begun."""
+
+    __slots__ = ("__weakref__", "_body", "_error", "_result", "is_over")
+
+    is_atomic = True
+
+    def __init__(self, body: Coroutine[Any, None, T]) -> None:
+        self._body = body
+        self._error: BaseException | None = None
+        self._result: T | None = None
+        self.is_over = False
+
+    def begin(self) -> None:
+        self.is_over = True
+        try:
+            self._body.send(None)
+        except StopIteration as stop:
+            self._result = stop.value
+        except BaseException as error:
+            self._error = error
+        else:
+            self._error = RuntimeError("a call of one rank has to wait")
+
+    def look(self) -> bool:
+        return self.is_over
+
+    async def finish(self) -> T:
+        return self.result()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,7 +105,8 @@ def as_operand(x: object, *, writable: bool = False) -> Operand:
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return _torch_operand(x, writable)
+        plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
+        return plain or _torch_operand(x, writable)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
 
 
@@ -126,6 +128,23 @@ def _numpy_operand(x: Array, writable: bool) -> Operand:
     if not direct and np.shares_memory(flat, x):
         flat = flat.copy()
     return Operand(x, flat, dtype, x.shape, copied=not direct)
+
+
+def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
+    """The operand of a tensor that a view in numpy shows as it is; None for any other. It saves most of the checks."""
+    dtype = _torch_names().get(x.dtype)
+    if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
+        return None
+    shape = x.shape
+    return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
+
+
+@cache
+def _torch_names() -> dict[torch.dtype, str]:
+    """The names of the real dtypes that numpy has, too: their tensors have no lazy conjugate."""
+    import torch
+
+    return {getattr(torch, name): name for name in DTYPES if name != BFLOAT16 and not name.startswith("complex")}
 
 
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 from asyncoll.errors import AsyncollError, UsageError
@@ -120,6 +121,14 @@ class Arena(Protocol):
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
     @property
+    def native(self) -> ModuleType | None:
+        """The compiled core that this rank uses; None without one."""
+
+    @property
+    def polls(self) -> int:
+        """How often a wait looks at its condition before it sleeps."""
+
+    @property
     def local_rank(self) -> int:
         """The number of this rank among the ranks of its host, from 0."""
 
@@ -180,6 +189,12 @@ class Arena(Protocol):
         `waiting` shows it.
 
         Cancelling this changes no cell and affects no other waiter.
+        """
+
+    def look(self, ready: Callable[[], bool]) -> bool:
+        """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run.
+
+        `ready` is called without the lock, so the answer is only a hint.
         """
 
     async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:

@@ -45,6 +45,9 @@ class Doorbells(Protocol):
 
     def ring(self, doorbells: Iterable[int]) -> None: ...
 
+    def wake_futex(self, cell: memoryview) -> None:
+        """Wake the threads of all processes that sleep in a futex at the low half of `cell`."""
+
 
 # The first cells of a control block are its own: a count, then one flag for each doorbell of the host. The count makes
 # `wake` cheap in the frequent case that no rank sleeps.
@@ -92,6 +95,9 @@ class ControlBlock(Protocol):
 
     def ring_at_next_wake(self, doorbell: int) -> None:
         """Ring `doorbell` at the next `wake`. The caller holds the lock, so that no change comes in between."""
+
+    def wake_futex(self, cell: int) -> None:
+        """Wake the threads of all processes that sleep in a futex at the low half of `cell`. Without the lock."""
 
 
 class PythonControlBlock:
@@ -163,6 +169,9 @@ class PythonControlBlock:
         if not self._flags[_FLAGS + doorbell]:
             self._flags[_FLAGS + doorbell] = 1
             self._flags[_FLAGGED] += 1
+
+    def wake_futex(self, cell: int) -> None:
+        self._doorbells.wake_futex(self.cells[cell : cell + 1])
 
 
 def control_block_bytes(cells: int, local_size: int) -> int:

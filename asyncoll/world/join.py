@@ -28,7 +28,7 @@ from asyncoll.runtime.failures import WORLD
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
-from asyncoll.runtime.signature import Site
+from asyncoll.runtime.signature import site_outside
 from asyncoll.transport import START_TIMEOUT_S, Loss, Transport
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
@@ -370,7 +370,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
-        await self._core.leave(Site(__file__, 0))
+        await self._core.leave(site_outside(""))
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
+from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, reducer
 from asyncoll.transport.control_block import checkpoint, failure
@@ -53,7 +53,7 @@ class SharedCall:
         self.traffic = Traffic()
         self._staging = staging
         self._number = number
-        self._fingerprint = fingerprint
+        self._fingerprint = signed(fingerprint)
         self._count = 0  # the number of rendezvous so far
         # The rendezvous at which other ranks use the caller's memory, with the number of bytes to reduce there. The
         # last two are enough: a rendezvous begins when all ranks have left the one two before, whose record it uses.
@@ -80,8 +80,7 @@ class SharedCall:
         if rendezvous.arrive_shortly():
             rendezvous.leave(reduced=1)
         else:
-            await rendezvous.reduced(1)
-            rendezvous.leave()
+            await self._receive_shortly(rendezvous, None, 1)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class SharedCall:
             self._lent.append((rendezvous, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Allreduce of a short array: the last rank to arrive reduces for all (`Rendezvous.arrive_shortly`).
+        """Allreduce of a short array: the last rank to arrive reduces for all (`meetings`).
 
         A registered array is copied, too: the copy takes less time than to find out its address.
         """
@@ -134,10 +133,21 @@ class SharedCall:
             self.traffic.received(x.nbytes * (self.size - 1))
             rendezvous.leave(reduced=x.nbytes)
         else:
-            await rendezvous.reduced(x.nbytes)
-            x[...] = staging.short_array(0, rendezvous.turn, x.dtype, x.size)
+            await self._receive_shortly(rendezvous, x, x.nbytes)
+
+    async def finish_shortly(self, x: Array | None, done: int) -> None:
+        """The rest of a short allreduce, or of a barrier, at a rank that has arrived and was not the last."""
+        rendezvous = await self._next()
+        if x is not None:
+            self.traffic.sent(x.nbytes)
+        await self._receive_shortly(rendezvous, x, done)
+
+    async def _receive_shortly(self, rendezvous: Rendezvous, x: Array | None, done: int) -> None:
+        await rendezvous.reduced(done)
+        if x is not None:
+            x[...] = self._staging.short_array(0, rendezvous.turn, x.dtype, x.size)
             self.traffic.received(x.nbytes)
-            rendezvous.leave()
+        rendezvous.leave()
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         """Reduce into the root's `x`; elsewhere `x` keeps its value."""

@@ -38,8 +38,9 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 #   LEFT         the number of ranks that have left
 #   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
 #   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
-_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN = range(9)
-_HEAD = 9
+#   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE
+_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS = range(10)
+_HEAD = 10
 # The part of a rank: the address of the memory that it shows, negated if it is the caller's own; its bytes; 1 while the
 # rank reduces, or at a rendezvous of neighbours how many have read the memory; there the tag when the rank has arrived.
 _PART = 4
@@ -57,6 +58,11 @@ class DisagreementError(AsyncollError):
     def __init__(self, rank: int) -> None:
         super().__init__(f"group rank {rank} has called something else")
         self.rank = rank
+
+
+def signed(fingerprint: int) -> int:
+    """The fingerprint of a call, of 64 bits, as a signed cell has it."""
+    return fingerprint - _HALF
 
 
 def _tag(number: int, count: int) -> int:
@@ -91,6 +97,10 @@ class StagingArea:
     def begin(self, number: int) -> None:
         """Note that call `number` begins at this rank."""
         self._unfinished.add(number)
+        self.note(number)
+
+    def note(self, number: int) -> None:
+        """Note that this rank has made call `number`, for `begun`."""
         self.control_block.cells[self._begun + self.rank] = number
 
     def begun(self, rank: int) -> int:
@@ -118,9 +128,18 @@ class StagingArea:
         else:
             await turn_of(turn)
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether no call is under way at this rank."""
+        return not self._unfinished
+
+    def turn(self, number: int, count: int = 0) -> int:
+        """The record of rendezvous number `count`, from 0, of call `number`."""
+        return 2 * (number % self.sizes.calls) + count % 2
+
     def rendezvous(self, number: int, count: int, fingerprint: int) -> Rendezvous:
-        """The rendezvous number `count`, from 0, of call `number`."""
-        return Rendezvous(self, 2 * (number % self.sizes.calls) + count % 2, number, count, fingerprint)
+        """The rendezvous number `count`, from 0, of call `number`, whose signed fingerprint is `fingerprint`."""
+        return Rendezvous(self, self.turn(number, count), number, count, fingerprint)
 
     def look_ahead(self, number: int) -> None:
         """Note in `known_free` whether the first record of call `number` is free. The caller holds the lock."""
@@ -192,6 +211,10 @@ class StagingArea:
             array = arrays[rank] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
 
+    def provide_short(self) -> None:
+        """Allocate the short arrays of this rank, unless they exist. Before it first arrives with one."""
+        self._short_address(self.rank)
+
     def _short_address(self, rank: int) -> int:
         """The address of the short arrays of group rank `rank`.
 
@@ -225,7 +248,7 @@ class Rendezvous:
         self._staging = staging
         self._cells = staging.control_block.cells
         self._base = staging.base(turn)
-        self._fingerprint = fingerprint - _HALF
+        self._fingerprint = fingerprint
         self._number = number
         self.turn = turn
         self.tag = _tag(number, count)
@@ -236,15 +259,15 @@ class Rendezvous:
 
     async def free(self) -> None:
         """Wait until all ranks have left the previous rendezvous of this record. Then the slot of this rank is free."""
-        cells, base, tag, size = self._cells, self._base, self.tag, self._staging.size
-        await until(self.control_block, lambda: cells[base + _TAG] in (0, tag) or cells[base + _LEFT] == size)
+        await until(self.control_block, self.is_free)
+
+    def is_free(self) -> bool:
+        """Whether all ranks have left the previous rendezvous of this record. Under the lock."""
+        cells, base = self._cells, self._base
+        return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
 
     def arrive_shortly(self) -> bool:
         """Show the short array of this rank. Returns True at the last rank to arrive, which reduces for all.
-
-        The last rank does it alone because it runs already. To share a short array, it would have to wake the others
-        and wait for them, which takes longer than to reduce the array (`Sizes.short` is the measured limit). The others
-        wake once, for the result.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
@@ -371,8 +394,11 @@ class Rendezvous:
 
     async def reduced(self, total: int) -> None:
         """Wait until all `total` bytes are reduced."""
-        cells, done = self._cells, self._base + _DONE
-        await until(self.control_block, lambda: cells[done] == total)
+        await until(self.control_block, lambda: self.is_reduced(total))
+
+    def is_reduced(self, total: int) -> bool:
+        """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
+        return self._cells[self._base + _DONE] == total
 
     async def withdraw(self, total: int, is_lost: Callable[[int], bool]) -> None:
         """Withdraw the memory that this rank showed, after a failure.
@@ -404,15 +430,20 @@ class Rendezvous:
         then be wrong, because its owner may have overwritten it meanwhile.
         """
         staging, cells, left = self._staging, self._cells, self._base + _LEFT
+        sleepers = 0
         with staging.control_block as control_block:
             cells[left] += 1
             if reduced:
                 cells[self._base + _DONE] = reduced
+                sleepers = cells[self._base + _SLEEPERS]
                 control_block.wake()
             elif cells[left] == staging.size:
                 control_block.wake()
             staging.look_ahead(self._number + 1)
-            return not cells[self._base + _WITHDRAWN]
+            is_valid = not cells[self._base + _WITHDRAWN]
+        if sleepers:
+            staging.control_block.wake_futex(self._base + _DONE)
+        return is_valid
 
     async def all_left(self) -> None:
         """Wait until no rank reads the memory that this rank has shown."""

@@ -78,7 +78,7 @@ class Engine(Generic[R]):
         """
         return max(self.aim, latest + 1 - self._operation.history)
 
-    def deliver(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
         told = self._tell(ticket, result, missed)
         self._lag[told.lag] += 1
@@ -92,11 +92,11 @@ class Engine(Generic[R]):
         """
         return latest >= self.aim or any(newest == latest for _, _, newest in self._owed)
 
-    def conclude(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
         return self._tell(ticket, result, missed)
 
-    def _tell(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._operation.group_size else ticket <= result.taken
         since = result.number - self.aim  # -1: this very round is owed, because the call that was given it is cancelled

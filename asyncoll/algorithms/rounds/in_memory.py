@@ -21,11 +21,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
 from asyncoll.algorithms.rounds.engine import Engine, Told
-from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Chunk, Kept, RoundRecord, Staged
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -35,6 +37,9 @@ from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
+
+if TYPE_CHECKING:
+    from asyncoll._core.native import Rounds as CompiledRounds
 
 LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
 
@@ -48,6 +53,20 @@ class _Call:
     missed: list[Kept]  # results of earlier rounds, kept for this call
     ticket: int = 0  # the number of its contribution, once that is staged
     kept: Kept | None = None  # the result that the call is given, once there is one
+
+
+class Begun(NamedTuple):
+    """What the compiled core returns of a call up to its first wait."""
+
+    number: int  # as of `_Call`, like the next three
+    came_ns: int
+    ticket: int
+    missed: Sequence[tuple[int, int, int, int, int]] | None  # `Kept`
+    round: int  # whose result the call is given; 0: it has to wait
+    ranks: tuple[int, ...]  # as of `Result`, like `weight`
+    absent: int  # as of `Kept`, like `taken`
+    taken: int
+    weight: float
 
 
 class OneSidedRounds:
@@ -86,6 +105,7 @@ class OneSidedRounds:
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
+        self._native = self._compiled(group) if self.is_prompt else None
         self._views: dict[int, Parts] = {}  # of blocks, by address
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
@@ -97,6 +117,30 @@ class OneSidedRounds:
 
     # -- a call -----------------------------------------------------------------------------------
 
+    def _compiled(self, group: Group) -> CompiledRounds | None:
+        """The same rounds in the compiled core, if that is there and can reduce these dtypes."""
+        core, operation, layout, rounds = self.arena.native, self.operation, self._layout, self._rounds
+        if core is None or not rounds.reduces_at_once:
+            return None
+        kernels = [core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
+        if not all(kernels):
+            return None
+        compiled: CompiledRounds = core.Rounds(
+            control_block=self._control_block,
+            view=self.arena.view,
+            size=group.size,
+            rank=group.rank,
+            history=operation.history,
+            limit=rounds.blocks.limit,
+            nbytes=layout.nbytes,
+            opening=list(Opening).index(operation.opening),
+            quorum=operation.quorum,
+            sync_every=operation.sync_every,
+            keeps=self._keeps,
+            parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
+        )
+        return compiled
+
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
         turn = next(self._numbers)
@@ -104,6 +148,13 @@ class OneSidedRounds:
             return self._call(turn, contribution)
         is_waiting = False
         try:
+            if self._native is not None:
+                own = self._arrays(contribution)
+                answer = self._begin_compiled(own, contribution.weight)
+                if not answer.round:
+                    is_waiting = True
+                    return self._wait_compiled(turn, answer, own)
+                return self._deliver_compiled(answer, own, answer.missed or ())
             call = self._begin_short(contribution)
             if call.kept is None:
                 is_waiting = True
@@ -152,6 +203,75 @@ class OneSidedRounds:
             return self._deliver(call)
         finally:
             self._end(turn)
+
+    # -- in the compiled core ---------------------------------------------------------------------
+
+    def _arrays(self, contribution: Contribution) -> Parts:
+        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays."""
+        own = contribution.lend() if contribution.weight == 1 else None
+        if own is None:
+            own = [
+                np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
+            ]
+            contribution.read(own)
+        return own
+
+    def _begin_compiled(self, own: Parts, weight: float) -> Begun:
+        """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
+        compiled, unused = self._native, list[int]()
+        assert compiled is not None
+        while self._unused:
+            unused.append(self._unused.popleft())
+        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
+            unused = []
+            self._prepare(answer)
+        return Begun(*answer)
+
+    def _prepare(self, wanted: int) -> None:
+        """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
+        compiled, operation, size = self._native, self.operation, self._size
+        assert compiled is not None
+        if wanted < 0:
+            self._rounds.blocks.provide(-wanted)
+        else:
+            drawn = operation.drawn(wanted, size) if operation.opening is Opening.MAJORITY else ()
+            compiled.plan(wanted, drawn, tuple(operation.groups(wanted, size)))
+
+    async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
+        """The rest of a call that `_begin_compiled` has staged."""
+        compiled, number, aim = self._native, begun.number, self._engine.aim
+        assert compiled is not None
+        call = _Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
+        try:
+            try:
+                while True:
+                    await until(self._control_block, lambda: compiled.is_needed(number))
+                    answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
+                    if isinstance(answer, int):
+                        self._prepare(answer)
+                    elif (ended := Begun(*answer)).round:
+                        return self._deliver_compiled(ended, own, call.missed)
+            except (Exception, asyncio.CancelledError):
+                await self._give_up(call)
+                raise
+        except BaseException:
+            self._drop_results(call)
+            raise
+        finally:
+            self._end(turn)
+
+    def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
+        """As `_deliver`, of a result that is in the arrays `own`."""
+        number, ranks = ended.round, ended.ranks
+        operation = self.operation
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
+        result = Result(number, own, ranks, members, ended.taken, synchronous, ended.weight)
+        told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
+        if told.dropped:
+            self._drop([old.block for old in told.dropped])
+        results = (*map(self._result, told.missed), result) if told.missed else (result,)
+        return Delivery(results, told.included, told.skipped, told.lag)
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
@@ -495,7 +615,7 @@ class OneSidedRounds:
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
-        blocks = [result.block for result in delivery.results]
+        blocks = [result.block for result in delivery.results if result.block]
         if self._layout.nbytes < LENT_MIN_BYTES:
             self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now
         else:

@@ -203,7 +203,7 @@ class Operations:
                 return answer
             try:
                 now_s = self._now_s()
-                self._pending.passed(call, now_s)
+                self._pending.note(call)
                 return self.hand_over(call.operation, answer, given, now_s - came_s), answer
             finally:
                 rounds.release(answer)
@@ -348,6 +348,7 @@ def _nothing() -> None:
 class _ShortCall(Work[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
+    # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
     __slots__ = ("_call", "_delivery", "_given", "_member", "_operations", "_receipt", "_rounds")
 
     def __init__(

@@ -178,7 +178,7 @@ class RoundRecord:
         # again. Ranks that share a thread do not, so that others run while a round does.
         self._reduce = reduce
         is_short = layout.nbytes <= SHORT_BYTES and size * layout.nbytes <= CHUNK_BYTES
-        self._reduces_at_once = is_short and not self.control_block.interleaved
+        self.reduces_at_once = is_short and not self.control_block.interleaved
 
     @property
     def latest(self) -> int:
@@ -312,7 +312,7 @@ class RoundRecord:
                 self.blocks.keep(dest)
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
-                if self._reduces_at_once:
+                if self.reduces_at_once:
                     sources = table[index, COLUMN.source_at].tolist()
                     self._reduce(self.blocks.address(dest), [address for address in sources if address])
                 else:

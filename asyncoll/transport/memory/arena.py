@@ -30,6 +30,7 @@ from asyncoll.transport.control_block import (
     Wait,
     control_block_bytes,
 )
+from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, LockPolicy, RobustMutex
@@ -105,7 +106,7 @@ class HostArena:
         self.locks = LockPolicy()
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self.cores = min(len(ranks), len(os.sched_getaffinity(0)))
-        self._polls = _POLLS if self.cores == len(ranks) else _POLLS_OVERSUBSCRIBED
+        self.polls = _POLLS if self.cores == len(ranks) else _POLLS_OVERSUBSCRIBED
         self._yielding_poll_s = _YIELDING_POLL_S if self.cores == len(ranks) else _YIELDING_POLL_S_OVERSUBSCRIBED
         self._no_polling_until_s = 0.0
         self._capacity = os.fstat(segments[local_rank].memory).st_size
@@ -234,11 +235,13 @@ class HostArena:
         for doorbell in doorbells:
             os.eventfd_write(self._eventfds[doorbell], 1)
 
+    wake_futex = staticmethod(futex.wake_all)
+
     async def wait(
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
         # Polls read the cells without the lock, so a success is only a hint.
-        if await self._poll_yielding(wait.ready) if yielding else self._poll(wait.ready):
+        if await self._poll_yielding(wait.ready) if yielding else self.look(wait.ready):
             with wait.control_block:
                 if wait.ready():
                     return
@@ -262,12 +265,11 @@ class HostArena:
     async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
         await self._turns.wait(turn, check, describe)
 
-    def _poll(self, ready: Callable[[], bool]) -> bool:
-        """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run."""
+    def look(self, ready: Callable[[], bool]) -> bool:
         now_s = self.now_s()
         if now_s < self._no_polling_until_s:
             return False
-        for _ in range(self._polls):
+        for _ in range(self.polls):
             if ready():
                 return True
             os.sched_yield()

@@ -49,6 +49,9 @@ class _Memory:
                 if not future.done():
                     future.set_result(None)
 
+    def wake_futex(self, cell: memoryview) -> None:
+        """No thread sleeps in a futex: all ranks share one."""
+
 
 class _NoLock:
     """The mutex of ranks on one loop: no other rank runs while it is held, because no await is under a lock."""
@@ -99,6 +102,17 @@ class InprocArena:
             if offset >= 0 and offset + flat.nbytes <= block.nbytes:
                 return address + offset
         return None
+
+    @property
+    def native(self) -> None:
+        """No compiled core: it does not interleave the ranks of one thread."""
+
+    @property
+    def polls(self) -> int:
+        return 0
+
+    def look(self, ready: Callable[[], bool]) -> bool:
+        return ready()
 
     def control_block(self, context: int, cells: int) -> ControlBlock:
         if context not in self._control_blocks:

@@ -1,0 +1,402 @@
+/* Short meetings of all ranks of a communicator: one rendezvous at which each rank shows a short array.
+ *
+ * The counterpart of `PythonMeetings` (asyncoll/algorithms/dense/meetings.py), on the cells that
+ * asyncoll/algorithms/dense/staging.py declares. A meeting has three steps, each a method here: a rank arrives, the last
+ * one publishes the result of all, and the others complete with it.
+ */
+#include "native.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* asyncoll/algorithms/dense/staging.py: the cells of a record, and how many a record has. */
+enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, HEAD };
+enum { PART = 4 };
+
+/* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
+enum { WAITING, LAST, NOT_FREE };
+
+/* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
+enum { COPIED_UNDER_LOCK = 4096 };
+
+typedef struct {
+    PyObject_HEAD
+    ControlBlock *block;
+    PyObject *view;    /* view(address, nbytes): the memory of any rank */
+    PyObject *differs; /* the class of the error for a rank that has made another call */
+    Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
+    int64_t size, rank, calls, short_bytes;
+    int64_t stride;    /* cells of a record */
+    int64_t addresses; /* first of `size` cells: the address of each rank's short arrays */
+    int64_t begun;     /* first of `size` cells: each rank's newest call */
+    int64_t known_free; /* the tag of a meeting whose record is known to be free */
+} Meetings;
+
+typedef struct {
+    int64_t *cells; /* of the record */
+    int64_t tag;
+    int64_t turn;
+} Record;
+
+static Record record_of(const Meetings *self, int64_t number)
+{
+    const int64_t numbers = 1 << 30; /* _NUMBERS, and _tag: asyncoll/algorithms/dense/staging.py */
+    int64_t turn = 2 * (number % self->calls);
+    return (Record){self->block->cells + turn * self->stride, (number % numbers + 1) << 32, turn};
+}
+
+static bool is_free(const Meetings *self, Record record)
+{
+    int64_t tag = record.cells[TAG];
+    return tag == 0 || tag == record.tag || record.cells[LEFT] == self->size;
+}
+
+/* Note whether the record of call `number` is free. The caller holds the lock. `is_clear` says that no earlier call is
+ * under way at this rank: one may come back to the record. */
+static void look_ahead(Meetings *self, int64_t number, bool is_clear)
+{
+    Record record = record_of(self, number);
+    if (is_clear && is_free(self, record))
+        self->known_free = record.tag;
+}
+
+/* The memory of `rank` for short arrays at record `turn`; NULL with an exception if there is none. The address is in
+ * the cells since `rank` first arrived with a short array. */
+static char *short_array(Meetings *self, int64_t rank, int64_t turn)
+{
+    Py_buffer *area = &self->areas[rank];
+    int64_t bytes = 2 * self->calls * self->short_bytes;
+    if (!area->buf) {
+        PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)self->block->cells[self->addresses + rank],
+                                                 (long long)bytes);
+        int failed = memory ? PyObject_GetBuffer(memory, area, PyBUF_WRITABLE) : -1;
+        Py_XDECREF(memory);
+        if (failed)
+            return NULL;
+        if (area->len != bytes) {
+            PyBuffer_Release(area);
+            PyErr_Format(PyExc_ValueError, "rank %lld has no memory for short arrays", (long long)rank);
+            return NULL;
+        }
+    }
+    return (char *)area->buf + turn * self->short_bytes;
+}
+
+/* Enter the meeting. The first rank opens it: it clears the cells. The caller holds the lock. Returns false if another
+ * rank has made another call with the same number. */
+static bool open_or_join(const Meetings *self, Record record, int64_t fingerprint)
+{
+    if (record.cells[TAG] == record.tag)
+        return record.cells[FINGERPRINT] == fingerprint;
+    memset(record.cells, 0, HEAD * sizeof(int64_t));
+    record.cells[TAG] = record.tag;
+    record.cells[FINGERPRINT] = fingerprint;
+    record.cells[FIRST] = self->rank;
+    return true;
+}
+
+/* `array`, or no bytes for None, as a contiguous buffer. */
+static int get_bytes(PyObject *array, Py_buffer *bytes, int flags)
+{
+    if (array == Py_None) {
+        memset(bytes, 0, sizeof *bytes);
+        return 0;
+    }
+    return PyObject_GetBuffer(array, bytes, flags);
+}
+
+static void free_bytes(Py_buffer *bytes)
+{
+    if (bytes->obj)
+        PyBuffer_Release(bytes);
+}
+
+static bool check_length(const Meetings *self, const Py_buffer *bytes)
+{
+    if (bytes->len <= self->short_bytes)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are not short", bytes->len);
+    return false;
+}
+
+/* The caller holds the lock. Returns -1 if the ranks have made different calls. */
+static int count_arrival(Meetings *self, Record record, int64_t number, int64_t fingerprint)
+{
+    if (!open_or_join(self, record, fingerprint))
+        return -1;
+    self->block->cells[self->begun + self->rank] = number;
+    return ++record.cells[ARRIVED] == self->size ? LAST : WAITING;
+}
+
+static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, const Py_buffer *bytes)
+{
+    Record record = record_of(self, number);
+    if (self->known_free != record.tag) {
+        if (control_block_lock(self->block) < 0)
+            return -1;
+        bool free = is_free(self, record);
+        control_block_unlock(self->block);
+        if (!free)
+            return NOT_FREE;
+    }
+    if (bytes->len) {
+        char *mine = short_array(self, self->rank, record.turn);
+        if (!mine)
+            return -1;
+        memcpy(mine, bytes->buf, bytes->len);
+    }
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    int state = count_arrival(self, record, number, fingerprint);
+    int64_t first = record.cells[FIRST];
+    control_block_unlock(self->block);
+    if (state < 0) {
+        PyObject *error = PyObject_CallFunction(self->differs, "L", (long long)first);
+        if (error)
+            PyErr_SetObject(self->differs, error);
+        Py_XDECREF(error);
+    }
+    return state;
+}
+
+/* `arrive(number, fingerprint, array)` -> WAITING, LAST or NOT_FREE */
+static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    Py_buffer bytes;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array)");
+        return NULL;
+    }
+    int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
+    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, &bytes) : -1;
+    free_bytes(&bytes);
+    return state < 0 ? NULL : PyLong_FromLong(state);
+}
+
+/* `publish(number, done, is_clear)`: the last rank has put the result of all into the memory of rank 0. It reports
+ * `done`, which the others wait for, and leaves. */
+static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
+        return NULL;
+    }
+    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    Record record = record_of(self, number);
+    if (control_block_lock(self->block) < 0)
+        return NULL;
+    record.cells[LEFT]++;
+    record.cells[DONE] = done;
+    bool is_futex_wanted = record.cells[SLEEPERS] > 0;
+    control_block_wake(self->block, INT64_MAX);
+    look_ahead(self, number + 1, arguments[2] == Py_True);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&record.cells[DONE]);
+    Py_RETURN_NONE;
+}
+
+/* `complete(number, done, array, is_clear)`: copy the result into `array`, and leave. Returns False if it is not there. */
+static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    Py_buffer bytes;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "complete(number, done, array, is_clear)");
+        return NULL;
+    }
+    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
+        return NULL;
+    Record record = record_of(self, number);
+    char *result = NULL;
+    PyObject *answer = NULL;
+    if (!check_length(self, &bytes) || control_block_lock(self->block) < 0)
+        goto end;
+    if (record.cells[DONE] != done) {
+        control_block_unlock(self->block);
+        answer = Py_NewRef(Py_False);
+        goto end;
+    }
+    if (bytes.len && !(result = short_array(self, 0, record.turn))) {
+        control_block_unlock(self->block);
+        goto end;
+    }
+    if (bytes.len > COPIED_UNDER_LOCK) {
+        control_block_unlock(self->block);
+        memcpy(bytes.buf, result, bytes.len);
+        if (control_block_lock(self->block) < 0)
+            goto end;
+    } else if (bytes.len) {
+        memcpy(bytes.buf, result, bytes.len);
+    }
+    if (++record.cells[LEFT] == self->size)
+        control_block_wake(self->block, INT64_MAX);
+    look_ahead(self, number + 1, arguments[3] == Py_True);
+    control_block_unlock(self->block);
+    answer = Py_NewRef(Py_True);
+end:
+    free_bytes(&bytes);
+    return answer;
+}
+
+/* -- waiting ---------------------------------------------------------------------------------- */
+
+/* A cell without the lock: a hint only. */
+static int64_t peek(const int64_t *cell)
+{
+    return __atomic_load_n(cell, __ATOMIC_RELAXED);
+}
+
+static bool poll_cell(const int64_t *cell, int64_t wanted, int64_t polls)
+{
+    for (int64_t poll = 0; poll < polls; poll++) {
+        if (peek(cell) == wanted)
+            return true;
+        sched_yield();
+    }
+    return peek(cell) == wanted;
+}
+
+/* `look(number, done, polls, sleep_ns)`: block for a short time until the result is there. Returns whether it seems to
+ * be: `complete` knows. */
+static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns)");
+        return NULL;
+    }
+    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t polls = PyLong_AsLongLong(arguments[2]), sleep_ns = PyLong_AsLongLong(arguments[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    int64_t *cell = record_of(self, number).cells + DONE;
+    if (peek(cell) == done)
+        Py_RETURN_TRUE;
+    PyThreadState *state = PyEval_SaveThread();
+    bool is_there = poll_cell(cell, done, polls);
+    PyEval_RestoreThread(state);
+    if (is_there || sleep_ns <= 0)
+        return PyBool_FromLong(is_there);
+    if (control_block_lock(self->block) < 0)
+        return NULL;
+    uint32_t before = (uint32_t)*cell;
+    is_there = *cell == done;
+    /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
+    record_of(self, number).cells[SLEEPERS] += !is_there;
+    control_block_unlock(self->block);
+    if (is_there)
+        Py_RETURN_TRUE;
+    const struct timespec time = {sleep_ns / 1000000000, sleep_ns % 1000000000};
+    state = PyEval_SaveThread();
+    syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0); /* a signal ends it, too */
+    PyEval_RestoreThread(state);
+    return PyBool_FromLong(peek(cell) == done);
+}
+
+/* -- the type --------------------------------------------------------------------------------- */
+
+/* `Meetings(control_block, view, differs, size, rank, calls, short_bytes)` */
+static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    PyObject *block, *view, *differs;
+    long long size, rank, calls, short_bytes;
+    static char *names[] = {"control_block", "view", "differs", "size", "rank", "calls", "short_bytes", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOLLLL:Meetings", names, &block, &view, &differs, &size,
+                                     &rank, &calls, &short_bytes))
+        return NULL;
+    if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "these are no meetings");
+        return NULL;
+    }
+    int64_t stride = HEAD + PART * size, addresses = 2 * calls * stride;
+    if (addresses + 2 * size > ((ControlBlock *)block)->cell_count) {
+        PyErr_SetString(PyExc_ValueError, "the control block has too few cells");
+        return NULL;
+    }
+    allocfunc allocate = PyType_GetSlot(type, Py_tp_alloc); /* sets all to zero */
+    Meetings *self = (Meetings *)allocate(type, 0);
+    if (!self)
+        return NULL;
+    self->block = (ControlBlock *)Py_NewRef(block);
+    self->view = Py_NewRef(view);
+    self->differs = Py_NewRef(differs);
+    self->size = size;
+    self->rank = rank;
+    self->calls = calls;
+    self->short_bytes = short_bytes;
+    self->stride = stride;
+    self->addresses = addresses;
+    self->begun = addresses + size;
+    self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
+    if (!self->areas) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static int traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Meetings *self = (Meetings *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->block);
+    Py_VISIT(self->view);
+    Py_VISIT(self->differs);
+    return 0;
+}
+
+/* The control block stays until the end: a method that runs in a finalizer would use it. */
+static int clear(PyObject *object)
+{
+    Meetings *self = (Meetings *)object;
+    Py_CLEAR(self->view);
+    Py_CLEAR(self->differs);
+    return 0;
+}
+
+static void destroy(PyObject *object)
+{
+    Meetings *self = (Meetings *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    clear(object);
+    for (int64_t rank = 0; self->areas && rank < self->size; rank++)
+        free_bytes(&self->areas[rank]);
+    PyMem_Free(self->areas);
+    Py_XDECREF((PyObject *)self->block);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"arrive", (PyCFunction)(void (*)(void))arrive, METH_FASTCALL, NULL},
+    {"publish", (PyCFunction)(void (*)(void))publish, METH_FASTCALL, NULL},
+    {"complete", (PyCFunction)(void (*)(void))complete, METH_FASTCALL, NULL},
+    {"look", (PyCFunction)(void (*)(void))look, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, create},       {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},      {Py_tp_methods, methods}, {0, NULL},
+};
+
+PyType_Spec meetings_spec = {
+    .name = "asyncoll._core.native.Meetings",
+    .basicsize = sizeof(Meetings),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};

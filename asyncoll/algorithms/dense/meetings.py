@@ -1,0 +1,98 @@
+"""Short meetings: the single rendezvous of an allreduce of a short array, or of a barrier, without any waiting.
+
+A rank arrives with its array. The last rank to arrive reduces the arrays of all, because it runs already: to share a
+short array, it would have to wake the others and wait for them, which takes longer (`Sizes.short` is the measured
+limit). It publishes the result, and the others complete with it. `PythonMeetings` and the compiled core implement the
+steps, on the same records of the staging area (`staging`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
+from asyncoll.tensors.reductions import Array
+
+# What `Meetings.arrive` returns.
+WAITING = 0  # other ranks are missing
+LAST = 1  # all ranks have arrived, and this one reduces
+NOT_FREE = 2  # ranks are still at an earlier rendezvous of the record: nothing has changed
+
+
+class Meetings(Protocol):
+    """The short meetings of one communicator at one rank: one for each call `number`.
+
+    `done` is the number of bytes of the result, or 1 for a barrier. `is_clear` says that no earlier call is under way
+    at this rank. Arrays are flat and contiguous; None for a barrier. All methods raise the error of a lost lock.
+    """
+
+    def arrive(self, number: int, fingerprint: int, array: Array | None, /) -> int:
+        """Show a copy of `array`. Returns WAITING, LAST or NOT_FREE.
+
+        The caller has checked that the call that used the record before is over at this rank. Raises DisagreementError
+        if another rank has made another call with this number.
+        """
+
+    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
+        """The result of all is in the memory of rank 0: tell the others, and leave. For the rank that was the last."""
+
+    def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
+        """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""
+
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, /) -> bool:
+        """Block the thread for a short time, until there seems to be a result; returns whether there is.
+
+        It yields the core at most `polls` times, and then sleeps for at most `sleep_ns` nanoseconds if it can.
+        """
+
+
+class PythonMeetings:
+    """Implements `Meetings`. Its counterpart in C is in asyncoll/_core/meetings.c."""
+
+    def __init__(self, staging: StagingArea) -> None:
+        self._staging = staging
+
+    def arrive(self, number: int, fingerprint: int, array: Array | None, /) -> int:
+        staging = self._staging
+        rendezvous = staging.rendezvous(number, 0, fingerprint)
+        if staging.known_free != rendezvous.tag:
+            with staging.control_block:
+                if not rendezvous.is_free():
+                    return NOT_FREE
+        if array is not None:
+            staging.short_array(staging.rank, rendezvous.turn, array.dtype, array.size)[...] = array
+        staging.note(number)
+        return LAST if rendezvous.arrive_shortly() else WAITING
+
+    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
+        del is_clear  # the staging area knows
+        self._staging.rendezvous(number, 0, 0).leave(reduced=done)
+
+    def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
+        del is_clear
+        staging = self._staging
+        rendezvous = staging.rendezvous(number, 0, 0)
+        with staging.control_block:
+            if not rendezvous.is_reduced(done):
+                return False
+        if array is not None:
+            array[...] = staging.short_array(0, rendezvous.turn, array.dtype, array.size)
+        rendezvous.leave()
+        return True
+
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, /) -> bool:
+        del polls, sleep_ns  # the arena's own numbers
+        rendezvous = self._staging.rendezvous(number, 0, 0)
+        return self._staging.arena.look(lambda: rendezvous.is_reduced(done))
+
+
+def meetings_of(staging: StagingArea) -> Meetings:
+    """The meetings of this rank: those of the compiled core, if its arena uses that."""
+    native = staging.arena.native
+    if native is None:
+        return PythonMeetings(staging)
+    sizes, view = staging.sizes, staging.arena.view
+    meetings: Meetings = native.Meetings(
+        staging.control_block, view, DisagreementError, staging.size, staging.rank, sizes.calls, sizes.short
+    )
+    return meetings

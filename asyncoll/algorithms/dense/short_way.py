@@ -1,0 +1,101 @@
+"""The short way of a call in memory: an allreduce of a short array or a barrier, in its caller's thread.
+
+Most of these calls are over when they return, or after a look of some microseconds. So they need none of what a call
+that sleeps needs: no coroutine, no lane, no record for deadlines. A call that has to sleep after all goes on as any
+other call (`algorithms.calls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from asyncoll.algorithms.backend import Collectives, Plan
+from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, meetings_of
+from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.runtime import deadlines
+from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.work import Driven, Work
+from asyncoll.statistics import Traffic
+from asyncoll.tensors.reductions import Array, ReduceOp, reducer
+
+T = TypeVar("T")
+
+_PLANS_MAX = 1024
+_SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
+
+
+class ShortWay:
+    """Implements `ShortWay` in memory, for one communicator at one rank."""
+
+    def __init__(self, staging: StagingArea, check: Callable[[], None]) -> None:
+        """`check` raises if the communicator has failed."""
+        self.nbytes_max = staging.sizes.short
+        self.is_atomic = staging.arena.native is not None
+        self.now_s = deadlines.clock()
+        self._check = check
+        self._staging = staging
+        self._meetings = meetings_of(staging)
+        self._polls = staging.arena.polls
+        self._plans: dict[tuple[str, str, int, str], Plan] = {}
+
+    def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
+        key = call.operation, call.dtype, call.elements, call.detail
+        return self._plans.get(key) or self._make(key, call, op, nbytes)
+
+    def _make(self, key: tuple[str, str, int, str], call: Signature, op: ReduceOp, nbytes: int) -> Plan:
+        if len(self._plans) == _PLANS_MAX:
+            self._plans.clear()
+        size = self._staging.size
+        reducing, receiving = Traffic(), Traffic()
+        if nbytes:
+            self._staging.provide_short()
+            for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
+                traffic.sent(nbytes)
+                traffic.received(received)
+        reduce = reducer(op, call.dtype) if nbytes else None
+        divisor = size if op is ReduceOp.AVG else 1
+        plan = Plan(signed(call.fingerprint()), reduce, divisor, nbytes or 1, reducing, receiving)
+        self._plans[key] = plan
+        return plan
+
+    def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
+        staging = self._staging
+        if not staging.is_over(number - staging.sizes.calls):
+            return None
+        state = self._meetings.arrive(number, plan.fingerprint, x)
+        if state == LAST:
+            self._reduce(plan, number, x)
+            return True
+        if state == NOT_FREE:
+            return None
+        staging.begin(number)
+        return False
+
+    def _reduce(self, plan: Plan, number: int, x: Array | None) -> None:
+        """Reduce the arrays of all ranks, and publish the result."""
+        staging = self._staging
+        if x is not None and plan.reduce is not None:
+            turn = staging.turn(number)
+            arrays = [staging.short_array(rank, turn, x.dtype, x.size) for rank in range(staging.size)]
+            plan.reduce(arrays[0], arrays, plan.divisor)
+            x[...] = arrays[0]
+        self._meetings.publish(number, plan.done, staging.is_clear)
+
+    def look(self, plan: Plan, number: int, x: Array | None) -> bool:
+        staging, meetings = self._staging, self._meetings
+        if not meetings.look(number, plan.done, self._polls, _SLEEP_NS):
+            return False
+        staging.end(number)
+        if meetings.complete(number, plan.done, x, staging.is_clear):
+            return True
+        staging.begin(number)
+        return False
+
+    async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
+        assert isinstance(collectives, SharedCall)
+        await collectives.finish_shortly(x, plan.done)
+
+    def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
+        return Work(self._staging.arena, work, self._check, describe)
