@@ -14,7 +14,7 @@ import numpy as np
 from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Result
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Result, delivery_of, result_of
 from asyncoll.tensors.reductions import storage
 
 _ALONE = (0,)  # the contributors and the members of every round
@@ -48,11 +48,13 @@ class LoneRounds:
             number = self._latest = self._latest + 1
             synchronous = operation.sync_every > 0 and operation.is_synchronous(number)
             # The round is the ticket of its one contribution.
-            result = Result(number, parts, _ALONE, _ALONE, number, synchronous, contribution.weight)
+            result = result_of(
+                (number, parts, _ALONE, _ALONE, number, synchronous, contribution.weight, False, False, 0)
+            )
             if operation.history:
                 self._kept.append(_copy(result))
             told = self._engine.deliver(number, result, ())
-        return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
+        return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
 
     async def call(self, contribution: Contribution) -> Delivery:
         return self.begin(contribution)

@@ -19,7 +19,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Chunk, Kept, RoundRecord, Staged
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
@@ -67,6 +67,9 @@ class Begun(NamedTuple):
     absent: int  # as of `Kept`, like `taken`
     taken: int
     weight: float
+
+
+begun_of = partial(tuple.__new__, Begun)
 
 
 class OneSidedRounds:
@@ -225,7 +228,7 @@ class OneSidedRounds:
         while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
             unused = []
             self._prepare(answer)
-        return Begun(*answer)
+        return begun_of(answer)
 
     def _prepare(self, wanted: int) -> None:
         """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
@@ -249,7 +252,7 @@ class OneSidedRounds:
                     answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
                     if isinstance(answer, int):
                         self._prepare(answer)
-                    elif (ended := Begun(*answer)).round:
+                    elif (ended := begun_of(answer)).round:
                         return self._deliver_compiled(ended, own, call.missed)
             except (Exception, asyncio.CancelledError):
                 await self._give_up(call)
@@ -266,12 +269,13 @@ class OneSidedRounds:
         operation = self.operation
         members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
         synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
-        result = Result(number, own, ranks, members, ended.taken, synchronous, ended.weight)
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, NONE)
+        result = result_of(fields)
         told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
         if told.dropped:
             self._drop([old.block for old in told.dropped])
         results = (*map(self._result, told.missed), result) if told.missed else (result,)
-        return Delivery(results, told.included, told.skipped, told.lag)
+        return delivery_of((results, told.included, told.skipped, told.lag))
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""

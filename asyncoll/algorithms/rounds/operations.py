@@ -139,11 +139,11 @@ class Operations:
     """The wait-avoiding operations of one communicator at one rank."""
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
-        self._member = member
+        self.member = member
         self._backend = backend
-        self._pending = pending
+        self.pending = pending
         self._known = backend.operations.known
-        self._now_s = deadlines.clock()
+        self.now_s = deadlines.clock()
         self._called: dict[str, Operation] = {}  # by name: those that this rank has called
         self._joined: set[str] = set()  # the names of those that this rank has joined
 
@@ -153,7 +153,7 @@ class Operations:
         `given` is the contribution, and is overwritten with the result. Cancelling the coroutine leaves the
         contribution in, and waits until no round uses the memory of `given`.
         """
-        member, name = self._member, spec.name
+        member, name = self.member, spec.name
         member.check_caller()
         if name in self._joined:
             raise UsageError(f"this rank has joined {name!r}, and contributes no more: use another name")
@@ -161,15 +161,15 @@ class Operations:
         call, rounds = RoundCall(spec, site), self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
-            short = _ShortCall(self, member, call, rounds, given)
+            short = _ShortCall(self, call, rounds, given)
             return member.runner.drive(short, short.take_back)
         receipt = Receipt()
-        pending = self._pending.enter(call)
+        pending = self.pending.enter(call)
         try:
             work = self._contribute(call, given, receipt, pending)
             return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
-            self._pending.leave(pending)
+            self.pending.leave(pending)
             raise
 
     async def _contribute(
@@ -181,48 +181,27 @@ class Operations:
         exception that the other ranks do not know aborts the communicator.
         """
         try:
-            self._member.check()
+            self.member.check()
             rounds = await self._find_or_open(call)
             return await self._receive(call, rounds, rounds.call(given), given, receipt, pending)
         except Exception as error:
-            self._failed(call, error)
+            self.failed(call, error)
             raise
         finally:
-            self._pending.leave(pending)
-
-    def begin(self, call: RoundCall, rounds: Rounds, given: Bundle | Single) -> tuple[Reduction, Delivery] | Rest:
-        """Begin a call in its caller's thread. Returns what it is given, or, if it has to wait, the rest of it.
-
-        Raises as `_contribute`.
-        """
-        came_s = self._now_s()
-        try:
-            self._member.check()
-            answer = rounds.begin(given)
-            if not isinstance(answer, Delivery):
-                return answer
-            try:
-                now_s = self._now_s()
-                self._pending.note(call)
-                return self.hand_over(call.operation, answer, given, now_s - came_s), answer
-            finally:
-                rounds.release(answer)
-        except Exception as error:
-            self._failed(call, error)
-            raise
+            self.pending.leave(pending)
 
     async def wait(
         self, call: RoundCall, rounds: Rounds, rest: Rest, given: Bundle | Single, receipt: Receipt
     ) -> Reduction:
         """The rest of a call that has begun in its caller's thread, and has to wait."""
-        pending = self._pending.enter(call)
+        pending = self.pending.enter(call)
         try:
             return await self._receive(call, rounds, rest, given, receipt, pending)
         except Exception as error:
-            self._failed(call, error)
+            self.failed(call, error)
             raise
         finally:
-            self._pending.leave(pending)
+            self.pending.leave(pending)
 
     async def _receive(
         self,
@@ -239,21 +218,21 @@ class Operations:
         # operation and only the caller can lose its rounds.
         receipt.sign(rounds, delivery)
         try:
-            return self.hand_over(call.operation, delivery, given, self._pending.age_s(pending))
+            return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
         finally:
             rounds.release(delivery)
 
-    def _failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
+    def failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
         """Abort the communicator, unless this host has no room for the contribution: the others' rounds can go on."""
         if not isinstance(error, UsageError):
-            self._member.failed(call, error)
+            self.member.failed(call, error)
 
     async def _find_or_open(self, call: RoundCall | JoinCall) -> Rounds:
         spec, site, operations = call.operation, str(call.site), self._backend.operations
-        known = operations.find(spec, self._member.group.rank, site)
+        known = operations.find(spec, self.member.group.rank, site)
         if known is not None:
             return known
-        if self._member.group.size > 1:
+        if self.member.group.size > 1:
             return await self._backend.open(spec, site)
         text = f"{spec} at {site}"
         alone = LoneRounds(spec, lambda: text)
@@ -265,7 +244,7 @@ class Operations:
 
         `x` is overwritten with the newest result.
         """
-        self._member.check_caller()
+        self.member.check_caller()
         spec = self._called.get(name)
         if spec is None:
             raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
@@ -274,30 +253,30 @@ class Operations:
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
         self._joined.add(name)
         call = JoinCall(spec, site)
-        pending = self._pending.enter(call)
+        pending = self.pending.enter(call)
         try:
             return self._backend.start(self._conclude(call, given, pending), call.__str__, spec.nbytes, _nothing)
         except BaseException:
-            self._pending.leave(pending)
+            self.pending.leave(pending)
             raise
 
     async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
         """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
         try:
-            self._member.check()
+            self.member.check()
             rounds = await self._find_or_open(call)
             delivery = await rounds.join()
             if delivery is None:
                 return None
             try:
-                return self.hand_over(call.operation, delivery, given, self._pending.age_s(pending))
+                return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
             finally:
                 rounds.release(delivery)
         except (Exception, asyncio.CancelledError) as error:
-            self._member.failed(call, error)
+            self.member.failed(call, error)
             raise
         finally:
-            self._pending.leave(pending)
+            self.pending.leave(pending)
 
     def hand_over(self, spec: Operation, delivery: Delivery, given: Bundle | Single, waited_s: float) -> Reduction:
         """Write the result into `given`, and copy the missed results: `release` ends their memory's use."""
@@ -306,7 +285,9 @@ class Operations:
         ranks = result.ranks
         if ranks:  # a round without contributors has no result, and leaves `given` as it is
             given.write(result.parts, self._divisor(spec, result))
-        missed = tuple([given.like(old.parts, self._divisor(spec, old)) for old in results[:-1]])
+        missed: tuple[Any, ...] = ()
+        if len(results) > 1:
+            missed = tuple([given.like(old.parts, self._divisor(spec, old)) for old in results[:-1]])
         reduction = _Unfrozen(
             result.number,
             len(ranks),
@@ -337,7 +318,7 @@ class Operations:
         if spec.weighted:
             return result.weight or 1.0
         if spec.op is ReduceOp.AVG and not spec.group_size:
-            return self._member.group.size
+            return self.member.group.size
         return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1
 
 
@@ -349,15 +330,12 @@ class _ShortCall(Work[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
     # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
-    __slots__ = ("_call", "_delivery", "_given", "_member", "_operations", "_receipt", "_rounds")
+    __slots__ = ("_call", "_delivery", "_given", "_operations", "_receipt", "_rounds")
 
-    def __init__(
-        self, operations: Operations, member: Member, call: RoundCall, rounds: Rounds, given: Bundle | Single
-    ) -> None:
+    def __init__(self, operations: Operations, call: RoundCall, rounds: Rounds, given: Bundle | Single) -> None:
         self._wait = self._error = None  # of `Work`, whose `__init__` runs when there is a coroutine
         self.is_over = False
         self._operations = operations
-        self._member = member
         self._call = call
         self._rounds = rounds
         self._given = given
@@ -367,20 +345,29 @@ class _ShortCall(Work[Reduction]):
     def begin(self) -> None:
         """Complete the call, or make the coroutine and run that until it waits. An exception is kept for `result`."""
         operations, call, rounds, given = self._operations, self._call, self._rounds, self._given
+        came_s = operations.now_s()
         try:
-            begun = operations.begin(call, rounds, given)
+            operations.member.check()
+            answer = rounds.begin(given)
+            if isinstance(answer, Delivery):
+                operations.pending.note(call)
+                self._delivery = answer
+                try:
+                    self._result = operations.hand_over(call.operation, answer, given, operations.now_s() - came_s)
+                finally:
+                    rounds.release(answer)
+                self.is_over = True
+                return
         except BaseException as error:
+            if isinstance(error, Exception):
+                operations.failed(call, error)
             self._error = error
-            self.is_over = True
-            return
-        if isinstance(begun, tuple):
-            self._result, self._delivery = begun
             self.is_over = True
             return
         assert rounds.arena is not None
         self._receipt = Receipt()
-        body = operations.wait(call, rounds, begun, given, self._receipt)
-        super().__init__(rounds.arena, body, self._member.check, call.__str__)
+        body = operations.wait(call, rounds, answer, given, self._receipt)
+        super().__init__(rounds.arena, body, operations.member.check, call.__str__)
         super().begin()
 
     def take_back(self) -> None:

@@ -21,6 +21,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -77,6 +78,11 @@ class Delivery(NamedTuple):
     included: bool  # whether the contribution of the call is in the result of the call
     skipped: int  # rounds before that one that the caller is given no result of
     lag: int  # rounds from the one that the call aimed at to that one
+
+
+# `Result(...)` goes through a function of Python. These make the same of all fields in a third of its time.
+result_of = partial(tuple.__new__, Result)
+delivery_of = partial(tuple.__new__, Delivery)
 
 
 class WaitAvoiding(ABC):
