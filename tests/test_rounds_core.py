@@ -154,7 +154,7 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
             ranks = [Rank(arena, operation) for arena in arenas]
             cells = ranks[0].rounds._control_block.cells
             for _ in range(
-                30 if ranks[0].rounds._native is not None else 0
+                30 if ranks[0].rounds._compiled is not None else 0
             ):  # there are no kernels for complex numbers
                 rank = ranks[draw.integers(size)]
                 with contextlib.suppress(ValueError, IndexError, RuntimeError, AsyncollError):
@@ -168,7 +168,7 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
 def test_the_compiled_rounds_check_what_they_are_given():
     operation = Operation("g", (("float32", 3),), SUM, Opening.MAJORITY)
     with local_world(2, [_core.native]) as arenas:
-        compiled = Rank(arenas[0], operation).rounds._native
+        compiled = Rank(arenas[0], operation).rounds._compiled
         with pytest.raises(ValueError, match="another size"):
             compiled.begin([np.ones(4, np.float32)], 1.0, 1, [])
         with pytest.raises(ValueError, match="each part"):

@@ -33,7 +33,7 @@ class ControlBlock:
     def wake_futex(self, cell: int) -> None: ...
 
 class Rounds:
-    """`algorithms.rounds.in_memory.OneSidedRounds` for short contributions, in one critical section a call."""
+    """Implements `algorithms.rounds.compiled.CompiledRounds`."""
 
     def __new__(
         cls,
@@ -50,23 +50,12 @@ class Rounds:
         keeps: bool,
         parts: tuple[tuple[int, int, int], ...],
     ) -> Rounds: ...
-    def begin(self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /) -> tuple[Any, ...] | int:
-        """One call up to its first wait: the fields of `in_memory.Begun`. Drops the blocks `unused` first.
-
-        A number instead says what is missing: the plan of that round, or, if it is negative, so many free blocks. The
-        call has changed nothing then.
-        """
-
-    def resume(
-        self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /
-    ) -> tuple[Any, ...] | int:
-        """A call that waits for round `number` looks again. Returns what `begin` does."""
-
-    def is_needed(self, number: int, /) -> bool:
-        """Whether a call that waits for round `number` has to look again. Without the lock it is a hint."""
-
-    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
-        """The ranks that are drawn for round `number`, and its groups."""
+    def begin(
+        self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /
+    ) -> tuple[Any, ...] | int: ...
+    def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any: ...
+    def is_needed(self, number: int, /) -> bool: ...
+    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None: ...
 
 def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
     """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.

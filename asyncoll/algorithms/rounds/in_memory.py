@@ -19,13 +19,14 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
+from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -37,9 +38,6 @@ from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
-
-if TYPE_CHECKING:
-    from asyncoll._core.native import Rounds as CompiledRounds
 
 LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
 
@@ -53,23 +51,6 @@ class _Call:
     missed: list[Kept]  # results of earlier rounds, kept for this call
     ticket: int = 0  # the number of its contribution, once that is staged
     kept: Kept | None = None  # the result that the call is given, once there is one
-
-
-class Begun(NamedTuple):
-    """What the compiled core returns of a call up to its first wait."""
-
-    number: int  # as of `_Call`, like the next three
-    came_ns: int
-    ticket: int
-    missed: Sequence[tuple[int, int, int, int, int]] | None  # `Kept`
-    round: int  # whose result the call is given; 0: it has to wait
-    ranks: tuple[int, ...]  # as of `Result`, like `weight`
-    absent: int  # as of `Kept`, like `taken`
-    taken: int
-    weight: float
-
-
-begun_of = partial(tuple.__new__, Begun)
 
 
 class OneSidedRounds:
@@ -108,7 +89,9 @@ class OneSidedRounds:
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
-        self._native = self._compiled(group) if self.is_prompt else None
+        self._compiled = (
+            compiled_rounds(arena, group, operation, self._layout, self._rounds) if self.is_prompt else None
+        )
         self._views: dict[int, Parts] = {}  # of blocks, by address
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
@@ -120,30 +103,6 @@ class OneSidedRounds:
 
     # -- a call -----------------------------------------------------------------------------------
 
-    def _compiled(self, group: Group) -> CompiledRounds | None:
-        """The same rounds in the compiled core, if that is there and can reduce these dtypes."""
-        core, operation, layout, rounds = self.arena.native, self.operation, self._layout, self._rounds
-        if core is None or not rounds.reduces_at_once:
-            return None
-        kernels = [core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
-        if not all(kernels):
-            return None
-        compiled: CompiledRounds = core.Rounds(
-            control_block=self._control_block,
-            view=self.arena.view,
-            size=group.size,
-            rank=group.rank,
-            history=operation.history,
-            limit=rounds.blocks.limit,
-            nbytes=layout.nbytes,
-            opening=list(Opening).index(operation.opening),
-            quorum=operation.quorum,
-            sync_every=operation.sync_every,
-            keeps=self._keeps,
-            parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
-        )
-        return compiled
-
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
         turn = next(self._numbers)
@@ -151,7 +110,7 @@ class OneSidedRounds:
             return self._call(turn, contribution)
         is_waiting = False
         try:
-            if self._native is not None:
+            if self._compiled is not None:
                 own = self._arrays(contribution)
                 answer = self._begin_compiled(own, contribution.weight)
                 if not answer.round:
@@ -221,7 +180,7 @@ class OneSidedRounds:
 
     def _begin_compiled(self, own: Parts, weight: float) -> Begun:
         """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
-        compiled, unused = self._native, list[int]()
+        compiled, unused = self._compiled, list[int]()
         assert compiled is not None
         while self._unused:
             unused.append(self._unused.popleft())
@@ -232,7 +191,7 @@ class OneSidedRounds:
 
     def _prepare(self, wanted: int) -> None:
         """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
-        compiled, operation, size = self._native, self.operation, self._size
+        compiled, operation, size = self._compiled, self.operation, self._size
         assert compiled is not None
         if wanted < 0:
             self._rounds.blocks.provide(-wanted)
@@ -242,7 +201,7 @@ class OneSidedRounds:
 
     async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
         """The rest of a call that `_begin_compiled` has staged."""
-        compiled, number, aim = self._native, begun.number, self._engine.aim
+        compiled, number, aim = self._compiled, begun.number, self._engine.aim
         assert compiled is not None
         call = _Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
         try:
