@@ -1,12 +1,16 @@
 """Allreduce of float32 by size: asyncoll in shared memory (registered, and not) and by message, Gloo, Open MPI.
 
-    python benchmarks/allreduce.py [--ranks 2,4,8] [--sizes 4,1K,...] [--repeats 3]
+    python benchmarks/allreduce.py [--ranks 2,4,8] [--sizes 4,1K,...] [--cold 1K,256K] [--repeats 3]
 
 The systems take turns, with the same protocol: three uncounted calls, then for each call a fresh input, a barrier, the
 timed allreduce, and a check of every element. A time is the slowest rank's median (and 99th percentile), and of several
 repeats the median; a ratio is taken within each repeat, and of the ratios the median. Open MPI is
 measured where `mpirun` and mpi4py are installed. Memory is the growth of a rank during the calls: its own memory, and
 its part of shared memory.
+
+A program calls a collective after milliseconds of other work. So there is a table of cold calls: asyncoll (registered)
+and Gloo alternate in the same processes, and before each timed call a rank multiplies matrices for about 2 ms and meets
+the others at a barrier of the peer. The time is that from the start of the last rank to the end of the last rank.
 """
 
 from __future__ import annotations
@@ -30,10 +34,14 @@ from asyncoll.bench.plan import ITEM_BYTES, parse_sizes, repeats
 from asyncoll.tensors.reductions import Array
 
 SIZES = "4,1K,16K,64K,256K,1M,4M,16M,100M"
+COLD_SIZES = "1K,256K"
+COLD_CALLS = 100
+COLD_WORK_S = 0.002  # of matrix multiplication before each cold call
 MPI_RANK = "as-mpi-rank"
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n"]
 REGISTERED, MEMORY, MESSAGES = "registered", "not registered", "by message"
 GLOO, MPI = "Gloo", "Open MPI"
+COLD = "cold"
 OURS = (REGISTERED, MEMORY, MESSAGES)
 Row = dict[str, float]
 
@@ -42,18 +50,22 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=numbers, default=[2, 4, 8])
     options.add_argument("--sizes", type=parse_sizes, default=parse_sizes(SIZES))
+    options.add_argument("--cold", type=parse_sizes, default=parse_sizes(COLD_SIZES))
     options.add_argument("--repeats", type=int, default=3)
     record = Record(options, "allreduce")
     chosen = record.arguments
-    raw = {}
+    raw: dict[Any, Any] = {}
     for ranks in chosen.ranks:
         runs = [{system: measure(system, ranks, chosen.sizes) for system in systems()} for _ in range(chosen.repeats)]
         raw[ranks] = runs
         record.table(f"{ranks} ranks: time (us)", times(runs, chosen.sizes))
         record.table(f"{ranks} ranks: 99th percentile (us)", times(runs, chosen.sizes, "p99_us"))
         record.table(f"{ranks} ranks: how many times faster", ratios(runs, chosen.sizes))
+        cold = [measure(COLD, ranks, chosen.cold) for _ in range(chosen.repeats)]
+        raw[f"{ranks}, cold"] = cold
+        record.table(f"{ranks} ranks: cold calls (us)", cold_times(cold, chosen.cold))
         record.table(f"{ranks} ranks: memory of a rank after {chosen.sizes[-1]} bytes (MiB)", memory(runs))
-    plot(record, raw, chosen.sizes)
+    plot(record, {ranks: raw[ranks] for ranks in chosen.ranks}, chosen.sizes)
     record.write(raw)
 
 
@@ -70,7 +82,7 @@ def measure(system: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
         rows: list[Row] = json.loads(printed.splitlines()[-1])
     else:
         rows = ask(ranks, __file__, question, transport="zmq" if system == MESSAGES else "shm")
-    if any(row["wrong"] for row in rows):
+    if any(row.get("wrong") for row in rows):
         sys.exit(f"{system}, {ranks} ranks: wrong results: {rows}")
     return rows
 
@@ -79,7 +91,9 @@ def measure(system: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
 
 
 def rank(question: dict[str, Any]) -> list[Row]:
-    return gloo(question["sizes"]) if question["system"] == GLOO else asyncoll.run(ours, question)
+    if question["system"] == GLOO:
+        return gloo(question["sizes"])
+    return asyncoll.run(cold if question["system"] == COLD else ours, question)
 
 
 async def ours(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Row]:
@@ -99,6 +113,52 @@ async def ours(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Ro
             inputs.check(x)
         rows.append(row(await comm.allgather(inputs.found(seconds, before))))
     return rows
+
+
+async def cold(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Row]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    work = matrix_work()
+    rows = []
+    for size in question["sizes"]:
+        x, y = comm.empty(size // ITEM_BYTES, "float32"), torch.zeros(size // ITEM_BYTES)
+        x[...] = 0
+        moments = np.empty((COLD_CALLS, 2, 2))  # call, system, start and end; the clock is that of the host
+        for call in range(-WARMUP, COLD_CALLS):
+            work()
+            dist.barrier()
+            start = time.perf_counter()
+            await comm.allreduce(x)
+            moments[call, 0] = start, time.perf_counter()
+            work()
+            await comm.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(y)
+            moments[call, 1] = start, time.perf_counter()
+        last = (await comm.allgather(moments)).max(axis=0)
+        ours, gloos = np.median(last[:, :, 1] - last[:, :, 0], axis=0) * 1e6
+        rows.append({"time_us": float(ours), "gloo_us": float(gloos)})
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def matrix_work() -> Callable[[], None]:
+    """A function that multiplies matrices for about COLD_WORK_S, with other data at each rank."""
+    a = np.random.default_rng().standard_normal((192, 192), np.float32)
+    start = time.perf_counter()
+    for _ in range(50):
+        a @ a
+    count = max(1, round(COLD_WORK_S / ((time.perf_counter() - start) / 50)))
+
+    def work() -> None:
+        for _ in range(count):
+            a @ a
+
+    return work
 
 
 def gloo(sizes: list[int]) -> list[Row]:
@@ -216,6 +276,15 @@ def ratios(runs: list[dict[str, list[Row]]], sizes: tuple[int, ...]) -> list[lis
     for place, size in enumerate(sizes):
         cells = [f"{ratio(runs, peer, ours, place):.2f}" for peer in peers for ours in OURS]
         lines.append([str(size), *cells])
+    return lines
+
+
+def cold_times(runs: list[list[Row]], sizes: tuple[int, ...]) -> list[list[str]]:
+    lines = [["size (B)", REGISTERED, GLOO, "times faster"]]
+    for place, size in enumerate(sizes):
+        ours, gloos = (float(np.median([rows[place][key] for rows in runs])) for key in ("time_us", "gloo_us"))
+        times_faster = np.median([rows[place]["gloo_us"] / rows[place]["time_us"] for rows in runs])
+        lines.append([str(size), f"{ours:.0f}", f"{gloos:.0f}", f"{times_faster:.2f}"])
     return lines
 
 

@@ -18,7 +18,7 @@ enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN,
 enum { PART = 4 };
 
 /* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
-enum { WAITING, LAST, NOT_FREE };
+enum { WAITING, LAST, NOT_FREE, OVER };
 
 /* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
 enum { COPIED_UNDER_LOCK = 4096 };
@@ -29,6 +29,7 @@ typedef struct {
     PyObject *view;    /* view(address, nbytes): the memory of any rank */
     PyObject *differs; /* the class of the error for a rank that has made another call */
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
+    void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
     int64_t size, rank, calls, short_bytes;
     int64_t stride;    /* cells of a record */
     int64_t addresses; /* first of `size` cells: the address of each rank's short arrays */
@@ -163,19 +164,67 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, cons
     return state;
 }
 
-/* `arrive(number, fingerprint, array)` -> WAITING, LAST or NOT_FREE */
+static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_clear)
+{
+    Record record = record_of(self, number);
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    record.cells[LEFT]++;
+    record.cells[DONE] = done;
+    bool is_futex_wanted = record.cells[SLEEPERS] > 0;
+    control_block_wake(self->block, INT64_MAX);
+    look_ahead(self, number + 1, is_clear);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&record.cells[DONE]);
+    return 0;
+}
+
+/* Reduce the short arrays of all ranks into that of rank 0, in their order, and copy the result into `bytes`. */
+static int reduce_all(Meetings *self, int64_t number, int kernel, int64_t divisor, const Py_buffer *bytes)
+{
+    int64_t turn = record_of(self, number).turn;
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        self->arrays[rank] = short_array(self, rank, turn);
+        if (!self->arrays[rank])
+            return -1;
+    }
+    size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
+    kernel_at(kernel)(self->arrays[0], self->arrays, (int)self->size, elements, divisor);
+    memcpy(bytes->buf, self->arrays[0], bytes->len);
+    return 0;
+}
+
+/* What the last rank does. It returns LAST if the reduction is left to Python, -1 with an exception, and else OVER. */
+static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
+                       const Py_buffer *bytes)
+{
+    if (bytes->len) {
+        if (!kernel_at(kernel))
+            return LAST;
+        if (reduce_all(self, number, kernel, divisor, bytes) < 0)
+            return -1;
+    }
+    return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
+}
+
+/* `arrive(number, fingerprint, array, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     Meetings *self = (Meetings *)object;
     Py_buffer bytes;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array)");
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, kernel, divisor, is_clear)");
         return NULL;
     }
     int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
-    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_SIMPLE) < 0)
+    long kernel = PyLong_AsLong(arguments[3]);
+    int64_t divisor = PyLong_AsLongLong(arguments[4]);
+    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
     int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, &bytes) : -1;
+    if (state == LAST)
+        state = end_as_last(self, number, (int)kernel, divisor, arguments[5] == Py_True, &bytes);
     free_bytes(&bytes);
     return state < 0 ? NULL : PyLong_FromLong(state);
 }
@@ -192,17 +241,8 @@ static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_
     int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred())
         return NULL;
-    Record record = record_of(self, number);
-    if (control_block_lock(self->block) < 0)
+    if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
         return NULL;
-    record.cells[LEFT]++;
-    record.cells[DONE] = done;
-    bool is_futex_wanted = record.cells[SLEEPERS] > 0;
-    control_block_wake(self->block, INT64_MAX);
-    look_ahead(self, number + 1, arguments[2] == Py_True);
-    control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&record.cells[DONE]);
     Py_RETURN_NONE;
 }
 
@@ -340,7 +380,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->addresses = addresses;
     self->begun = addresses + size;
     self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
-    if (!self->areas) {
+    self->arrays = PyMem_Calloc((size_t)size, sizeof(void *));
+    if (!self->areas || !self->arrays) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -375,6 +416,7 @@ static void destroy(PyObject *object)
     for (int64_t rank = 0; self->areas && rank < self->size; rank++)
         free_bytes(&self->areas[rank]);
     PyMem_Free(self->areas);
+    PyMem_Free(self->arrays);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);

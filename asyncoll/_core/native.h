@@ -1,9 +1,9 @@
 /* What the files of the compiled core share. Each primitive family has a file of its own:
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
- *   reductions.c      elementwise reductions of several arrays
  *   meetings.c        short meetings of all ranks of a communicator
  *   rounds.c          wait-avoiding rounds
+ *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module
  *
  * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
@@ -66,6 +66,14 @@ void control_block_wake_futex(const int64_t *cell);
 /* Whether `object` is a ControlBlock of this module. */
 bool is_control_block(PyObject *object);
 
+/* -- meetings.c ------------------------------------------------------------------------------ */
+
+extern PyType_Spec meetings_spec;
+
+/* -- rounds.c --------------------------------------------------------------------------------- */
+
+extern PyType_Spec rounds_spec;
+
 /* -- reductions.c ----------------------------------------------------------------------------- */
 
 /* into = arrays[0] op arrays[1] op ... in this order, then divided by `divisor` (floats only; 1 unless `op` is an
@@ -83,13 +91,5 @@ size_t kernel_element_size(int number);
 /* `native.find_kernel` and `native.reduce`. */
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments);
 PyObject *reduce_in_python(PyObject *module, PyObject *arguments);
-
-/* -- meetings.c ------------------------------------------------------------------------------ */
-
-extern PyType_Spec meetings_spec;
-
-/* -- rounds.c --------------------------------------------------------------------------------- */
-
-extern PyType_Spec rounds_spec;
 
 #endif

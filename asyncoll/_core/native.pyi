@@ -57,18 +57,6 @@ class Rounds:
     def is_needed(self, number: int, /) -> bool: ...
     def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None: ...
 
-def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
-    """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
-
-    `portable`: the kernel for any processor, even if there is one for this processor.
-    """
-
-def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
-    """As the function that `tensors.reductions.reducer` returns. Releases the GIL while it reads more than 64 KiB.
-
-    Raises ValueError for an unknown kernel, and for arrays of different sizes.
-    """
-
 class Meetings:
     """Implements `algorithms.dense.meetings.Meetings`."""
 
@@ -82,7 +70,19 @@ class Meetings:
         calls: int,
         short_bytes: int,
     ) -> Meetings: ...
-    def arrive(self, number: int, fingerprint: int, array: Any) -> int: ...
+    def arrive(self, number: int, fingerprint: int, array: Any, kernel: int, divisor: int, is_clear: bool) -> int: ...
     def publish(self, number: int, done: int, is_clear: bool) -> None: ...
     def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
     def look(self, number: int, done: int, polls: int, sleep_ns: int) -> bool: ...
+
+def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
+    """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
+
+    `portable`: the kernel for any processor, even if there is one for this processor.
+    """
+
+def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
+    """As the function that `tensors.reductions.reducer` returns. Releases the GIL while it reads more than 64 KiB.
+
+    Raises ValueError for an unknown kernel, and for arrays of different sizes.
+    """

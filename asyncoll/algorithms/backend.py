@@ -103,10 +103,12 @@ class Plan(NamedTuple):
 
     fingerprint: int  # signed
     reduce: Reduce | None  # None for a barrier
+    kernel: int  # of the compiled core, 0 for none: `tensors.reductions.kernel_number`
     divisor: int
     done: int  # the bytes of the result; 1 for a barrier
     reducing: Traffic  # of the rank that reduces
     receiving: Traffic  # of each other rank
+    is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
 
 
 class ShortWay(Protocol):
@@ -116,7 +118,6 @@ class ShortWay(Protocol):
     """
 
     nbytes_max: int
-    is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
 
     def now_s(self) -> float:
         """The time of `runtime.deadlines`."""
@@ -127,8 +128,8 @@ class ShortWay(Protocol):
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         """Begin call `number`. Returns whether it is over, with the result in `x`; None if the way is not free.
 
-        Then nothing has changed. Raises DisagreementError if another rank has made another call with this number, and
-        the error of a lost lock.
+        In the latter case nothing has changed in shared memory. Raises DisagreementError if another rank has made
+        another call with this number, and the error of a lost lock.
         """
 
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:

@@ -15,7 +15,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.work import Driven, Immediate, Over
+from asyncoll.runtime.work import Done, Driven, Immediate
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import ReduceOp
@@ -81,8 +81,9 @@ class Calls:
         """
         if self._is_alone and not self._member.has_failed:
             self._unstarted = None
-            self.count(call, Alone.traffic)
-            return self._member.runner.drive(Over(result))
+            self._pending.note(call, call.number)
+            self.ledger.enter(call.operation, Alone.traffic)
+            return Done(result())
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
         if way is None or nbytes > way.nbytes_max or (operand is not None and not nbytes):
             return self.start(call, body, nbytes)

@@ -1,4 +1,8 @@
-"""A call on the short way of its backend: it needs no coroutine, and no record for deadlines, unless it has to sleep."""
+"""A call on the short way of its backend: it needs no coroutine, and no record for deadlines, unless it has to sleep.
+
+A signal handler may raise between any two lines of it. So what is not atomic, in shared memory, is left to `finish`,
+which the runner calls where no handler runs.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +39,13 @@ class ShortCall(Generic[T]):
 
     __slots__ = (
         "__weakref__",
-        "_body",
         "_call",
         "_expires_s",
-        "_general",
+        "_has_begun",
         "_host",
         "_operand",
         "_plan",
+        "_rest",
         "_result",
         "_since_s",
         "_way",
@@ -59,16 +63,16 @@ class ShortCall(Generic[T]):
         operand: Operand | None,
         result: Callable[[], T],
     ) -> None:
-        """`body` carries out the call if the way is not free. `result` is called once the operand has the result."""
+        """`body` carries out the whole call. `result` is called once the operand has the result."""
         self._host = host
         self._way = way
         self._plan = plan
         self._call = call
-        self._body = body
         self._operand = operand
         self._result = result
-        self._general: Driven[T] | None = None
-        self.is_atomic = way.is_atomic
+        self._rest = body  # what is left to do, if the call has to leave the short way
+        self._has_begun = False
+        self.is_atomic = plan.is_atomic
         self.is_over = False
 
     @property
@@ -76,51 +80,46 @@ class ShortCall(Generic[T]):
         return None if self._operand is None else self._operand.flat
 
     def begin(self) -> None:
-        rest: Body[T] | None = None
+        self._has_begun = True
         try:
             self._host.check()
             over = self._way.begin(self._plan, self._call.number, self._array)
         except AsyncollError as error:
-            over, rest = None, _raising(error)
+            over, self._rest = None, _raising(error)
+        else:
+            if over is not None:
+                self._rest = self._receive
         if over:
             self._end(self._plan.reducing)
-            return
-        # The deadline of the caller's context: the rest of the call may run in another one.
-        self._since_s, self._expires_s = self._way.now_s(), deadlines.expires_s()
-        if over is None:
-            self._leave(rest or self._body)
+        else:
+            # The deadline of the caller's context: the rest of the call may run in another one.
+            self._since_s, self._expires_s = self._way.now_s(), deadlines.expires_s()
 
     def look(self) -> bool:
-        if self._general is None:
+        if self._rest == self._receive:
             try:
                 if self._way.look(self._plan, self._call.number, self._array):
                     self._end(self._plan.receiving)
             except AsyncollError as error:
-                self._leave(_raising(error))
+                self._rest = _raising(error)
         return self.is_over
 
     async def finish(self) -> T:
+        if not self._has_begun:
+            self.begin()
         if self.is_over:
             return self.result()
-        if self._general is None:
-            self._leave(self._rest)
-        assert self._general is not None
-        return await self._general.finish()
+        general: Driven[T] = self._host.general(self._call, self._rest, self._since_s, self._expires_s)
+        return await general.finish()
 
     def result(self) -> T:
-        return self._result() if self._general is None else self._general.result()
+        return self._result()
 
     def _end(self, traffic: Traffic) -> None:
         self.is_over = True
         self._host.count(self._call, traffic)
 
-    def _leave(self, body: Body[T]) -> None:
-        """Leave the short way: `body` is the rest of the call."""
-        self._general = general = self._host.general(self._call, body, self._since_s, self._expires_s)
-        general.begin()
-        self.is_over = general.is_over
-
-    async def _rest(self, collectives: Collectives) -> T:
+    async def _receive(self, collectives: Collectives) -> T:
         await self._way.finish(self._plan, collectives, self._array)
         return self._result()
 

@@ -283,10 +283,10 @@ class ProgressThread:
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self._unclaimed.pop(work, None) is not None
+        if claimed and may_interrupt():  # also if the program has set a signal handler since the call
+            return await self.start(work.finish(), discarded)
         if claimed and work.look():
             return work.result()
-        if claimed and may_interrupt():  # the program has set a signal handler since the call
-            return await self.start(work.finish(), discarded)
         try:
             if claimed:
                 return await work.finish()

@@ -8,7 +8,7 @@ call completes there, without a turn of any loop and without another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ class Driven(Protocol[T_co]):
         """Block the calling thread for a short time, if that may end the work. Returns whether it is over."""
 
     def finish(self) -> Coroutine[Any, Any, T_co]:
-        """Run to the end, on the running loop of the calling thread, and return the result."""
+        """Run to the end, on the running loop of the calling thread, and return the result. It may not have begun."""
 
     def result(self) -> T_co:
         """The result; raises the exception if the work has failed. Call it only if `is_over`, and once."""
@@ -112,28 +112,31 @@ def _nothing() -> None:
     pass
 
 
-class Over(Generic[T]):
-    """Work that is over before it begins. `make` makes its result."""
+class Done(Coroutine[Any, Any, T]):
+    """A coroutine that has ended: awaiting it gives `result`."""
 
-    __slots__ = ("__weakref__", "_make")
+    __slots__ = ("_result",)
 
-    is_over = True
-    is_atomic = True
+    def __init__(self, result: T) -> None:
+        self._result = result
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
+    def __await__(self) -> Generator[Any, None, T]:
+        return self  # an iterator is enough for `await`
 
-    def begin(self) -> None:
-        """There is nothing to do."""
+    def __iter__(self) -> Done[T]:
+        return self
 
-    def look(self) -> bool:
-        return True
+    def __next__(self) -> Any:
+        raise StopIteration(self._result)
 
-    async def finish(self) -> T:
-        return self._make()
+    def send(self, value: Any) -> Any:
+        raise StopIteration(self._result)
 
-    def result(self) -> T:
-        return self._make()
+    def throw(self, error: Any, *more: Any) -> Any:
+        raise error
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Immediate(Generic[T]):
@@ -164,6 +167,8 @@ class Immediate(Generic[T]):
         return self.is_over
 
     async def finish(self) -> T:
+        if not self.is_over:
+            self.begin()
         return self.result()
 
     def result(self) -> T:

@@ -136,7 +136,10 @@ def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
     if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
         return None
     shape = x.shape
-    return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
+    try:
+        return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
+    except RuntimeError:  # it has no memory: the general way says so
+        return None
 
 
 @cache

@@ -163,8 +163,13 @@ def reducer(op: ReduceOp, dtype: str) -> Reduce:
     payload of a sum or product of two NaN, and for half types the payload of any NaN, and the sign of a zero that is
     the MIN or MAX of zeros of both signs.
     """
-    number = native.find_kernel(op.value, dtype) if native else 0
+    number = kernel_number(op, dtype)
     return partial(native.reduce, number) if native and number else reducer_in_python(op, dtype)
+
+
+def kernel_number(op: ReduceOp, dtype: str) -> int:
+    """The number of the compiled reduction of `op` and `dtype`; 0 if there is none."""
+    return native.find_kernel(op.value, dtype) if native else 0
 
 
 def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:

@@ -17,6 +17,7 @@ from asyncoll.tensors.reductions import Array
 WAITING = 0  # other ranks are missing
 LAST = 1  # all ranks have arrived, and this one reduces
 NOT_FREE = 2  # ranks are still at an earlier rendezvous of the record: nothing has changed
+OVER = 3  # all ranks have arrived, and this one has reduced and published
 
 
 class Meetings(Protocol):
@@ -26,11 +27,14 @@ class Meetings(Protocol):
     at this rank. Arrays are flat and contiguous; None for a barrier. All methods raise the error of a lost lock.
     """
 
-    def arrive(self, number: int, fingerprint: int, array: Array | None, /) -> int:
-        """Show a copy of `array`. Returns WAITING, LAST or NOT_FREE.
+    def arrive(
+        self, number: int, fingerprint: int, array: Array | None, kernel: int, divisor: int, is_clear: bool, /
+    ) -> int:
+        """Show a copy of `array`. Returns WAITING, LAST, NOT_FREE or OVER.
 
-        The caller has checked that the call that used the record before is over at this rank. Raises DisagreementError
-        if another rank has made another call with this number.
+        With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
+        and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that used the record
+        before is over at this rank. Raises DisagreementError if another rank has made another call with this number.
         """
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:
@@ -52,7 +56,10 @@ class PythonMeetings:
     def __init__(self, staging: StagingArea) -> None:
         self._staging = staging
 
-    def arrive(self, number: int, fingerprint: int, array: Array | None, /) -> int:
+    def arrive(
+        self, number: int, fingerprint: int, array: Array | None, kernel: int, divisor: int, is_clear: bool, /
+    ) -> int:
+        del kernel, divisor, is_clear
         staging = self._staging
         rendezvous = staging.rendezvous(number, 0, fingerprint)
         if staging.known_free != rendezvous.tag:

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Collectives, Plan
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, meetings_of
+from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class ShortWay:
     def __init__(self, staging: StagingArea, check: Callable[[], None]) -> None:
         """`check` raises if the communicator has failed."""
         self.nbytes_max = staging.sizes.short
-        self.is_atomic = staging.arena.native is not None
+        self._is_native = staging.arena.native is not None
         self.now_s = deadlines.clock()
         self._check = check
         self._staging = staging
@@ -50,28 +50,31 @@ class ShortWay:
         size = self._staging.size
         reducing, receiving = Traffic(), Traffic()
         if nbytes:
-            self._staging.provide_short()
             for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
                 traffic.sent(nbytes)
                 traffic.received(received)
         reduce = reducer(op, call.dtype) if nbytes else None
         divisor = size if op is ReduceOp.AVG else 1
-        plan = Plan(signed(call.fingerprint()), reduce, divisor, nbytes or 1, reducing, receiving)
+        kernel = kernel_number(op, call.dtype) if nbytes and self._is_native else 0
+        is_atomic = self._is_native and (kernel > 0 or not nbytes)
+        plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic)
         self._plans[key] = plan
         return plan
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
-        if not staging.is_over(number - staging.sizes.calls):
-            return None
-        state = self._meetings.arrive(number, plan.fingerprint, x)
+        state = NOT_FREE
+        # The first call with an array goes the general way, which allocates the memory of short arrays.
+        if staging.is_over(number - staging.sizes.calls) and (x is None or staging.has_short_arrays):
+            clear = staging.is_clear
+            state = self._meetings.arrive(number, plan.fingerprint, x, plan.kernel, plan.divisor, clear)
+        if state == OVER:
+            return True
         if state == LAST:
             self._reduce(plan, number, x)
             return True
-        if state == NOT_FREE:
-            return None
-        staging.begin(number)
-        return False
+        staging.begin(number)  # a later call that would use the same record waits for this one
+        return None if state == NOT_FREE else False
 
     def _reduce(self, plan: Plan, number: int, x: Array | None) -> None:
         """Reduce the arrays of all ranks, and publish the result."""

@@ -211,9 +211,10 @@ class StagingArea:
             array = arrays[rank] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
 
-    def provide_short(self) -> None:
-        """Allocate the short arrays of this rank, unless they exist. Before it first arrives with one."""
-        self._short_address(self.rank)
+    @property
+    def has_short_arrays(self) -> bool:
+        """Whether this rank has allocated the memory in which it shows short arrays."""
+        return self.control_block.cells[self._addresses + self.rank] != 0
 
     def _short_address(self, rank: int) -> int:
         """The address of the short arrays of group rank `rank`.

@@ -268,7 +268,7 @@ class HostArena:
     def look(self, ready: Callable[[], bool]) -> bool:
         now_s = self.now_s()
         if now_s < self._no_polling_until_s:
-            return False
+            return ready()
         for _ in range(self.polls):
             if ready():
                 return True

@@ -1,0 +1,181 @@
+"""Short meetings and control blocks, with the compiled core, without it, and with both kinds of ranks in one world."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncoll import _core
+from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
+from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.tuning import Sizes
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
+from asyncoll.transport.memory.arena import local_world
+
+SIZES = Sizes(short=1 << 14, chunk=1 << 12, window=1 << 12, calls=2)
+CORES: dict[str, list[ModuleType | None]] = {"python": [None]}
+if _core.native is not None:
+    CORES |= {"c": [_core.native], "mixed": [_core.native, None], "mixed, python first": [None, _core.native]}
+cores = pytest.mark.parametrize("natives", CORES.values(), ids=CORES)
+
+
+class Rank:
+    """One rank of the meetings: it arrives, reduces if it is the last, and completes."""
+
+    def __init__(self, staging: StagingArea, *, is_compiled: bool) -> None:
+        self.staging = staging
+        self.meetings: Meetings = meetings_of(staging)
+        self._is_compiled = is_compiled
+        staging.short_array(staging.rank, 0, np.dtype(np.uint8), 1)  # allocates
+
+    def arrive(self, number: int, x: Array | None, op: ReduceOp = ReduceOp.SUM, fingerprint: int = 5) -> int:
+        dtype = "" if x is None else x.dtype.name
+        kernel = kernel_number(op, dtype) if self._is_compiled and x is not None else 0
+        divisor = self.staging.size if op is ReduceOp.AVG else 1
+        state = self.meetings.arrive(number, fingerprint, x, kernel, divisor, True)
+        if state == LAST:
+            if x is not None:
+                turn = self.staging.turn(number)
+                arrays = [self.staging.short_array(rank, turn, x.dtype, x.size) for rank in range(self.staging.size)]
+                reducer(op, dtype)(arrays[0], arrays, divisor)
+                x[...] = arrays[0]
+            self.meetings.publish(number, _done(x), True)
+        return state
+
+    def complete(self, number: int, x: Array | None) -> bool:
+        return self.meetings.complete(number, _done(x), x, True)
+
+
+def _done(x: Array | None) -> int:
+    return 1 if x is None else x.nbytes
+
+
+@contextlib.contextmanager
+def ranks(size: int, natives: Sequence[ModuleType | None]) -> Iterator[list[Rank]]:
+    with local_world(size, natives) as arenas:
+        yield [
+            Rank(StagingArea(arena, size, rank, 7, SIZES), is_compiled=arena.native is not None)
+            for rank, arena in enumerate(arenas)
+        ]
+
+
+@cores
+@given(data=st.data())
+def test_every_rank_gets_the_reduction_in_the_order_of_ranks(natives, data):
+    size = data.draw(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13]))
+    with ranks(size, natives) as world:
+        for number in range(1, data.draw(st.integers(1, 6)) + 1):
+            dtype = data.draw(st.sampled_from(["float32", "float64", "int16", "uint8"]))
+            count = data.draw(st.sampled_from([1, 3, 64, 1500]))  # the last is more than a rank copies under the lock
+            op = data.draw(st.sampled_from([ReduceOp.SUM, ReduceOp.MAX, ReduceOp.PROD]))
+            draw = np.random.default_rng(number)
+            arrays = [draw.integers(0, 7, count).astype(dtype) for _ in world]
+            expected = arrays[0].copy()
+            reducer(op, dtype)(expected, [expected, *arrays[1:]], 1)
+            order = data.draw(st.permutations(range(size)))
+            states = [world[rank].arrive(number, arrays[rank], op) for rank in order]
+            assert states[:-1] == [WAITING] * (size - 1)
+            assert states[-1] in (LAST, OVER)
+            for rank in data.draw(st.permutations(order[:-1])):
+                assert world[rank].complete(number, arrays[rank])
+            assert all(np.array_equal(array, expected) for array in arrays)
+
+
+@cores
+def test_barriers_and_reductions_use_the_records_in_turn(natives):
+    with ranks(3, natives) as world:
+        for number in range(1, 12):
+            x = [None] * 3 if number % 2 else [np.full(2, float(rank)) for rank in range(3)]
+            for rank in (1, 2):
+                assert world[rank].arrive(number, x[rank]) == WAITING
+                assert not world[rank].complete(number, x[rank])
+                assert not world[rank].meetings.look(number, _done(x[rank]), 1, 1000)
+            assert world[0].arrive(number, x[0]) in (LAST, OVER)
+            for rank in (1, 2):
+                assert world[rank].meetings.look(number, _done(x[rank]), 1, 1000)
+                assert world[rank].complete(number, x[rank])
+            assert number % 2 or all(array.tolist() == [3.0, 3.0] for array in x)
+
+
+@cores
+def test_a_record_is_free_when_all_ranks_have_left(natives):
+    with ranks(2, natives) as (first, second):
+        for number in (1, 2):
+            assert first.arrive(number, None) == WAITING
+            assert second.arrive(number, None) in (LAST, OVER)
+        assert second.arrive(3, None) == NOT_FREE  # `first` has not left call 1, and calls 1 and 3 share a record
+        assert first.complete(1, None)
+        assert second.arrive(3, None) == WAITING
+        assert first.arrive(4, None) == NOT_FREE
+        assert first.complete(2, None)
+        assert first.arrive(3, None) in (LAST, OVER)
+        assert second.complete(3, None)
+
+
+@cores
+@pytest.mark.parametrize("early", [0, 1])
+def test_different_calls_with_one_number_disagree(natives, early):
+    with ranks(2, natives) as world:
+        assert world[early].arrive(1, None, fingerprint=5) == WAITING
+        with pytest.raises(DisagreementError) as caught:
+            world[1 - early].arrive(1, None, fingerprint=6)
+        assert caught.value.rank == early
+
+
+@cores
+def test_an_array_that_is_too_long_is_refused(natives):
+    if natives == [None]:
+        pytest.skip("only the compiled core copies without numpy's check of the length")
+    compiled = [native is not None for native in natives].index(True)
+    with ranks(2, natives) as world, pytest.raises(ValueError, match="16385 bytes are not short"):
+        world[compiled].arrive(1, np.zeros((1 << 14) + 1, np.uint8))
+
+
+@cores
+def test_a_sleeping_thread_wakes_when_the_result_is_published(natives):
+    """It sleeps without the GIL for up to ten seconds, which a test that fails would take."""
+    with ranks(2, natives) as (first, second):
+        assert first.arrive(1, None) == WAITING
+        woken: list[bool] = []
+
+        def sleep() -> None:
+            while not first.meetings.look(1, 1, 0, 10_000_000_000):
+                pass
+            woken.append(first.complete(1, None))
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        second.arrive(1, None)
+        thread.join()
+        assert woken == [True]
+
+
+@cores
+def test_threads_of_all_ranks_meet_many_times(natives):
+    """Real threads: the locks, the records and the futexes under contention."""
+    size, rounds = 3, 200
+    results: list[list[float]] = [[] for _ in range(size)]
+    with ranks(size, natives) as world:
+
+        def run(rank: int) -> None:
+            for number in range(1, rounds + 1):
+                x = np.full(8, float(rank + number))
+                while (state := world[rank].arrive(number, x)) == NOT_FREE:
+                    pass
+                while state == WAITING and not world[rank].complete(number, x):
+                    world[rank].meetings.look(number, x.nbytes, 2, 100_000)
+                results[rank].append(x[0])
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == [[float(3 * number + 3) for number in range(1, rounds + 1)]] * size
