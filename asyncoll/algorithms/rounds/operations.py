@@ -158,7 +158,8 @@ class Operations:
         if name in self._joined:
             raise UsageError(f"this rank has joined {name!r}, and contributes no more: use another name")
         self._called[name] = spec
-        call, rounds = RoundCall(spec, site), self._known.get(name)
+        call: RoundCall = tuple.__new__(RoundCall, (spec, site))  # in half the time of `RoundCall(...)`
+        rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
             short = _ShortCall(self, call, rounds, given)
@@ -284,7 +285,7 @@ class Operations:
         result = results[-1]
         ranks = result.ranks
         if ranks:  # a round without contributors has no result, and leaves `given` as it is
-            given.write(result.parts, self._divisor(spec, result))
+            given.write(result.parts, self._divisor(spec, result) if spec.divides else 1)
         missed: tuple[Any, ...] = ()
         if len(results) > 1:
             missed = tuple([given.like(old.parts, self._divisor(spec, old)) for old in results[:-1]])
