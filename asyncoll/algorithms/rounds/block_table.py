@@ -114,6 +114,8 @@ class BlockTable:
     def contributors(self, block: int) -> int:
         """The bitmap of the ranks whose contributions are in the result `block`. Keepers need no lock."""
         at = self._bitmaps + block * self._words
+        if self._words == 1:
+            return self._cells[at]
         return sum([self._cells[at + word] << word * _BITS for word in range(self._words)])
 
     def weight(self, block: int) -> float:

@@ -93,6 +93,8 @@ class OneSidedRounds:
             compiled_rounds(arena, group, operation, self._layout, self._rounds) if self.is_prompt else None
         )
         self._views: dict[int, Parts] = {}  # of blocks, by address
+        # Blocks that a short call may take: one for its contribution, and one for the result of each group.
+        self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation)
@@ -327,15 +329,15 @@ class OneSidedRounds:
         came_ns = self._now_ns()
         while True:
             with self._control_block:
-                block = blocks.take()
-                if block != NONE:
+                if blocks.free_count() >= self._needed:
                     call = self._begin(came_ns)
+                    block = blocks.take()
                     address = blocks.address(block)
                     weight = self._fill(self._parts(address), contribution, rounds.staged())
                     call.ticket = rounds.put(block, address, weight)
-                    self._come(call)  # without enough free blocks for the round, `_advance` provides them
+                    self._come(call)
                     return call
-            blocks.provide(1)
+            blocks.provide(self._needed)
 
     def _come(self, call: _Call) -> int:
         """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
@@ -563,18 +565,20 @@ class OneSidedRounds:
     def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped, told.lag)
+        results = tuple(map(self._result, (*told.missed, kept)))
+        return delivery_of((results, told.included, told.skipped, told.lag))
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
         number, block, _, absent, taken = kept
-        blocks = self._rounds.blocks
-        parts = self._parts(blocks.address(block)) if block else []
-        ranks = _ranks_of(blocks.contributors(block)) if block else ()
-        members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        weight = blocks.weight(block) if block else 0.0
-        synchronous = self.operation.is_synchronous(number) and not absent
-        return Result(number, parts, ranks, members, taken, synchronous, weight, block=block)
+        operation, blocks = self.operation, self._rounds.blocks
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not absent
+        if not block:
+            return Result(number, [], (), members, taken, synchronous, 0.0)
+        parts, ranks = self._parts(blocks.address(block)), _ranks_of(blocks.contributors(block))
+        fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, block)
+        return result_of(fields)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""

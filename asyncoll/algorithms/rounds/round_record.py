@@ -282,6 +282,8 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
+        if self.reduces_at_once:
+            return self._open_and_publish(now_ns)
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -312,11 +314,7 @@ class RoundRecord:
                 self.blocks.keep(dest)
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
-                if self.reduces_at_once:
-                    sources = table[index, COLUMN.source_at].tolist()
-                    self._reduce(self.blocks.address(dest), [address for address in sources if address])
-                else:
-                    chunks += self._chunks_of_block
+                chunks += self._chunks_of_block
             self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks
@@ -325,6 +323,57 @@ class RoundRecord:
         elif chunks > _HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
         return 0
+
+    def _open_and_publish(self, now_ns: int) -> int:
+        """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
+        cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
+        number = cells[latest] + 1
+        groups = self._groups_of(number)
+        if blocks.free_count() < len(groups):
+            return len(groups)
+        cells[self._begun + number % _BEGINNINGS] = now_ns
+        results, absent = self._results[number % self._kept_rounds], int(np.count_nonzero(self._gone))
+        for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
+            blocks.drop(block)
+        for ranks, index in groups:
+            taken, contributors, weight = [], 0, 0.0
+            for rank, block in zip(ranks, table[index, COLUMN.staged].tolist(), strict=True):
+                if block == NONE:
+                    continue
+                taken.append(block)
+                contributors |= 1 << rank
+                row = self._row[rank]
+                weight += self._reals[row.weight]
+                cells[row.taken] = cells[row.ticket]
+                if not self._keeps:
+                    cells[row.staged], cells[row.staged_at] = NONE, 0
+            dest = self._reduced(taken)
+            blocks.sign(dest, contributors, weight)
+            cells[self._counts + len(taken)] += 1
+            results[index, : KEPT.taken] = number, dest, len(taken), absent
+        results[:, KEPT.taken] = table[:, COLUMN.taken]
+        for rank, waits_for in enumerate(table[:, COLUMN.waits_for].tolist()):
+            if waits_for == number:
+                table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
+                blocks.keep(cells[self._row[rank].granted_block])
+        cells[latest] = number
+        self.control_block.wake()
+        return 0
+
+    def _reduced(self, taken: list[int]) -> int:
+        """The block with the reduction of the blocks `taken`, which are contributions no more unless they stay."""
+        blocks = self.blocks
+        if len(taken) < 2:  # the contribution is the result: nothing to reduce
+            dest = taken[0] if taken else NONE
+            if self._keeps:
+                blocks.keep(dest)
+            return dest
+        dest = blocks.take()
+        self._reduce(blocks.address(dest), [blocks.address(block) for block in taken])
+        if not self._keeps:
+            for block in taken:
+                blocks.drop(block)
+        return dest
 
     def _groups_of(self, number: int) -> Groups:
         """The groups of a round, each with the index of its rows."""
