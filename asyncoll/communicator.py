@@ -1798,18 +1798,8 @@ class Communicator:
         contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
         if core.memory.unused:
             core.memory.give_back()
-        given = (
-            name,
-            op,
-            opening,
-            fixed,
-            weighted,
-            contribution.layout,
-            contribution.boundaries,
-            *rules,
-            *rules.values(),
-        )
-        spec = None
+        kind = (name, op, opening, fixed, weighted, contribution.layout, contribution.boundaries)
+        given, spec = (*kind, *rules, *rules.values()), None
         # Only these types: an equal value of another type may mean something else.
         if type(name) is str and {*map(type, rules.values())} <= _INTEGERS and isinstance(op, ReduceOp):
             spec = core.plans.get(given)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
+from asyncoll.algorithms.rounds.alone import LoneRounds
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -65,6 +67,9 @@ class Rank:
 
     def note(self, delivery):
         """Write down what the caller is told, and release the delivery, or, one time in five, take it back."""
+        if delivery is None:  # there was nothing to tell a rank that has joined
+            self.answers.append(None)
+            return
         results = [(each.number, each.ranks, each.members, each.synchronous, each.weight) for each in delivery.results]
         if delivery.results[-1].ranks:
             self.given.write(delivery.results[-1].parts)
@@ -135,6 +140,33 @@ def test_the_same_calls_get_the_same_answers_with_and_without_the_core(seed):
     assert story(seed, [_core.native]) == expected
     assert story(seed, [_core.native, None]) == expected
     assert story(seed, [None, _core.native]) == expected
+
+
+def alone(seed, make):
+    """What one rank is told that calls, loses every fifth answer, and joins."""
+    draw, _, dtype, operation = drawn(seed)
+    operation = replace(operation, quorum=1, candidates=1, group_size=min(operation.group_size, 1))
+    with local_world(1, [None]) as arenas:
+        rank = Rank(arenas[0], operation)
+        rank.rounds = make(rank)
+        for _ in range(10 + seed % 5):
+            values, weight = draw.integers(-9, 9, operation.layout[0][1]), float(draw.integers(3))
+            rank.call(values.astype(dtype), weight if operation.weighted else 1.0)
+        rest = rank.rounds.join()
+        rank.step(lambda: rest.send(None))
+        totals = rank.rounds.statistics()
+        return rank.answers, totals.rounds, totals.active, totals.lag, totals.stale
+
+
+def in_memory(rank):
+    return rank.rounds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_alone_is_told_what_it_would_be_told_in_memory(seed):
+    told = alone(seed, lambda rank: LoneRounds(rank.operation, str))
+    assert told == alone(seed, in_memory)
+    assert told[1] == 10 + seed % 5
 
 
 @needs_core

@@ -115,6 +115,8 @@ class Receipt:
     same time, and in any order.
     """
 
+    __slots__ = ("_given", "_is_unwanted")
+
     def __init__(self) -> None:
         self._given: list[tuple[Rounds, Delivery]] = []
         self._is_unwanted = False
@@ -162,8 +164,8 @@ class Operations:
         rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
-            short = _ShortCall(self, call, rounds, given)
-            return member.runner.drive(short, short.take_back)
+            receipt = Receipt()
+            return member.runner.drive(_ShortCall(self, call, rounds, given, receipt), receipt.take_back)
         receipt = Receipt()
         pending = self.pending.enter(call)
         try:
@@ -331,17 +333,18 @@ class _ShortCall(Work[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
     # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
-    __slots__ = ("_call", "_delivery", "_given", "_operations", "_receipt", "_rounds")
+    __slots__ = ("_call", "_given", "_operations", "_receipt", "_rounds")
 
-    def __init__(self, operations: Operations, call: RoundCall, rounds: Rounds, given: Bundle | Single) -> None:
+    def __init__(
+        self, operations: Operations, call: RoundCall, rounds: Rounds, given: Bundle | Single, receipt: Receipt
+    ) -> None:
         self._wait = self._error = None  # of `Work`, whose `__init__` runs when there is a coroutine
         self.is_over = False
         self._operations = operations
         self._call = call
         self._rounds = rounds
         self._given = given
-        self._delivery: Delivery | None = None
-        self._receipt: Receipt | None = None  # if the call has to wait
+        self._receipt = receipt
 
     def begin(self) -> None:
         """Complete the call, or make the coroutine and run that until it waits. An exception is kept for `result`."""
@@ -351,8 +354,8 @@ class _ShortCall(Work[Reduction]):
             operations.member.check()
             answer = rounds.begin(given)
             if isinstance(answer, Delivery):
+                self._receipt.sign(rounds, answer)
                 operations.pending.note(call)
-                self._delivery = answer
                 try:
                     self._result = operations.hand_over(call.operation, answer, given, operations.now_s() - came_s)
                 finally:
@@ -366,14 +369,6 @@ class _ShortCall(Work[Reduction]):
             self.is_over = True
             return
         assert rounds.arena is not None
-        self._receipt = Receipt()
         body = operations.wait(call, rounds, answer, given, self._receipt)
         super().__init__(rounds.arena, body, operations.member.check, call.__str__)
         super().begin()
-
-    def take_back(self) -> None:
-        """No caller gets the delivery of this call, whether it exists yet or not."""
-        if self._receipt is not None:
-            self._receipt.take_back()
-        elif self._delivery is not None:
-            self._rounds.take_back(self._delivery)
