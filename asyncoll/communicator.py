@@ -1804,11 +1804,10 @@ class Communicator:
         if core.memory.unused:
             core.memory.give_back()
         kind = (name, op, opening, fixed, weighted, contribution.layout, contribution.boundaries)
-        given: tuple[object, ...] = (*kind, *rules, *rules.values())
-        try:
-            spec = core.plans.get((given, *map(type, given)))
-        except TypeError:  # an array without dimensions, for one, is a number, too, and has no hash
-            spec = None
+        given, spec = (*kind, *rules, *rules.values()), None
+        # Only these types: an equal value of another type may mean something else.
+        if type(name) is str and {*map(type, rules.values())} <= _INTEGERS and isinstance(op, ReduceOp):
+            spec = core.plans.get(given)
         if spec is None:
             spec = self._plan(given, name, op, opening, fixed, weighted, contribution, rules)
         return core.operations.start(spec, contribution, _site())
@@ -1835,7 +1834,7 @@ class Communicator:
         operation = Operation(text(name, "name"), layout, op, opening, **options)
         check_operation(operation, self.size)
         if {*map(type, rules.values())} <= {int} and type(name) is str:
-            self._core.remember((given, *map(type, given)), operation)
+            self._core.remember(given, operation)
         return operation
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
@@ -1875,6 +1874,9 @@ class Communicator:
         if rank == self.rank:
             raise UsageError(f"{what} {rank} is this rank itself: keep the tensor instead")
         return rank
+
+
+_INTEGERS = {int}
 
 
 def _weight(value: object) -> float:

@@ -68,6 +68,7 @@ PACKAGES: dict[str, set[str]] = {
     "training": {""},
     # tools for tests and users, on top of all
     "testing": {
+        "_core",
         "algorithms",
         "communicator",
         "errors",

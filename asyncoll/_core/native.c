@@ -11,11 +11,11 @@ static int add_type(PyObject *module, PyType_Spec *spec)
 
 static int execute(PyObject *module)
 {
-    if (add_type(module, &control_block_spec) < 0)
-        return -1;
-    if (add_type(module, &meetings_spec) < 0)
-        return -1;
-    return add_type(module, &pieces_spec);
+    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec, &pieces_spec, &rounds_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
+        if (add_type(module, specs[i]) < 0)
+            return -1;
+    return 0;
 }
 
 static PyMethodDef functions[] = {

@@ -2,8 +2,8 @@
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
  *   meetings.c        short meetings of all ranks of a communicator
-
  *   pieces.c          reductions of long arrays, piece by piece
+ *   rounds.c          wait-avoiding rounds
  *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module
  *
@@ -70,6 +70,10 @@ bool is_control_block(PyObject *object);
 /* -- meetings.c ------------------------------------------------------------------------------ */
 
 extern PyType_Spec meetings_spec;
+
+/* -- rounds.c --------------------------------------------------------------------------------- */
+
+extern PyType_Spec rounds_spec;
 
 /* -- reductions.c ----------------------------------------------------------------------------- */
 

@@ -32,6 +32,31 @@ class ControlBlock:
     def ring_at_next_wake(self, doorbell: int) -> None: ...
     def wake_futex(self, cell: int) -> None: ...
 
+class Rounds:
+    """Implements `algorithms.rounds.compiled.CompiledRounds`."""
+
+    def __new__(
+        cls,
+        control_block: ControlBlock,
+        view: Callable[[int, int], Any],
+        size: int,
+        rank: int,
+        history: int,
+        limit: int,
+        nbytes: int,
+        opening: int,
+        quorum: int,
+        sync_every: int,
+        keeps: bool,
+        parts: tuple[tuple[int, int, int], ...],
+    ) -> Rounds: ...
+    def begin(
+        self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /
+    ) -> tuple[Any, ...] | int: ...
+    def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any: ...
+    def is_needed(self, number: int, /) -> bool: ...
+    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None: ...
+
 class Meetings:
     """Implements `algorithms.dense.meetings.Meetings`."""
 

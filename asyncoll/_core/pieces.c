@@ -317,11 +317,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot type_slots[] = {
-    {Py_tp_new, create},
-    {Py_tp_dealloc, destroy},
-    {Py_tp_traverse, traverse},
-    {Py_tp_methods, methods},
-    {0, NULL},
+    {Py_tp_new, create}, {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse}, {Py_tp_methods, methods}, {0, NULL},
 };
 
 PyType_Spec pieces_spec = {

@@ -33,10 +33,10 @@ typedef uint16_t u16 ELEMENT;
 typedef uint32_t u32 ELEMENT;
 typedef uint64_t u64 ELEMENT;
 
-typedef void Fold(void *into, const void *other, size_t elements);        /* into = into op other */
-typedef void Divide(void *into, int64_t divisor, size_t elements);        /* into = into / divisor */
-typedef void Widen(float *into, const void *halves, size_t elements);     /* exact */
-typedef void Narrow(void *halves, const float *from, size_t elements);    /* rounds to nearest, ties to even */
+typedef void Fold(void *into, const void *other, size_t elements);     /* into = into op other */
+typedef void Divide(void *into, int64_t divisor, size_t elements);     /* into = into / divisor */
+typedef void Widen(float *into, const void *halves, size_t elements);  /* exact */
+typedef void Narrow(void *halves, const float *from, size_t elements); /* rounds to nearest, ties to even */
 
 enum { BLOCK_BYTES = 4096 };
 
@@ -82,8 +82,8 @@ static void reduce_halves(Widen *widen, Fold *fold, Divide *divide, Narrow *narr
 #define DEFINE_LOOP(NAME, TARGET, TYPE, DIVIDE, EXPRESSION)                                                            \
     TARGET static void fold_##NAME(void *into, const void *other, size_t elements)                                     \
     {                                                                                                                  \
-        TYPE *x = into;                                                                                       \
-        const TYPE *y = other;                                                                                \
+        TYPE *x = into;                                                                                                \
+        const TYPE *y = other;                                                                                         \
         for (size_t i = 0; i < elements; i++) {                                                                        \
             const TYPE a = x[i], b = y[i];                                                                             \
             x[i] = (TYPE)(EXPRESSION);                                                                                 \
@@ -128,12 +128,12 @@ DEFINE_LOOPS(sum_u16, u16, NULL, a + b)
 DEFINE_LOOPS(sum_u32, u32, NULL, a + b)
 DEFINE_LOOPS(sum_u64, u64, NULL, a + b)
 
-DEFINE_LOOPS(prod_f64, f64, NULL, a * b)
-DEFINE_LOOPS(prod_f32, f32, NULL, a * b)
-DEFINE_LOOPS(prod_u8, u8, NULL, a * b)
-DEFINE_LOOPS(prod_u16, u16, NULL, (u32)a * b) /* the product of two uint16 overflows int */
-DEFINE_LOOPS(prod_u32, u32, NULL, a * b)
-DEFINE_LOOPS(prod_u64, u64, NULL, a * b)
+DEFINE_LOOPS(prod_f64, f64, NULL, (a * b))
+DEFINE_LOOPS(prod_f32, f32, NULL, (a * b))
+DEFINE_LOOPS(prod_u8, u8, NULL, (a * b))
+DEFINE_LOOPS(prod_u16, u16, NULL, ((u32)a * b)) /* the product of two uint16 overflows int */
+DEFINE_LOOPS(prod_u32, u32, NULL, (a * b))
+DEFINE_LOOPS(prod_u64, u64, NULL, (a * b))
 
 /* numpy on x86: the first operand if it is NaN, otherwise the second if that is NaN or equal (+0 and -0 are). */
 DEFINE_LOOPS(min_f64, f64, NULL, a < b || a != a ? a : b)
@@ -158,10 +158,10 @@ DEFINE_LOOPS(max_u16, u16, NULL, a > b ? a : b)
 DEFINE_LOOPS(max_u32, u32, NULL, a > b ? a : b)
 DEFINE_LOOPS(max_u64, u64, NULL, a > b ? a : b)
 
-DEFINE_LOOPS(and_u8, u8, NULL, a & b)
-DEFINE_LOOPS(and_u16, u16, NULL, a & b)
-DEFINE_LOOPS(and_u32, u32, NULL, a & b)
-DEFINE_LOOPS(and_u64, u64, NULL, a & b)
+DEFINE_LOOPS(and_u8, u8, NULL, (a & b))
+DEFINE_LOOPS(and_u16, u16, NULL, (a & b))
+DEFINE_LOOPS(and_u32, u32, NULL, (a & b))
+DEFINE_LOOPS(and_u64, u64, NULL, (a & b))
 DEFINE_LOOPS(or_u8, u8, NULL, a | b)
 DEFINE_LOOPS(or_u16, u16, NULL, a | b)
 DEFINE_LOOPS(or_u32, u32, NULL, a | b)
@@ -349,17 +349,24 @@ typedef struct {
 #define BOTH(NAME) NAME, NULL
 #endif
 
+// clang-format off (it takes the rows of the table for blocks)
 #define FLOAT_ENTRIES(DTYPE, SIZE, SHORT)                                                                              \
     {DTYPE, SIZE, "sum", BOTH(sum_##SHORT)}, {DTYPE, SIZE, "avg", BOTH(sum_##SHORT)},                                  \
         {DTYPE, SIZE, "avg_active", BOTH(sum_##SHORT)}, {DTYPE, SIZE, "prod", BOTH(prod_##SHORT)},                     \
-        {DTYPE, SIZE, "min", BOTH(min_##SHORT)}, {DTYPE, SIZE, "max", BOTH(max_##SHORT)}
+        {DTYPE, SIZE, "min", BOTH(min_##SHORT)},                                                                       \
+    {                                                                                                                  \
+        DTYPE, SIZE, "max", BOTH(max_##SHORT)                                                                          \
+    }
 
 /* SHORT has the sign of the dtype; BITS is the unsigned type of its size. */
 #define INTEGER_ENTRIES(DTYPE, SIZE, SHORT, BITS)                                                                      \
     {DTYPE, SIZE, "sum", BOTH(sum_##BITS)}, {DTYPE, SIZE, "prod", BOTH(prod_##BITS)},                                  \
         {DTYPE, SIZE, "min", BOTH(min_##SHORT)}, {DTYPE, SIZE, "max", BOTH(max_##SHORT)},                              \
         {DTYPE, SIZE, "band", BOTH(and_##BITS)}, {DTYPE, SIZE, "bor", BOTH(or_##BITS)},                                \
-        {DTYPE, SIZE, "bxor", BOTH(xor_##BITS)}
+    {                                                                                                                  \
+        DTYPE, SIZE, "bxor", BOTH(xor_##BITS)                                                                          \
+    }
+// clang-format on
 
 static const Entry entries[] = {
     FLOAT_ENTRIES("float64", 8, f64),

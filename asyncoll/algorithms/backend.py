@@ -123,7 +123,7 @@ class ShortWay(Protocol):
         """The time of `runtime.deadlines`."""
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
-        """The plan of `call`, a reduction of `nbytes` bytes by `op`; of a barrier if there are none."""
+        """The plan of `call`, which begins now: a reduction of `nbytes` bytes by `op`; a barrier if there are none."""
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         """Begin call `number`. Returns whether it is over, with the result in `x`; None if the way is not free.

@@ -94,7 +94,7 @@ class MemoryBackend:
         self._registry = OperationRegistry(arena, group.size, group.rank, group.communicator)
         self._recent: deque[Signature] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
-        self.short_way = ShortWay(self._staging, self._check)
+        self.short_way = ShortWay(self._staging, self._check, self._recent.append)
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)

@@ -184,43 +184,46 @@ def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
 class Single:
     """A caller's tensor that needs no packing: it is reduced as the dtype that it has. Methods as of `Bundle`."""
 
-    __slots__ = ("_factor", "_operand", "given", "layout", "weight")
+    __slots__ = ("_dtype", "_factor", "_flat", "_operand", "given", "layout", "weight")
 
     boundaries = ""
 
-    def __init__(self, operand: Operand, weight: float) -> None:
+    def __init__(self, given: Any, flat: Array, dtype: str, weight: float, operand: Operand | None = None) -> None:
+        """`operand` is None if `given` is a flat array, and `flat` the same."""
         self.weight = self._factor = weight
+        self.given = given
+        self.layout = ((dtype, flat.size),)
+        self._flat = flat
+        self._dtype = dtype
         self._operand = operand
-        self.given = operand.source
-        self.layout = ((operand.dtype, operand.flat.size),)
 
     def read(self, into: Iterable[Array]) -> None:
         (part,) = into
-        scale(part, self._operand.flat, self._factor)
+        scale(part, self._flat, self._factor)
 
     def lend(self) -> list[Array] | None:
-        return [self._operand.flat]
+        return [self._flat]
 
     def scale_lent(self) -> None:
-        scale(self._operand.flat, self._operand.flat, self._factor)
+        scale(self._flat, self._flat, self._factor)
         self._factor = 1.0
 
     def write(self, parts: Iterable[Array], divisor: float = 1) -> None:
         (values,) = parts
-        flat = self._operand.flat
+        flat = self._flat
         if values is not flat:  # else it was lent, and the result is there already
             flat[...] = values
         if divisor != 1:
-            divide(flat, self._operand.dtype, divisor)
-        if self._operand.copied:
+            divide(flat, self._dtype, divisor)
+        if self._operand is not None:
             self._operand.write_back()
 
     def like(self, parts: Iterable[Array], divisor: float = 1) -> Any:
         (values,) = parts
         flat = values.copy()
         if divisor != 1:
-            divide(flat, self._operand.dtype, divisor)
-        return self._operand.like(flat, self._operand.shape)
+            divide(flat, self._dtype, divisor)
+        return flat if self._operand is None else self._operand.like(flat, self._operand.shape)
 
 
 class Bundle:
@@ -321,10 +324,14 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
     Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average.
     Raises UsageError as `as_operand` does, and for an empty list.
     """
+    if type(x) is np.ndarray and x.ndim == 1 and (dtype := _NUMPY_NAMES.get(x.dtype)) is not None:
+        flags = x.flags  # the frequent case first: an operand would take as long as the rest of this
+        if flags.c_contiguous and flags.writeable and accumulator(op, dtype) == dtype:
+            return Single(x, x, dtype, weight)
     if not isinstance(x, (list, tuple)):
         operand = as_operand(x, writable=True)
         if accumulator(op, operand.dtype) == operand.dtype:
-            return Single(operand, weight)
+            return Single(x, operand.flat, operand.dtype, weight, operand)
         return Bundle([operand], op, x, weight)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")

@@ -12,11 +12,14 @@ import gc
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
 
+from asyncoll import _core
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
@@ -48,19 +51,25 @@ def _zmq(size: int) -> Iterator[Carriers]:
 
 
 @contextlib.contextmanager
-def _shm(size: int) -> Iterator[Carriers]:
-    with zeromq.local_world(size) as transports, arena.local_world(size) as arenas:
+def _shm(size: int, natives: Sequence[ModuleType | None] = (_core.native,)) -> Iterator[Carriers]:
+    with zeromq.local_world(size) as transports, arena.local_world(size, natives) as arenas:
         yield list(map(SlottedTransport, transports, arenas)), arenas
 
 
-_WORLDS = {"inproc": _inproc, "zmq": _zmq, "shm": _shm}
+_WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Carriers]]] = {
+    "inproc": _inproc,
+    "zmq": _zmq,
+    "shm": _shm,
+    "shm-mixed": partial(_shm, natives=(_core.native, None)),
+}
 
 
 def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
     """Run `main(comm)` at `size` ranks on one loop. Returns the results of the ranks, in the order of ranks.
 
     `transport` is "inproc" (messages are passed as objects), "zmq" (real sockets) or "shm" (real sockets and real
-    shared memory). When a rank raises, the others are cancelled and its error is raised here. A UsageError is raised
+    shared memory); "shm-mixed" is the same with ranks that use the compiled core and ranks that do without it, in turn.
+    When a rank raises, the others are cancelled and its error is raised here. A UsageError is raised
     for a size below 1, an unknown transport, or a `main` that is not callable.
     """
     _check(size, main)

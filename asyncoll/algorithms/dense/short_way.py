@@ -29,18 +29,20 @@ _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after pollin
 class ShortWay:
     """Implements `ShortWay` in memory, for one communicator at one rank."""
 
-    def __init__(self, staging: StagingArea, check: Callable[[], None]) -> None:
-        """`check` raises if the communicator has failed."""
+    def __init__(self, staging: StagingArea, check: Callable[[], None], note: Callable[[Signature], None]) -> None:
+        """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch."""
         self.nbytes_max = staging.sizes.short
         self._is_native = staging.arena.native is not None
         self.now_s = deadlines.clock()
         self._check = check
+        self._note = note
         self._staging = staging
         self._meetings = meetings_of(staging)
         self._polls = staging.arena.polls
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
+        self._note(call)
         key = call.operation, call.dtype, call.elements, call.detail
         return self._plans.get(key) or self._make(key, call, op, nbytes)
 

@@ -38,7 +38,7 @@ class BlockTable:
         self._words = _words(size)
         self._weights = self._keepers + limit
         self._bitmaps = self._weights + limit + 1 - self._words
-        self._limit = limit
+        self.limit = limit
         self._nbytes = nbytes
 
     @staticmethod
@@ -61,8 +61,8 @@ class BlockTable:
             cells = self._cells
             with self._control_block:
                 block = cells[self._head + _MADE] + 1
-                if block > self._limit:
-                    raise RuntimeError(f"all {self._limit} blocks of an operation are in use")
+                if block > self.limit:
+                    raise RuntimeError(f"all {self.limit} blocks of an operation are in use")
                 cells[self._head + _MADE] = block
                 cells[self._addresses + block] = address
                 self._push(block)
@@ -114,6 +114,8 @@ class BlockTable:
     def contributors(self, block: int) -> int:
         """The bitmap of the ranks whose contributions are in the result `block`. Keepers need no lock."""
         at = self._bitmaps + block * self._words
+        if self._words == 1:
+            return self._cells[at]
         return sum([self._cells[at + word] << word * _BITS for word in range(self._words)])
 
     def weight(self, block: int) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Coroutine, Iterator
+from typing import Any, Protocol
 
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member
+from asyncoll.transport import Arena
 
 
 class Rounds(Protocol):
@@ -18,8 +19,22 @@ class Rounds(Protocol):
     @property
     def operation(self) -> Operation: ...
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether `begin` may be called: calls begin in their callers' threads, and are short."""
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where a call that `begin` has begun waits; None if it never waits."""
+
     def describe(self) -> str:
         """The operation and the place of its first call, for error messages."""
+
+    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+        """As `call`, begun now in the caller's thread.
+
+        Returns the answer if the call needs no other rank for it, otherwise a coroutine that waits for it.
+        """
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute once the calls before are over, and wait for the round that this call aims at.

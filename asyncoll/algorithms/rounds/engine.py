@@ -59,6 +59,7 @@ class Engine(Generic[R]):
     def __init__(self, operation: Operation) -> None:
         self.aim = 1  # the round that the next call aims at
         self._operation = operation
+        self._replaces = operation.group_size > 0  # contributions replace each other
         # Of each answer taken back: its results, the number of its other rounds, and its newest round.
         self._owed: deque[tuple[Sequence[R], int, int]] = deque()
         self._lag: Counter[int] = Counter()  # calls, by the number of rounds from their aim to their result
@@ -78,7 +79,7 @@ class Engine(Generic[R]):
         """
         return max(self.aim, latest + 1 - self._operation.history)
 
-    def deliver(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
         told = self._tell(ticket, result, missed)
         self._lag[told.lag] += 1
@@ -92,19 +93,19 @@ class Engine(Generic[R]):
         """
         return latest >= self.aim or any(newest == latest for _, _, newest in self._owed)
 
-    def conclude(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
         return self._tell(ticket, result, missed)
 
-    def _tell(self, ticket: int, result: R, missed: Sequence[R]) -> Told[R]:
+    def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
-        included = ticket == result.taken if self._operation.group_size else ticket <= result.taken
+        included = ticket == result.taken if self._replaces else ticket <= result.taken
         since = result.number - self.aim  # -1: this very round is owed, because the call that was given it is cancelled
-        lag = max(0, since)
+        lag = since if since > 0 else 0
         self.aim = result.number + 1
         skipped = since - len(missed)
         if not self._owed:
-            return Told(included, missed, skipped, [], lag)
+            return tuple.__new__(Told, (included, missed, skipped, [], lag))  # in half the time of `Told(...)`
         results = list(missed)
         while self._owed:
             owed, others, _ = self._owed.popleft()

@@ -17,17 +17,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
+from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds
 from asyncoll.algorithms.rounds.engine import Engine, Told
-from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord
+from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Chunk, Kept, RoundRecord, Staged
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
@@ -71,27 +76,57 @@ class OneSidedRounds:
         """
         self.operation = operation
         self.describe = describe
-        self._arena = arena
+        self.arena = arena
         self._has_lost = has_lost
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = BlockLayout.of(operation)
         self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
-        self._rounds = RoundRecord(arena, registry, group, operation, self._layout)
+        self._rounds = RoundRecord(arena, registry, group, operation, self._layout, self._reduce_blocks)
         self._control_block = self._rounds.control_block
+        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
+        self.is_prompt = self._layout.nbytes <= SHORT_BYTES and not self._control_block.interleaved
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
+        self._compiled = (
+            compiled_rounds(arena, group, operation, self._layout, self._rounds) if self.is_prompt else None
+        )
         self._views: dict[int, Parts] = {}  # of blocks, by address
+        # Blocks that a short call may take: one for its contribution, and one for the result of each group.
+        self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation)
-        self._calls = 0  # the number of calls begun
+        self._numbers = count()  # of calls; `next` of it is atomic
         self._turn = 0  # the number of the call whose turn it is
         self._over: set[int] = set()  # calls that ended before their turn
         self._turns: dict[int, Turn] = {}  # by call: those that wait for their turn
 
     # -- a call -----------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+        """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
+        turn = next(self._numbers)
+        if turn != self._turn:
+            return self._call(turn, contribution)
+        is_waiting = False
+        try:
+            if self._compiled is not None:
+                own = self._arrays(contribution)
+                answer = self._begin_compiled(own, contribution.weight)
+                if not answer.round:
+                    is_waiting = True
+                    return self._wait_compiled(turn, answer, own)
+                return self._deliver_compiled(answer, own, answer.missed or ())
+            call = self._begin_short(contribution)
+            if call.kept is None:
+                is_waiting = True
+                return self._wait(turn, call)
+            return self._deliver(call)
+        finally:
+            if not is_waiting:
+                self._end(turn)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
@@ -100,29 +135,112 @@ class OneSidedRounds:
         still counts as arrived at that round, which any other caller that waits for it opens and reduces. The results
         stay where they are until `release`.
         """
-        turn = self._calls
-        self._calls += 1
+        return await self._call(next(self._numbers), contribution)
+
+    async def _call(self, turn: int, contribution: Contribution) -> Delivery:
+        """Call number `turn` of this rank."""
         try:
             if turn != self._turn:
                 await self._queue(turn, contribution)
-            call = self._begin()
+            with self._control_block:
+                call = self._begin(self._now_ns())
             try:
                 if not (self._may_lend and call.number and self._lend(contribution, call)):
                     await self._put(contribution, call)
                 if call.kept is None:
                     await self._take_part(call)
             except BaseException:
-                self._drop([old.block for old in (*call.missed, call.kept) if old is not None])
+                self._drop_results(call)
                 raise
             return self._deliver(call)
         finally:
-            self._over.add(turn)
-            self._end_turn(turn)
+            self._end(turn)
+
+    async def _wait(self, turn: int, call: _Call) -> Delivery:
+        """The rest of a call that `begin` has staged."""
+        try:
+            try:
+                await self._take_part(call)
+            except BaseException:
+                self._drop_results(call)
+                raise
+            return self._deliver(call)
+        finally:
+            self._end(turn)
+
+    # -- in the compiled core ---------------------------------------------------------------------
+
+    def _arrays(self, contribution: Contribution) -> Parts:
+        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays."""
+        own = contribution.lend() if contribution.weight == 1 else None
+        if own is None:
+            own = [
+                np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
+            ]
+            contribution.read(own)
+        return own
+
+    def _begin_compiled(self, own: Parts, weight: float) -> Begun:
+        """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
+        compiled, unused = self._compiled, list[int]()
+        assert compiled is not None
+        while self._unused:
+            unused.append(self._unused.popleft())
+        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
+            unused = []
+            self._prepare(answer)
+        return begun_of(answer)
+
+    def _prepare(self, wanted: int) -> None:
+        """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
+        compiled, operation, size = self._compiled, self.operation, self._size
+        assert compiled is not None
+        if wanted < 0:
+            self._rounds.blocks.provide(-wanted)
+        else:
+            drawn = operation.drawn(wanted, size) if operation.opening is Opening.MAJORITY else ()
+            compiled.plan(wanted, drawn, tuple(operation.groups(wanted, size)))
+
+    async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
+        """The rest of a call that `_begin_compiled` has staged."""
+        compiled, number, aim = self._compiled, begun.number, self._engine.aim
+        assert compiled is not None
+        call = _Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
+        try:
+            try:
+                while True:
+                    await until(self._control_block, lambda: compiled.is_needed(number))
+                    answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
+                    if isinstance(answer, int):
+                        self._prepare(answer)
+                    elif (ended := begun_of(answer)).round:
+                        return self._deliver_compiled(ended, own, call.missed)
+            except (Exception, asyncio.CancelledError):
+                await self._give_up(call)
+                raise
+        except BaseException:
+            self._drop_results(call)
+            raise
+        finally:
+            self._end(turn)
+
+    def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
+        """As `_deliver`, of a result that is in the arrays `own`."""
+        number, ranks = ended.round, ended.ranks
+        operation = self.operation
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, NONE)
+        result = result_of(fields)
+        told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
+        if told.dropped:
+            self._drop([old.block for old in told.dropped])
+        results = (*map(self._result, told.missed), result) if told.missed else (result,)
+        return delivery_of((results, told.included, told.skipped, told.lag))
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
-        turn = self._calls
-        self._calls += 1
+        turn = next(self._numbers)
         try:
             if turn != self._turn:
                 await self._queue(turn, None)
@@ -138,11 +256,10 @@ class OneSidedRounds:
                 if not engine.has_news(latest):
                     return None
                 *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
-                ticket = rounds.staged()[2]
+                ticket = rounds.staged().ticket
             return self._answer(engine.conclude(ticket, newest, missed), newest)
         finally:
-            self._over.add(turn)
-            self._end_turn(turn)
+            self._end(turn)
 
     def _is_work_left(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_close()
@@ -174,6 +291,11 @@ class OneSidedRounds:
         finally:
             self._turns.pop(turn, None)
 
+    def _end(self, turn: int) -> None:
+        """Call `turn` is over."""
+        self._over.add(turn)
+        self._end_turn(turn)
+
     def _end_turn(self, turn: int) -> None:
         """Call `turn` is over. If it had the turn, the next call gets it. Two threads may do this at the same time."""
         if turn != self._turn:
@@ -189,18 +311,33 @@ class OneSidedRounds:
         elif (waiting := self._turns.pop(following, None)) is not None:
             waiting.set()
 
-    def _begin(self) -> _Call:
-        """Decide whether this call waits for a round, and keep the results that it has missed."""
-        rounds, engine, came_ns = self._rounds, self._engine, self._now_ns()
-        with self._control_block:
-            while self._unused:
-                rounds.blocks.drop(self._unused.popleft())
-            latest = rounds.latest
-            number = engine.begin(latest, rounds.late_call_opens)
-            rounds.count_late(engine.aim, came_ns)
-            # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
-            missed = rounds.keep(engine.first_missed(latest), latest) if number > engine.aim else []
-            return _Call(number, came_ns, missed)
+    def _begin(self, came_ns: int) -> _Call:
+        """Under the lock: decide whether this call waits for a round, and keep the results that it has missed."""
+        rounds, engine = self._rounds, self._engine
+        while self._unused:
+            rounds.blocks.drop(self._unused.popleft())
+        latest = rounds.latest
+        number = engine.begin(latest, rounds.late_call_opens)
+        rounds.count_late(engine.aim, came_ns)
+        # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
+        missed = rounds.keep(engine.first_missed(latest), latest) if number > engine.aim else []
+        return _Call(number, came_ns, missed)
+
+    def _begin_short(self, contribution: Contribution) -> _Call:
+        """Begin a call, stage its short contribution, and open the round if this rank may, in one critical section."""
+        rounds, blocks = self._rounds, self._rounds.blocks
+        came_ns = self._now_ns()
+        while True:
+            with self._control_block:
+                if blocks.free_count() >= self._needed:
+                    call = self._begin(came_ns)
+                    block = blocks.take()
+                    address = blocks.address(block)
+                    weight = self._fill(self._parts(address), contribution, rounds.staged())
+                    call.ticket = rounds.put(block, address, weight)
+                    self._come(call)
+                    return call
+            blocks.provide(self._needed)
 
     def _come(self, call: _Call) -> int:
         """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
@@ -281,9 +418,15 @@ class OneSidedRounds:
         return None
 
     def _reduce(self, chunk: Chunk) -> None:
-        dtype, view = self._dtypes[chunk.part], self._arena.view
+        dtype, view = self._dtypes[chunk.part], self.arena.view
         sources = [view(source, chunk.nbytes).view(dtype) for source in chunk.sources]
         self._reduces[chunk.part](view(chunk.into, chunk.nbytes).view(dtype), sources, 1)
+
+    def _reduce_blocks(self, into: int, sources: Sequence[int]) -> None:
+        """Reduce whole blocks, at these addresses, in order of ranks."""
+        parts = zip(*map(self._parts, sources), strict=True)
+        for reduce, result, arrays in zip(self._reduces, self._parts(into), parts, strict=True):
+            reduce(result, arrays, 1)
 
     # -- contributing -----------------------------------------------------------------------------
 
@@ -293,7 +436,7 @@ class OneSidedRounds:
         Only for a caller that waits: after its call the program may change or free the memory.
         """
         parts = contribution.lend()
-        address = self._arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
+        address = self.arena.locate(parts[0]) if parts is not None and len(parts) == 1 else None
         if address is None:
             return False
         contribution.scale_lent()
@@ -301,7 +444,7 @@ class OneSidedRounds:
         with self._control_block:
             # Since `_begin` a round may have begun, which does not take this contribution any more. And older staged
             # contributions have to be added up, in a block.
-            if rounds.running or rounds.latest + 1 != call.number or rounds.staged()[0] != NONE:
+            if rounds.running or rounds.latest + 1 != call.number or rounds.staged().block != NONE:
                 return False
             call.ticket = rounds.put(LENT, address, contribution.weight)
             self._come(call)
@@ -322,12 +465,7 @@ class OneSidedRounds:
         # staged block. Then the sum would contribute it twice, so the block is filled again.
         ticket = 0
         while not ticket:
-            contribution.read(parts)
-            weight = contribution.weight
-            if before[0] != NONE and not self._keeps:
-                weight += before[3]
-                for combine, part, staged in zip(self._combines, parts, self._parts(before[1]), strict=True):
-                    combine(part, staged)
+            weight = self._fill(parts, contribution, before)
             interrupted = await self._pause() or interrupted
             with self._control_block:
                 now = rounds.staged()
@@ -346,17 +484,29 @@ class OneSidedRounds:
                     await self._give_up(call)
             raise interrupted
 
+    def _fill(self, parts: Parts, contribution: Contribution, staged: Staged) -> float:
+        """Put the sum of `contribution` and the staged one into `parts`; in groups, `contribution` alone.
+
+        Returns the weight of that.
+        """
+        contribution.read(parts)
+        if staged.block == NONE or self._keeps:
+            return contribution.weight
+        for combine, part, before in zip(self._combines, parts, self._parts(staged.address), strict=True):
+            combine(part, before)
+        return contribution.weight + staged.weight
+
     def _parts(self, address: int) -> Parts:
         """The arrays of the block at `address`. Made once: blocks belong to this operation and never move."""
         parts = self._views.get(address)
         if parts is None:
-            layout, view = self._layout, self._arena.view
+            layout, view = self._layout, self.arena.view
             pieces = zip(layout.offsets, layout.lengths, self._dtypes, strict=True)
             parts = [view(address + offset, length).view(dtype) for offset, length, dtype in pieces]
             self._views[address] = parts
         return parts
 
-    def _new_block(self) -> tuple[int, tuple[int, int, int, float]]:
+    def _new_block(self) -> tuple[int, Staged]:
         """A free block to fill, and the staged contribution as of `RoundRecord.staged`."""
         rounds = self._rounds
         while True:
@@ -365,6 +515,10 @@ class OneSidedRounds:
             if block != NONE:
                 return block, staged
             rounds.blocks.provide(1)
+
+    def _drop_results(self, call: _Call) -> None:
+        """The caller is given none of the results that are kept for it."""
+        self._drop([old.block for old in (*call.missed, call.kept) if old is not None])
 
     def _drop(self, blocks: Sequence[int]) -> None:
         """This rank does not use these blocks any more."""
@@ -393,9 +547,9 @@ class OneSidedRounds:
         """Copy a lent contribution into a block, and stage that instead, unless a round has taken it meanwhile."""
         rounds = self._rounds
         block, before = self._new_block()
-        if before[0] == LENT:
-            own, length, view = rounds.blocks.address(block), self._layout.lengths[0], self._arena.view
-            view(own, length)[:] = view(before[1], length)
+        if before.block == LENT:
+            own, length, view = rounds.blocks.address(block), self._layout.lengths[0], self.arena.view
+            view(own, length)[:] = view(before.address, length)
             with self._control_block:
                 if rounds.staged() == before:
                     rounds.replace(block, own)
@@ -411,22 +565,24 @@ class OneSidedRounds:
     def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
         if told.dropped:
             self._drop([old.block for old in told.dropped])
-        return Delivery(tuple(map(self._result, (*told.missed, kept))), told.included, told.skipped, told.lag)
+        results = tuple(map(self._result, (*told.missed, kept)))
+        return delivery_of((results, told.included, told.skipped, told.lag))
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""
         number, block, _, absent, taken = kept
-        blocks = self._rounds.blocks
-        parts = self._parts(blocks.address(block)) if block else []
-        ranks = _ranks_of(blocks.contributors(block)) if block else ()
-        members = self.operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        weight = blocks.weight(block) if block else 0.0
-        synchronous = self.operation.is_synchronous(number) and not absent
-        return Result(number, parts, ranks, members, taken, synchronous, weight, block=block)
+        operation, blocks = self.operation, self._rounds.blocks
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not absent
+        if not block:
+            return Result(number, [], (), members, taken, synchronous, 0.0)
+        parts, ranks = self._parts(blocks.address(block)), _ranks_of(blocks.contributors(block))
+        fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, block)
+        return result_of(fields)
 
     def release(self, delivery: Delivery) -> None:
         """The results have been read."""
-        blocks = [result.block for result in delivery.results]
+        blocks = [result.block for result in delivery.results if result.block]
         if self._layout.nbytes < LENT_MIN_BYTES:
             self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now
         else:
@@ -447,7 +603,7 @@ class OneSidedRounds:
             return self._engine.statistics(self._rounds.latest, *self._rounds.totals())
 
     def _now_ns(self) -> int:
-        return int(self._arena.now_s() * 1e9)
+        return int(self.arena.now_s() * 1e9)
 
 
 @lru_cache(maxsize=256)

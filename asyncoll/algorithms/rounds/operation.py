@@ -56,6 +56,11 @@ class Operation:
         """The size of a contribution."""
         return sum(count * storage(dtype).itemsize for dtype, count in self.layout)
 
+    @cached_property
+    def divides(self) -> bool:
+        """Whether the sum of a round is divided by a number."""
+        return self.weighted or self.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE)
+
     def fingerprint(self) -> int:
         """A hash of all fields, which ranks compare instead of the operation."""
         return digest(str(self))

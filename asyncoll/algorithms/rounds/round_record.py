@@ -5,7 +5,7 @@ Methods are called under the control block's lock, unless their docstrings say o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from asyncoll.tensors.reductions import Array, storage
 from asyncoll.transport import Arena
 
 CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
+SHORT_BYTES = 1 << 14  # so much is copied under the lock, in about a microsecond: to acquire it again takes longer
 _HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
 _BEGINNINGS = 64  # rounds whose time of beginning is kept
 _ALIGNED = 64  # bytes: a cache line
@@ -81,6 +82,15 @@ class Kept(NamedTuple):
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
+class Staged(NamedTuple):
+    """The staged contribution of a rank."""
+
+    block: int  # NONE, or LENT
+    address: int  # 0 if there is none
+    ticket: int  # the number of the rank's newest contribution
+    weight: float
+
+
 COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
 KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
 
@@ -116,9 +126,18 @@ class RoundRecord:
     """The rounds of one operation, as one of the ranks sees them."""
 
     def __init__(
-        self, arena: Arena, registry: OperationRegistry, group: Group, operation: Operation, layout: BlockLayout
+        self,
+        arena: Arena,
+        registry: OperationRegistry,
+        group: Group,
+        operation: Operation,
+        layout: BlockLayout,
+        reduce: Callable[[int, Sequence[int]], None],
     ) -> None:
-        """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock."""
+        """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock.
+
+        `reduce(into, sources)` reduces whole blocks, given by their addresses.
+        """
         self._operation = operation
         self._rank = group.rank
         self.size = size = group.size
@@ -155,6 +174,11 @@ class RoundRecord:
         self._results = kept.reshape(self._kept_rounds, size, len(KEPT))  # of round n, at n modulo their number
         self._all = [(tuple(range(size)), slice(None))]
         self._chunks_of_block = len(self._chunks(0, ()))
+        # The rank that opens a short round reduces it, still under the lock: that takes less time than to acquire it
+        # again. Ranks that share a thread do not, so that others run while a round does.
+        self._reduce = reduce
+        is_short = layout.nbytes <= SHORT_BYTES and size * layout.nbytes <= CHUNK_BYTES
+        self.reduces_at_once = is_short and not self.control_block.interleaved
 
     @property
     def latest(self) -> int:
@@ -168,11 +192,10 @@ class RoundRecord:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> tuple[int, int, int, float]:
-        """The block and the address of this rank's staged contribution (NONE and 0 if none), its newest ticket, and the
-        weight of that contribution."""
+    def staged(self) -> Staged:
+        """The staged contribution of this rank."""
         cells, mine = self.cells, self._mine
-        return cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight]
+        return Staged(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
 
     def put(self, block: int, address: int, weight: float) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
@@ -259,6 +282,8 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
+        if self.reduces_at_once:
+            return self._open_and_publish(now_ns)
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -298,6 +323,57 @@ class RoundRecord:
         elif chunks > _HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
         return 0
+
+    def _open_and_publish(self, now_ns: int) -> int:
+        """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
+        cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
+        number = cells[latest] + 1
+        groups = self._groups_of(number)
+        if blocks.free_count() < len(groups):
+            return len(groups)
+        cells[self._begun + number % _BEGINNINGS] = now_ns
+        results, absent = self._results[number % self._kept_rounds], int(np.count_nonzero(self._gone))
+        for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
+            blocks.drop(block)
+        for ranks, index in groups:
+            taken, contributors, weight = [], 0, 0.0
+            for rank, block in zip(ranks, table[index, COLUMN.staged].tolist(), strict=True):
+                if block == NONE:
+                    continue
+                taken.append(block)
+                contributors |= 1 << rank
+                row = self._row[rank]
+                weight += self._reals[row.weight]
+                cells[row.taken] = cells[row.ticket]
+                if not self._keeps:
+                    cells[row.staged], cells[row.staged_at] = NONE, 0
+            dest = self._reduced(taken)
+            blocks.sign(dest, contributors, weight)
+            cells[self._counts + len(taken)] += 1
+            results[index, : KEPT.taken] = number, dest, len(taken), absent
+        results[:, KEPT.taken] = table[:, COLUMN.taken]
+        for rank, waits_for in enumerate(table[:, COLUMN.waits_for].tolist()):
+            if waits_for == number:
+                table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
+                blocks.keep(cells[self._row[rank].granted_block])
+        cells[latest] = number
+        self.control_block.wake()
+        return 0
+
+    def _reduced(self, taken: list[int]) -> int:
+        """The block with the reduction of the blocks `taken`, which are contributions no more unless they stay."""
+        blocks = self.blocks
+        if len(taken) < 2:  # the contribution is the result: nothing to reduce
+            dest = taken[0] if taken else NONE
+            if self._keeps:
+                blocks.keep(dest)
+            return dest
+        dest = blocks.take()
+        self._reduce(blocks.address(dest), [blocks.address(block) for block in taken])
+        if not self._keeps:
+            for block in taken:
+                blocks.drop(block)
+        return dest
 
     def _groups_of(self, number: int) -> Groups:
         """The groups of a round, each with the index of its rows."""

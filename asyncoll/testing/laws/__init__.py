@@ -33,10 +33,10 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -
     """Run the world drawn from `kind`, `size` and `seed`. Raises LawBroken if it breaks a law.
 
     `transport` "simulated" (messages) and "memory" (shared memory) run the world in virtual time, with jitter, a slow
-    rank, pauses of the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq" and
-    "shm" run the ranks on one loop in real time; "zmq-processes" and "shm-processes" run them as processes of
-    `asyncoll launch`. In real time there is neither a drawn network nor a pause of a trainer. Raises UsageError for an
-    unknown kind, a size below 1 or a negative seed.
+    rank, pauses of the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq", "shm"
+    and "shm-mixed" (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time; "zmq-processes" and
+    "shm-processes" run them as processes of `asyncoll launch`. In real time there is neither a drawn network nor a
+    pause of a trainer. Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """
 
     replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"

@@ -287,12 +287,12 @@ class _Trainer:
         replaced until the call ends.
         """
         operations, loop = self._comm._core.operations, asyncio.get_running_loop()
-        answer = operations.contribute
+        answer = operations.hand_over
         left = others
 
-        async def contribute(*arguments: Any) -> Reduction:
+        def hand_over(*arguments: Any) -> Reduction:
             nonlocal left
-            reduction = await answer(*arguments)
+            reduction = answer(*arguments)
             if left == 0:
                 if asyncio.get_running_loop() is loop:
                     call.cancel()
@@ -301,8 +301,8 @@ class _Trainer:
             left -= 1
             return reduction
 
-        operations.contribute = contribute  # type: ignore[assignment, method-assign]
-        call.add_done_callback(lambda _: vars(operations).pop("contribute", None))
+        operations.hand_over = hand_over  # type: ignore[assignment, method-assign]
+        call.add_done_callback(lambda _: vars(operations).pop("hand_over", None))
 
     async def _call(self, index: int, *, alone: bool) -> None:
         case, now = self._case, asyncio.get_running_loop().time

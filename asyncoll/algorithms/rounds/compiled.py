@@ -1,0 +1,87 @@
+"""Rounds of short contributions in the compiled core: all of a call up to its first wait is one call of C.
+
+`CompiledRounds` is the interface. asyncoll/_core/rounds.c implements it, on the cells that `round_record` and
+`block_table` declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.round_record import BlockLayout, RoundRecord
+from asyncoll.runtime.group import Group
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport import Arena
+
+
+class Begun(NamedTuple):
+    """A call up to its first wait."""
+
+    number: int  # the round that the call waits for; 0 if it is late, and waits for none
+    came_ns: int
+    ticket: int  # the number of its contribution
+    missed: Sequence[tuple[int, int, int, int, int]] | None  # the cells of each `Kept`, oldest first
+    round: int  # whose result the call is given; 0: it has to wait
+    ranks: tuple[int, ...]  # those with a contribution in it, in order
+    absent: int  # as of `Kept`, like `taken`
+    taken: int
+    weight: float  # of all contributions in it
+
+
+begun_of: Callable[[tuple[Any, ...]], Begun] = partial(tuple.__new__, Begun)  # faster than `Begun(*fields)`
+
+
+class CompiledRounds(Protocol):
+    """The rounds of one operation at one rank. All methods but `plan` raise the error of a lost lock.
+
+    `arrays` are the contribution, one flat array for each entry of the operation's layout. If the call is over, they
+    have its result. ValueError: a peer has written cells that make no sense.
+    """
+
+    def begin(
+        self, arrays: Sequence[Array], weight: float, aim: int, unused: Sequence[int], /
+    ) -> tuple[Any, ...] | int:
+        """Drop the blocks `unused`, and begin a call that aims at round `aim`. Returns the fields of `Begun`.
+
+        A number says instead what is missing: the `plan` of the round of that number, or, if it is negative, so many
+        free blocks. The call has changed nothing then.
+        """
+
+    def resume(self, arrays: Sequence[Array], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:
+        """Look again for a call that waits for round `number`, and open that if this rank may. Returns as `begin`."""
+
+    def is_needed(self, number: int, /) -> bool:
+        """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
+
+    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
+        """The ranks that are drawn for round `number`, and its groups."""
+
+
+def compiled_rounds(
+    arena: Arena, group: Group, operation: Operation, layout: BlockLayout, rounds: RoundRecord
+) -> CompiledRounds | None:
+    """The rounds in the compiled core; None if that is not there, or has no kernel for a dtype of the operation."""
+    native = arena.native
+    if native is None or not rounds.reduces_at_once:
+        return None
+    kernels = [native.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
+    if not all(kernels):
+        return None
+    compiled: CompiledRounds = native.Rounds(
+        control_block=rounds.control_block,
+        view=arena.view,
+        size=group.size,
+        rank=group.rank,
+        history=operation.history,
+        limit=rounds.blocks.limit,
+        nbytes=layout.nbytes,
+        opening=list(Opening).index(operation.opening),
+        quorum=operation.quorum,
+        sync_every=operation.sync_every,
+        keeps=operation.group_size > 0,
+        parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
+    )
+    return compiled

@@ -1,0 +1,211 @@
+"""Rounds in memory with and without the compiled core: the same calls get the same answers, also in mixed worlds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
+from asyncoll.algorithms.rounds.alone import LoneRounds
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.wait_avoiding import Delivery
+from asyncoll.errors import AsyncollError
+from asyncoll.runtime.group import Group
+from asyncoll.tensors.operands import bundle
+from asyncoll.testing.laws import check_laws
+from asyncoll.testing.laws.story import KINDS
+from asyncoll.transport.memory.arena import local_world
+
+needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
+DTYPES = ("float32", "float64", "int64", "float16", "complex64")
+
+
+class Rank:
+    """The rounds of one rank, whose calls are driven by hand: each runs until it waits, or until it is resumed."""
+
+    def __init__(self, arena, operation):
+        size = len(arena.ranks)
+        group = Group(tuple(range(size)), arena.local_rank, 7)
+        self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
+        self.rounds = OneSidedRounds(arena, self.registry, group, operation, str, lambda: False)
+        self.operation = operation
+        self.rest = self.wait = self.given = None
+        self.answers = []
+
+    def call(self, x, weight=1.0):
+        self.given = bundle(x, self.operation.op, weight)
+        answer = self.rounds.begin(self.given)
+        if isinstance(answer, Delivery):
+            self.note(answer)
+        else:
+            self.rest = answer
+            self.step(lambda: answer.send(None))
+
+    def step(self, act):
+        try:
+            self.wait = act()
+        except StopIteration as stop:
+            self.rest = self.wait = None
+            self.note(stop.value)
+
+    def resume(self):
+        if self.rest is not None and self.wait.ready():
+            self.step(lambda: self.rest.send(None))
+
+    def cancel(self):
+        """The coroutine may wait for a round that uses its memory; no round of short contributions does."""
+        with contextlib.suppress(asyncio.CancelledError):
+            self.rest.throw(asyncio.CancelledError())
+        self.rest = self.wait = None
+        self.answers.append("cancelled")
+
+    def note(self, delivery):
+        """Write down what the caller is told, and release the delivery, or, one time in five, take it back."""
+        if delivery is None:  # there was nothing to tell a rank that has joined
+            self.answers.append(None)
+            return
+        results = [(each.number, each.ranks, each.members, each.synchronous, each.weight) for each in delivery.results]
+        if delivery.results[-1].ranks:
+            self.given.write(delivery.results[-1].parts)
+        values = [part.tobytes() for each in delivery.results[:-1] for part in each.parts]
+        self.answers.append((results, delivery.included, delivery.skipped, delivery.lag, values, content(self.given)))
+        self.rounds.release(delivery)
+        if len(self.answers) % 5 == 4:
+            self.rounds.take_back(delivery)
+
+
+def content(given):
+    arrays = given.given if isinstance(given.given, list) else [given.given]
+    return [array.tobytes() for array in arrays]
+
+
+def drawn(seed):
+    """A world drawn from `seed`: its size, its operation, and the rest of the draw."""
+    draw = np.random.default_rng(seed)
+    size = int(draw.choice([1, 2, 3, 4, 5, 8, 9, 13]))
+    dtype = str(draw.choice(DTYPES))
+    op = [SUM, MAX, AVG_ACTIVE, AVG][draw.integers(4)] if dtype.startswith("float") else SUM
+    carried = "float32" if dtype == "float16" and op in (AVG, AVG_ACTIVE) else dtype
+    opening = list(Opening)[draw.integers(3)]
+    options = {
+        "quorum": int(draw.integers(1, size + 1)) if opening is Opening.QUORUM else 1,
+        "candidates": int(draw.integers(1, size + 1)) if opening is Opening.MAJORITY else 1,
+        "seed": int(draw.integers(9)),
+        "sync_every": int(draw.choice([0, 0, 3])),
+        "history": int(draw.choice([0, 0, 2, 5])),
+        "weighted": op is AVG and bool(draw.integers(2)),
+    }
+    if opening is Opening.SOLO and draw.integers(2):
+        options |= {"group_size": int(draw.integers(1, size + 1)), "fixed": bool(draw.integers(2))}
+    count = int(draw.choice([1, 7, 100]))
+    return draw, size, dtype, Operation("g", ((carried, count),), op, opening, **options)
+
+
+def story(seed, natives):
+    """What all ranks are told in a world in which the draw decides which rank calls, is cancelled or leaves."""
+    draw, size, dtype, operation = drawn(seed)
+    with local_world(size, natives) as arenas:
+        ranks = [Rank(arena, operation) for arena in arenas]
+        for index in range(40 * size):
+            rank = ranks[draw.integers(size)]
+            values, weight = draw.integers(-9, 9, operation.layout[0][1]), float(draw.integers(3))
+            is_cancelled = not draw.integers(8)
+            if rank.rest is None:
+                rank.call(values.astype(dtype), weight if operation.weighted else 1.0)
+            elif is_cancelled:
+                rank.cancel()
+            for other in ranks:
+                other.resume()
+            if index == 25 * size:
+                ranks[0].registry.depart()
+                ranks[0] = ranks[-1]  # it makes no more calls
+        totals = [rank.rounds.statistics() for rank in ranks]
+        for rank in ranks:
+            if rank.rest is not None:
+                rank.cancel()
+        return [rank.answers for rank in ranks], [(each.rounds, each.active, each.lag, each.stale) for each in totals]
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(40))
+def test_the_same_calls_get_the_same_answers_with_and_without_the_core(seed):
+    expected = story(seed, [None])
+    assert expected[1][0][0] > 0
+    assert story(seed, [_core.native]) == expected
+    assert story(seed, [_core.native, None]) == expected
+    assert story(seed, [None, _core.native]) == expected
+
+
+def alone(seed, make):
+    """What one rank is told that calls, loses every fifth answer, and joins."""
+    draw, _, dtype, operation = drawn(seed)
+    operation = replace(operation, quorum=1, candidates=1, group_size=min(operation.group_size, 1))
+    with local_world(1, [None]) as arenas:
+        rank = Rank(arenas[0], operation)
+        rank.rounds = make(rank)
+        for _ in range(10 + seed % 5):
+            values, weight = draw.integers(-9, 9, operation.layout[0][1]), float(draw.integers(3))
+            rank.call(values.astype(dtype), weight if operation.weighted else 1.0)
+        rest = rank.rounds.join()
+        rank.step(lambda: rest.send(None))
+        totals = rank.rounds.statistics()
+        return rank.answers, totals.rounds, totals.active, totals.lag, totals.stale
+
+
+def in_memory(rank):
+    return rank.rounds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_alone_is_told_what_it_would_be_told_in_memory(seed):
+    told = alone(seed, lambda rank: LoneRounds(rank.operation, str))
+    assert told == alone(seed, in_memory)
+    assert told[1] == 10 + seed % 5
+
+
+@needs_core
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_laws_hold_where_only_some_ranks_use_the_core(kind):
+    for size in (2, 5):
+        check_laws(kind, size, seed=3, transport="shm-mixed")
+
+
+@needs_core
+def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the_process():
+    draw = np.random.default_rng(1)
+    for seed in range(30):
+        _, size, _, operation = drawn(seed)
+        x = np.ones(operation.layout[0][1], operation.layout[0][0])
+        with local_world(size, [_core.native]) as arenas:
+            ranks = [Rank(arena, operation) for arena in arenas]
+            cells = ranks[0].rounds._control_block.cells
+            for _ in range(
+                30 if ranks[0].rounds._compiled is not None else 0
+            ):  # there are no kernels for complex numbers
+                rank = ranks[draw.integers(size)]
+                with contextlib.suppress(ValueError, IndexError, RuntimeError, AsyncollError):
+                    rank.rounds._begin_compiled([x.copy()], 1.0)
+                at = draw.integers(len(cells), size=20)
+                for cell in at:
+                    cells[cell] = draw.choice([-1, 0, 1, 5, 1 << 20, (1 << 63) - 1, -(1 << 63)])
+
+
+@needs_core
+def test_the_compiled_rounds_check_what_they_are_given():
+    operation = Operation("g", (("float32", 3),), SUM, Opening.MAJORITY)
+    with local_world(2, [_core.native]) as arenas:
+        compiled = Rank(arenas[0], operation).rounds._compiled
+        with pytest.raises(ValueError, match="another size"):
+            compiled.begin([np.ones(4, np.float32)], 1.0, 1, [])
+        with pytest.raises(ValueError, match="each part"):
+            compiled.begin([], 1.0, 1, [])
+        with pytest.raises(ValueError, match="no rank 2"):
+            compiled.plan(1, (2,), ((0, 1),))
+        with pytest.raises(ValueError, match="count from 1"):
+            compiled.begin([np.ones(3, np.float32)], 1.0, 0, [])
