@@ -349,23 +349,18 @@ typedef struct {
 #define BOTH(NAME) NAME, NULL
 #endif
 
-// clang-format off (it takes the rows of the table for blocks)
+// clang-format off: it takes the rows of the table for blocks
 #define FLOAT_ENTRIES(DTYPE, SIZE, SHORT)                                                                              \
     {DTYPE, SIZE, "sum", BOTH(sum_##SHORT)}, {DTYPE, SIZE, "avg", BOTH(sum_##SHORT)},                                  \
-        {DTYPE, SIZE, "avg_active", BOTH(sum_##SHORT)}, {DTYPE, SIZE, "prod", BOTH(prod_##SHORT)},                     \
-        {DTYPE, SIZE, "min", BOTH(min_##SHORT)},                                                                       \
-    {                                                                                                                  \
-        DTYPE, SIZE, "max", BOTH(max_##SHORT)                                                                          \
-    }
+    {DTYPE, SIZE, "avg_active", BOTH(sum_##SHORT)}, {DTYPE, SIZE, "prod", BOTH(prod_##SHORT)},                         \
+    {DTYPE, SIZE, "min", BOTH(min_##SHORT)}, {DTYPE, SIZE, "max", BOTH(max_##SHORT)}
 
 /* SHORT has the sign of the dtype; BITS is the unsigned type of its size. */
 #define INTEGER_ENTRIES(DTYPE, SIZE, SHORT, BITS)                                                                      \
     {DTYPE, SIZE, "sum", BOTH(sum_##BITS)}, {DTYPE, SIZE, "prod", BOTH(prod_##BITS)},                                  \
-        {DTYPE, SIZE, "min", BOTH(min_##SHORT)}, {DTYPE, SIZE, "max", BOTH(max_##SHORT)},                              \
-        {DTYPE, SIZE, "band", BOTH(and_##BITS)}, {DTYPE, SIZE, "bor", BOTH(or_##BITS)},                                \
-    {                                                                                                                  \
-        DTYPE, SIZE, "bxor", BOTH(xor_##BITS)                                                                          \
-    }
+    {DTYPE, SIZE, "min", BOTH(min_##SHORT)}, {DTYPE, SIZE, "max", BOTH(max_##SHORT)},                                  \
+    {DTYPE, SIZE, "band", BOTH(and_##BITS)}, {DTYPE, SIZE, "bor", BOTH(or_##BITS)},                                    \
+    {DTYPE, SIZE, "bxor", BOTH(xor_##BITS)}
 // clang-format on
 
 static const Entry entries[] = {
