@@ -208,6 +208,8 @@ class Communicator:
         """
         operand = as_operand(x, writable=True)
         reductions.check_reduction(op, operand.dtype)
+        if self._calls.end_alone("allreduce"):
+            return Done(x)
 
         def result() -> T:
             operand.write_back()
@@ -725,6 +727,8 @@ class Communicator:
             comm.rpc.register(len)
             await comm.barrier()  # now every rank has registered its function
         """
+        if self._calls.end_alone("barrier"):
+            return Done(None)
         call = self._call("barrier", None)
         return self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
 

@@ -16,7 +16,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.work import Done, Driven, Immediate
+from asyncoll.runtime.work import Driven, Immediate
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
@@ -85,11 +85,6 @@ class Calls:
         If the backend has a short way for it, the call goes that way, and `body` is not used unless the way is not
         free. `result` is called once `operand` has the result.
         """
-        if self._is_alone and not self._member.has_failed:
-            self._unstarted = None
-            self._pending.note(call, call.number)
-            self.ledger.enter(call.operation, Alone.traffic)
-            return Done(result())
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
         if way is None or nbytes > way.nbytes_max or (operand is not None and not nbytes):
             return self.start(call, body, nbytes)
@@ -100,6 +95,18 @@ class Calls:
         except BaseException as error:
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
+
+    def end_alone(self, operation: str) -> bool:
+        """Whether a call of `operation` is over now, because one rank has nothing to do for it. It is counted then.
+
+        Raises UsageError as `number` does.
+        """
+        if not self._is_alone or self._member.has_failed:
+            return False
+        self._member.check_caller()
+        self._number += 1
+        self.ledger.enter(operation, Alone.traffic)
+        return True
 
     def _start_alone(self, call: Signature, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Carry out a call of one rank, which is over at once."""
