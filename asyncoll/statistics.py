@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 WORD_BYTES = 4  # the papers count words of a float32 or an int32
-_UNCOUNTED_MAX = 1024  # ended calls that wait to be added up, which bounds the memory of a program that never asks
+_UNCOUNTED_MAX = 256  # ended calls that wait to be added up, which bounds the memory of a program that never asks
 
 
 @dataclass(slots=True)

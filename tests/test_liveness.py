@@ -363,7 +363,8 @@ def test_every_survivor_names_a_dead_process(elements, transport):
 
 @pytest.mark.slow
 def test_every_survivor_names_a_process_that_died_before_it_registered_as_lock_owner():
-    assert told("shm", "exits with a lock", 3) == dict.fromkeys("023", "rank 1 is dead")
+    # The script replaces a function of the mutex in Python; the compiled core takes and registers in one step of C.
+    assert told("shm", "exits with a lock", 3, ASYNCOLL_CORE="python") == dict.fromkeys("023", "rank 1 is dead")
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 T = TypeVar("T")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def _pair_context(communicator: int, source: int, dest: int, tag: int) -> int:
     return digest(communicator, "pair", source, dest, tag)
 
