@@ -31,7 +31,6 @@ from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
-from asyncoll.runtime.work import Done
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
@@ -209,7 +208,7 @@ class Communicator:
         operand = as_operand(x, writable=True)
         reductions.check_reduction(op, operand.dtype)
         if self._calls.end_alone("allreduce"):
-            return Done(x)
+            return self._core.member.runner.done(x)
 
         def result() -> T:
             operand.write_back()
@@ -728,7 +727,7 @@ class Communicator:
             await comm.barrier()  # now every rank has registered its function
         """
         if self._calls.end_alone("barrier"):
-            return Done(None)
+            return self._core.member.runner.done(None)
         call = self._call("barrier", None)
         return self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
 
@@ -1784,7 +1783,7 @@ class Communicator:
             number = self._calls.number_pair(source, dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
             if sends and self._calls.send_directly(call, dest, tag, operand.flat):
-                return Done(None)  # type: ignore[arg-type]  # a send has no result
+                return self._core.member.runner.done(None)  # type: ignore[arg-type]  # a send has no result
             return self._calls.start_pair(call, source, dest, tag, body)
         except BaseException as error:
             # A signal handler has raised between the number and the start. The peer waits for this number, and the next

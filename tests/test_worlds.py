@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncoll import UsageError, connect, offload
+from asyncoll import MIN, Communicator, UsageError, connect, offload
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 
 
@@ -114,3 +114,21 @@ def test_in_a_world_of_one_calls_may_be_made_on_a_loop_in_another_thread(call):
             return await getattr(comm, call)(np.ones(3))
 
     assert asyncio.run(main()) is not None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_other_tasks_run_beside_a_loop_of_calls_that_are_over_at_once(size, transport):
+    """Otherwise the loop would never turn, and Ctrl-C would have no effect."""
+
+    async def main(comm: Communicator) -> None:
+        async def other() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        task, calls = asyncio.create_task(other()), 0
+        while not await comm.allreduce(np.array([task.done()]), op=MIN):
+            calls += 1
+            assert calls < 10_000
+
+    run_ranks(size, main, transport)

@@ -38,6 +38,8 @@ SWITCH_INTERVAL_S = 0.0005
 # that computes before it awaits the call expects the work to be done meanwhile.
 TAKEOVER_S = 0.0005
 
+_CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
+
 _AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
 _ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
 _abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
@@ -71,6 +73,9 @@ class Runner(Protocol):
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
         Cancellation and `discarded` are those of `start`.
         """
+
+    def done(self, result: T) -> Coroutine[Any, Any, T]:
+        """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then."""
 
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
@@ -139,6 +144,56 @@ class _Begun(_Awaited[T]):
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 
 
+class _Turns:
+    """Makes the loop turn now and then in a program that awaits nothing but calls that are over.
+
+    Otherwise no other task would run, and no Ctrl-C would be seen. A turn takes about as long as ten short calls.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def is_due(self) -> bool:
+        """Count a call that is over. Returns whether its caller has to let the loop turn."""
+        self._calls += 1
+        if self._calls < _CALLS_PER_TURN:
+            return False
+        self._calls = 0
+        return True
+
+
+class _Done(Coroutine[Any, Any, T]):
+    """The coroutine that the caller of a runner gets for a call that had nothing to wait for."""
+
+    __slots__ = ("_result", "_turns")
+
+    def __init__(self, result: T, turns: _Turns) -> None:
+        self._result = result
+        self._turns = turns
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self  # an iterator is enough for `await`
+
+    def __iter__(self) -> _Done[T]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        if self._turns.is_due():
+            return None  # what `asyncio.sleep(0)` yields
+        raise StopIteration(self._result)
+
+    def throw(self, error: Any, *more: Any) -> Any:
+        raise error
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class _Ended(Coroutine[Any, Any, T]):
     """The coroutine that the caller of a runner gets for work in memory that ended in its first step.
 
@@ -146,12 +201,19 @@ class _Ended(Coroutine[Any, Any, T]):
     it is awaited, the result has no receiver, and `discarded` is called, as in `_Begun`.
     """
 
-    __slots__ = ("_discarded", "_runtime_loop", "_work")
+    __slots__ = ("_discarded", "_runtime_loop", "_turns", "_work")
 
-    def __init__(self, work: Driven[T], discarded: Callable[[], None], runtime_loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        work: Driven[T],
+        discarded: Callable[[], None],
+        runtime_loop: asyncio.AbstractEventLoop,
+        turns: _Turns,
+    ) -> None:
         self._work: Driven[T] | None = work
         self._discarded = discarded
         self._runtime_loop = runtime_loop
+        self._turns = turns
 
     def __await__(self) -> Generator[Any, None, T]:
         return self  # an iterator is enough for `await`
@@ -163,6 +225,8 @@ class _Ended(Coroutine[Any, Any, T]):
         return self.send(None)
 
     def send(self, value: Any) -> Any:
+        if self._turns.is_due():
+            return None  # what `asyncio.sleep(0)` yields
         work, self._work = self._work, None
         if work is None:
             raise RuntimeError("cannot reuse already awaited coroutine")
@@ -188,6 +252,10 @@ class SharedLoop:
 
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
+        self._turns = _Turns()
+
+    def done(self, result: T) -> Coroutine[Any, Any, T]:
+        return _Done(result, self._turns)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
@@ -199,7 +267,7 @@ class SharedLoop:
             return _crossed(self.home, work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self.home)
+            return _Ended(work, discarded, self.home, self._turns)
         return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
@@ -261,11 +329,15 @@ class ProgressThread:
         # Work that the runtime has taken over. Weak, because the caller may never come.
         self._taken: weakref.WeakKeyDictionary[Driven[Any], _Crossing] = weakref.WeakKeyDictionary()
         self._turn = 0  # how often the timer has expired
+        self._turns = _Turns()
         self._timer = Timer()
         self._is_timer_set = False
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
         forks.register(self)
+
+    def done(self, result: T) -> Coroutine[Any, Any, T]:
+        return _Done(result, self._turns)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded)
@@ -275,7 +347,7 @@ class ProgressThread:
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self._loop)
+            return _Ended(work, discarded, self._loop, self._turns)
         self._unclaimed[work] = asyncio.get_running_loop(), self._turn
         self._set_timer()
         return _Begun(self._claim(work, discarded), discarded, self._loop)
@@ -285,9 +357,11 @@ class ProgressThread:
         claimed = self._unclaimed.pop(work, None) is not None
         if claimed and may_interrupt():  # also if the program has set a signal handler since the call
             return await self.start(work.finish(), discarded)
-        if claimed and work.look():
-            return work.result()
         try:
+            if claimed and work.look():
+                if self._turns.is_due():
+                    await asyncio.sleep(0)
+                return work.result()
             if claimed:
                 return await work.finish()
             outcome: T = await self._taken.pop(work).outcome(_ignore)

@@ -8,7 +8,7 @@ call completes there, without a turn of any loop and without another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -110,33 +110,6 @@ class Work(Generic[T]):
 
 def _nothing() -> None:
     pass
-
-
-class Done(Coroutine[Any, Any, T]):
-    """A coroutine that has ended: awaiting it gives `result`."""
-
-    __slots__ = ("_result",)
-
-    def __init__(self, result: T) -> None:
-        self._result = result
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self  # an iterator is enough for `await`
-
-    def __iter__(self) -> Done[T]:
-        return self
-
-    def __next__(self) -> Any:
-        raise StopIteration(self._result)
-
-    def send(self, value: Any) -> Any:
-        raise StopIteration(self._result)
-
-    def throw(self, error: Any, *more: Any) -> Any:
-        raise error
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class Immediate(Generic[T]):
