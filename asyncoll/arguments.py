@@ -48,6 +48,13 @@ def whole(value: object, what: str) -> int:
     return number
 
 
+def flag(value: object, what: str) -> bool:
+    """`value` as an exact `bool`. Raises UsageError for anything else, also for what Python takes for true or false."""
+    if not isinstance(value, _BOOLS):
+        raise UsageError(f"{what} must be True or False, got {value!r:.50}")
+    return bool(value)
+
+
 def real(value: object, what: str) -> float:
     """`value` as an exact `float`. Raises UsageError if it is no real number, or a bool."""
     if isinstance(value, _BOOLS) or not isinstance(value, _REALS):

@@ -16,7 +16,7 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
 
 SIZES = Sizes(shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, calls=2)
@@ -29,21 +29,20 @@ cores = pytest.mark.parametrize("natives", CORES.values(), ids=CORES)
 class Rank:
     """One rank of the meetings: it arrives, reduces if it is the last, and completes."""
 
-    def __init__(self, staging: StagingArea, *, is_compiled: bool) -> None:
+    def __init__(self, staging: StagingArea) -> None:
         self.staging = staging
         self.meetings: Meetings = meetings_of(staging)
-        self._is_compiled = is_compiled
         staging.short_array(staging.rank, 0, np.dtype(np.uint8), 1)  # allocates
 
     def arrive(self, number: int, x: Array | None, op: ReduceOp = ReduceOp.SUM, fingerprint: int = 5) -> int:
         dtype = "" if x is None else x.dtype.name
-        kernel = kernel_number(op, dtype) if self._is_compiled and x is not None else 0
+        kernel = kernel_number(op, dtype, self.staging.arena.native) if x is not None else 0
         divisor = self.staging.size if op is ReduceOp.AVG else 1
         address = 0 if x is None else self.staging.address_of_short(x)
         state = self.meetings.arrive(number, fingerprint, x, address, kernel, divisor, True)
         if state == LAST:
             if x is not None:
-                self.staging.rendezvous(number, 0, fingerprint).reduce_shortly(x, reducer(op, dtype), divisor)
+                self.staging.rendezvous(number, 0, fingerprint).reduce_shortly(x, reducer_in_python(op, dtype), divisor)
             self.meetings.publish(number, _done(x), True)
         return state
 
@@ -67,10 +66,7 @@ def _done(x: Array | None) -> int:
 @contextlib.contextmanager
 def ranks(size: int, natives: Sequence[ModuleType | None]) -> Iterator[list[Rank]]:
     with local_world(size, natives) as arenas:
-        yield [
-            Rank(StagingArea(arena, size, rank, 7, SIZES), is_compiled=arena.native is not None)
-            for rank, arena in enumerate(arenas)
-        ]
+        yield [Rank(StagingArea(arena, size, rank, 7, SIZES)) for rank, arena in enumerate(arenas)]
 
 
 @cores
@@ -85,7 +81,7 @@ def test_every_rank_gets_the_reduction_in_the_order_of_ranks(natives, data):
             draw = np.random.default_rng(number)
             arrays = [rank.array(draw.integers(0, 7, count).astype(dtype), data.draw(st.booleans())) for rank in world]
             expected = arrays[0].copy()
-            reducer(op, dtype)(expected, [expected, *arrays[1:]], 1)
+            reducer_in_python(op, dtype)(expected, [expected, *arrays[1:]], 1)
             order = data.draw(st.permutations(range(size)))
             states = [world[rank].arrive(number, arrays[rank], op) for rank in order]
             assert states[:-1] == [WAITING] * (size - 1)

@@ -49,6 +49,7 @@ def _compiled(folder: str) -> tuple[ModuleType | None, str]:
     try:
         from asyncoll._core import native
     except ImportError as error:
+        warnings.warn(f"the compiled core is not used: it cannot be loaded ({error})", RuntimeWarning, stacklevel=2)
         return None, f"it cannot be loaded ({error})"
     return native, ""
 

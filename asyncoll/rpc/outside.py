@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncoll.arguments import flag
 from asyncoll.errors import ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier
@@ -67,7 +68,7 @@ async def serve(
     get ServiceLostError.
     """
     registry = FunctionRegistry()
-    registry.add(service, inline=inline)
+    registry.add(service, inline=flag(inline, "inline"))
     server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
     try:
         yield server.url

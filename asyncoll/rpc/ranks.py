@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncoll.arguments import whole
+from asyncoll.arguments import flag, whole
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
@@ -101,7 +101,7 @@ class Rpc:
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
         other code may change meanwhile.
         """
-        self._registry.add(what, name, inline=inline)
+        self._registry.add(what, name, inline=flag(inline, "inline"))
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -167,11 +167,12 @@ class _Turns:
 class _Done(Coroutine[Any, Any, T]):
     """The coroutine that the caller of a runner gets for a call that had nothing to wait for."""
 
-    __slots__ = ("_result", "_turns")
+    __slots__ = ("_is_used", "_result", "_turns")
 
     def __init__(self, result: T, turns: _Turns) -> None:
         self._result = result
         self._turns = turns
+        self._is_used = False
 
     def __await__(self) -> Generator[Any, None, T]:
         return self  # an iterator is enough for `await`
@@ -183,15 +184,19 @@ class _Done(Coroutine[Any, Any, T]):
         return self.send(None)
 
     def send(self, value: Any) -> Any:
+        if self._is_used:
+            raise RuntimeError("cannot reuse already awaited coroutine")
         if self._turns.is_due():
             return None  # what `asyncio.sleep(0)` yields
+        self._is_used = True
         raise StopIteration(self._result)
 
     def throw(self, error: Any, *more: Any) -> Any:
+        self._is_used = True
         raise error
 
     def close(self) -> None:
-        """There is nothing to close."""
+        self._is_used = True
 
 
 class _Ended(Coroutine[Any, Any, T]):

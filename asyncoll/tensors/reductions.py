@@ -14,11 +14,12 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from asyncoll._core import native
+from asyncoll import _core
 from asyncoll.errors import UsageError
 
 if TYPE_CHECKING:
@@ -153,22 +154,23 @@ def _torch_function(op: ReduceOp) -> Any:
 
 
 @lru_cache(maxsize=256)
-def reducer(op: ReduceOp, dtype: str) -> Reduce:
+def reducer(op: ReduceOp, dtype: str, native: ModuleType | None = _core.native) -> Reduce:
     """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
 
     It goes in the order of the arrays; the first may be `into` itself. Half types are reduced in float32 and rounded
-    once, as torch sums them. `divisor` is 1 unless `op` is an average.
+    once, as torch sums them. `divisor` is 1 unless `op` is an average. `native` is the compiled core, or None to do
+    without it.
 
     The compiled core has the bits of numpy and torch, except where those depend on the position of an element: the
     payload of a sum or product of two NaN, and for half types the payload of any NaN, and the sign of a zero that is
     the MIN or MAX of zeros of both signs.
     """
-    number = kernel_number(op, dtype)
+    number = kernel_number(op, dtype, native)
     return partial(native.reduce, number) if native and number else reducer_in_python(op, dtype)
 
 
-def kernel_number(op: ReduceOp, dtype: str) -> int:
-    """The number of the compiled reduction of `op` and `dtype`; 0 if there is none."""
+def kernel_number(op: ReduceOp, dtype: str, native: ModuleType | None) -> int:
+    """The number of the reduction of `op` and `dtype` in the compiled core `native`; 0 if there is none."""
     return native.find_kernel(op.value, dtype) if native else 0
 
 

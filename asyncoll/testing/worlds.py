@@ -194,10 +194,11 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
         threads = ThreadPoolExecutor(1, "asyncoll-ranks")
     if threads is None:
         return work()  # outside of any `except`, so that an error of `work` has no false context
+    world = threads.submit(work)
     try:
-        return threads.submit(work).result()
+        return world.result()
     finally:
-        threads.shutdown(wait=False)  # Ctrl-C interrupts `result` even if the world hangs
+        threads.shutdown(wait=world.done())  # Ctrl-C interrupts `result` even if the world hangs
 
 
 def _check(size: object, main: object) -> None:

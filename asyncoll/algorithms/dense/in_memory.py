@@ -115,7 +115,9 @@ class SharedCall:
         is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
         self._lend_shortly(rendezvous, x)
         if is_last:
-            rendezvous.reduce_shortly(x, reducer(op, dtype), self.size if op is ReduceOp.AVG else 1)
+            rendezvous.reduce_shortly(
+                x, reducer(op, dtype, self._staging.arena.native), self.size if op is ReduceOp.AVG else 1
+            )
             self.traffic.received(x.nbytes * (self.size - 1))
             rendezvous.leave(reduced=x.nbytes)
         else:
@@ -149,7 +151,9 @@ class SharedCall:
 
     def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Operand:
         divisor = self.size if op is ReduceOp.AVG else 1
-        return Operand(x.view(np.uint8), x.dtype, reducer(op, dtype), divisor, kernel_number(op, dtype), is_wanted)
+        native = self._staging.arena.native
+        reduce, kernel = reducer(op, dtype, native), kernel_number(op, dtype, native)
+        return Operand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted)
 
     async def _come_with_slot(self, what: Operand) -> Rendezvous:
         """Arrive at the next rendezvous with the first piece of the array in a slot."""

@@ -32,7 +32,7 @@ class ShortWay:
     def __init__(self, staging: StagingArea, check: Callable[[], None], note: Callable[[Signature], None]) -> None:
         """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch."""
         self.nbytes_max = staging.sizes.short
-        self._is_native = staging.arena.native is not None
+        self._native = staging.arena.native
         self.now_s = deadlines.clock()
         self._check = check
         self._note = note
@@ -55,10 +55,10 @@ class ShortWay:
             for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
                 traffic.sent(nbytes)
                 traffic.received(received)
-        reduce = reducer(op, call.dtype) if nbytes else None
+        reduce = reducer(op, call.dtype, self._native) if nbytes else None
         divisor = size if op is ReduceOp.AVG else 1
-        kernel = kernel_number(op, call.dtype) if nbytes and self._is_native else 0
-        is_atomic = self._is_native and (kernel > 0 or not nbytes)
+        kernel = kernel_number(op, call.dtype, self._native) if nbytes else 0
+        is_atomic = self._native is not None and (kernel > 0 or not nbytes)
         plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic)
         self._plans[key] = plan
         return plan

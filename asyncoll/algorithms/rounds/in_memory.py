@@ -87,7 +87,7 @@ class OneSidedRounds:
         # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
         self.is_prompt = self._layout.nbytes <= SHORT_BYTES and not self._control_block.interleaved
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
-        self._reduces = [reducer(operation.op, dtype) for dtype, _ in operation.layout]
+        self._reduces = [reducer(operation.op, dtype, arena.native) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
         self._compiled = (
             compiled_rounds(arena, group, operation, self._layout, self._rounds) if self.is_prompt else None
