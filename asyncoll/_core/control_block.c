@@ -65,9 +65,7 @@ static int pass(ControlBlock *self)
     return result ? 0 : -1;
 }
 
-/* Release the lock after an exception that may have left the cells half changed: it is lost for ever. Keeps the
- * exception that is set. */
-static void abandon_lock(ControlBlock *self)
+void control_block_abandon(ControlBlock *self)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -89,14 +87,14 @@ int control_block_lock(ControlBlock *self)
     if (failure || *self->holder < 0) {
         PyObject *result = PyObject_CallMethod(self->mutex_in_python, "resume", "i", failure);
         if (!result) {
-            abandon_lock(self); /* without effect if this thread does not hold the lock */
+            control_block_abandon(self); /* without effect if this thread does not hold the lock */
             return -1;
         }
         Py_DECREF(result);
     }
     *self->holder = self->local_rank;
     if (pass(self) < 0) {
-        abandon_lock(self);
+        control_block_abandon(self);
         return -1;
     }
     return 0;
@@ -124,7 +122,8 @@ void control_block_wake(ControlBlock *self, int64_t at_most)
         return;
     int64_t *flags = self->flags + FLAGS_CELL;
     for (int doorbell = 0; doorbell < self->doorbell_count && at_most > 0; doorbell++) {
-        if (flags[doorbell]) {
+        /* The bound: a flag may be set again between two wakes of one critical section, or by a broken peer. */
+        if (flags[doorbell] && self->ringing_count < self->doorbell_count) {
             flags[doorbell] = 0;
             self->flags[FLAGGED_CELL]--;
             at_most--;
@@ -159,7 +158,7 @@ static PyObject *leave(PyObject *object, PyObject *const *arguments, Py_ssize_t 
         if (is_consistent < 0)
             return NULL;
         if (!is_consistent) {
-            abandon_lock(self);
+            control_block_abandon(self);
             Py_RETURN_NONE;
         }
     }
@@ -297,14 +296,12 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
+/* What a critical section needs stays until the end: one may run in a finalizer of the same cycle. */
 static int clear(PyObject *object)
 {
     ControlBlock *self = (ControlBlock *)object;
-    Py_CLEAR(self->mutex_in_python);
-    Py_CLEAR(self->consistent_error);
     Py_CLEAR(self->substitute);
     Py_CLEAR(self->passing);
-    Py_CLEAR(self->view);
     return 0;
 }
 
@@ -314,6 +311,9 @@ static void destroy(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     clear(object);
+    Py_XDECREF(self->mutex_in_python);
+    Py_XDECREF(self->consistent_error);
+    Py_XDECREF(self->view);
     if (self->memory.obj)
         PyBuffer_Release(&self->memory);
     PyMem_Free(self->eventfds);

@@ -91,6 +91,12 @@ static char *short_array(Meetings *self, int64_t rank, int64_t turn)
     return (char *)area->buf + turn * self->short_bytes;
 }
 
+/* The part of `rank` in a record. */
+static int64_t *part_of(Record record, int64_t rank)
+{
+    return record.cells + HEAD + PART * rank;
+}
+
 /* Enter the meeting. The first rank opens it: it clears the cells. The caller holds the lock. Returns false if another
  * rank has made another call with the same number. */
 static bool open_or_join(const Meetings *self, Record record, int64_t fingerprint)
@@ -98,6 +104,8 @@ static bool open_or_join(const Meetings *self, Record record, int64_t fingerprin
     if (record.cells[TAG] == record.tag)
         return record.cells[FINGERPRINT] == fingerprint;
     memset(record.cells, 0, HEAD * sizeof(int64_t));
+    for (int64_t rank = 0; rank < self->size; rank++) /* an earlier rendezvous may have counted something there */
+        part_of(record, rank)[PART_BUSY] = 0;
     record.cells[TAG] = record.tag;
     record.cells[FINGERPRINT] = fingerprint;
     record.cells[FIRST] = self->rank;
@@ -126,12 +134,6 @@ static bool check_length(const Meetings *self, const Py_buffer *bytes)
         return true;
     PyErr_Format(PyExc_ValueError, "%zd bytes are not short", bytes->len);
     return false;
-}
-
-/* The part of `rank` in a record. */
-static int64_t *part_of(Record record, int64_t rank)
-{
-    return record.cells + HEAD + PART * rank;
 }
 
 static int64_t short_address(const Meetings *self, int64_t turn)
@@ -218,11 +220,11 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
 /* Reduce the short arrays of all ranks into that of rank 0, in their order, and copy the result into `bytes`. */
 static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divisor, const Py_buffer *bytes)
 {
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        self->arrays[rank] = short_array(self, rank, record.turn);
-        if (!self->arrays[rank])
+    for (int64_t rank = 0; rank < self->size; rank++) /* may call Python, and other threads may run meanwhile */
+        if (!short_array(self, rank, record.turn))
             return -1;
-    }
+    for (int64_t rank = 0; rank < self->size; rank++)
+        self->arrays[rank] = short_array(self, rank, record.turn);
     size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
     kernel_at(kernel)(self->arrays[0], self->arrays, (int)self->size, elements, divisor);
     memcpy(bytes->buf, self->arrays[0], bytes->len);
@@ -247,6 +249,10 @@ static void release(const Meetings *self, Shown *shown)
 static int hold(const Meetings *self, Record record, Shown *shown, int64_t rank, Py_ssize_t len)
 {
     const int64_t *part = part_of(record, rank);
+    if (part[PART_ADDRESS] == INT64_MIN || part[PART_ADDRESS] == 0) {
+        PyErr_Format(PyExc_ValueError, "rank %lld shows no memory", (long long)rank);
+        return -1;
+    }
     int64_t address = part[PART_ADDRESS] < 0 ? -part[PART_ADDRESS] : part[PART_ADDRESS];
     PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)address, (long long)len);
     int failed = memory ? PyObject_GetBuffer(memory, &shown->views[rank], PyBUF_WRITABLE) : -1;

@@ -58,6 +58,10 @@ int control_block_lock(ControlBlock *self);
 /* Release the lock, and ring the doorbells that `control_block_wake` has chosen. */
 void control_block_unlock(ControlBlock *self);
 
+/* Release the lock after an exception that may have left the cells half changed: it is lost for ever. Keeps the
+ * exception that is set. Without effect if this thread does not hold the lock. */
+void control_block_abandon(ControlBlock *self);
+
 /* Choose at most `at_most` sleepers to wake at the release. The caller holds the lock. */
 void control_block_wake(ControlBlock *self, int64_t at_most);
 

@@ -300,12 +300,13 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
     *contributors = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] != group || row[STAGED] == NONE)
+        const int64_t staged = row[STAGED];
+        if (self->group_of[rank] != group || staged == NONE)
             continue;
-        if (!(self->sources[(*contributors)++] = memory_of(self, row[STAGED])))
+        if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
             return -1;
         weight += weight_at(&row[WEIGHT]);
-        dest = row[STAGED];
+        dest = staged;
     }
     if (*contributors == 1) /* it is the result: nothing to reduce */
         keep_block(self, dest);
@@ -593,6 +594,15 @@ static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weigh
     return answer_of(self, &call, flats);
 }
 
+/* Release the lock. Without an answer there is an exception, which may have left a round half open. */
+static void leave_lock(Rounds *self, PyObject *answer)
+{
+    if (answer)
+        control_block_unlock(self->block);
+    else
+        control_block_abandon(self->block);
+}
+
 /* `begin(arrays, weight, aim, unused)`: one call up to its first wait. Drops the blocks `unused` first. */
 static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -623,7 +633,7 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
         }
         if (!PyErr_Occurred())
             answer = begin_locked(self, flats, weight, aim, came_ns);
-        control_block_unlock(self->block);
+        leave_lock(self, answer);
     }
     release_arrays(flats, self->part_count);
     return answer;
@@ -657,7 +667,7 @@ static PyObject *resume(PyObject *object, PyObject *const *arguments, Py_ssize_t
             answer = PyLong_FromLongLong(-missing);
         else if (come(self, &call, values[0]) == 0)
             answer = answer_of(self, &call, flats);
-        control_block_unlock(self->block);
+        leave_lock(self, answer);
     }
     release_arrays(flats, self->part_count);
     return answer;

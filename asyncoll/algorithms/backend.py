@@ -135,6 +135,9 @@ class ShortWay(Protocol):
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
         """Block for a short time. Returns whether call `number`, which has begun, is over, with the result in `x`."""
 
+    def rejoin(self, collectives: Collectives, x: Array | None) -> None:
+        """Tell the collectives of a call that it has begun: if it fails, they give `x` back. First of all."""
+
     async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
         """The rest of the call of these collectives, which has begun. It may sleep."""
 

@@ -159,12 +159,17 @@ class Calls:
         """
         return self._pairs[source, dest].next(tag)
 
-    def general(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
+    def general(
+        self, call: Signature, body: Body[T], since_s: float, expires_s: float | None, arrived: Operand | None
+    ) -> Driven[T]:
         """Implements `short_calls.Host`."""
         way = self._backend.short_way
         assert way is not None
         pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        return way.work(self._carry_out(call, self._backend.collectives(call), body, pending), call.__str__)
+        collectives = self._backend.collectives(call)
+        if arrived is not None:
+            way.rejoin(collectives, arrived.flat)
+        return way.work(self._carry_out(call, collectives, body, pending), call.__str__)
 
     def count(self, call: Signature, traffic: Traffic) -> None:
         """Implements `short_calls.Host`."""

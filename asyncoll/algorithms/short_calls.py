@@ -30,8 +30,13 @@ class Host(Protocol):
     def count(self, call: Signature, traffic: Traffic) -> None:
         """Count a call that has ended on the short way."""
 
-    def general(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
-        """The whole of `call`, with a record for deadlines: it began at `since_s`, and is overdue at `expires_s`."""
+    def general(
+        self, call: Signature, body: Body[T], since_s: float, expires_s: float | None, arrived: Operand | None
+    ) -> Driven[T]:
+        """`call` with `body`, and with a record for deadlines: it began at `since_s`, and is overdue at `expires_s`.
+
+        `arrived` is what this rank has shown to the others already.
+        """
 
 
 class ShortCall(Generic[T]):
@@ -39,13 +44,16 @@ class ShortCall(Generic[T]):
 
     __slots__ = (
         "__weakref__",
+        "_body",
         "_call",
+        "_error",
         "_expires_s",
+        "_has_arrived",
         "_has_begun",
         "_host",
         "_operand",
+        "_outcome",
         "_plan",
-        "_rest",
         "_result",
         "_since_s",
         "_way",
@@ -70,8 +78,10 @@ class ShortCall(Generic[T]):
         self._call = call
         self._operand = operand
         self._result = result
-        self._rest = body  # what is left to do, if the call has to leave the short way
+        self._body = body
+        self._error: AsyncollError | None = None
         self._has_begun = False
+        self._has_arrived = False  # and shown its array to the other ranks
         self.is_atomic = plan.is_atomic
         self.is_over = False
 
@@ -81,14 +91,13 @@ class ShortCall(Generic[T]):
 
     def begin(self) -> None:
         self._has_begun = True
+        over = None
         try:
             self._host.check()
             over = self._way.begin(self._plan, self._call.number, self._array)
         except AsyncollError as error:
-            over, self._rest = None, _raising(error)
-        else:
-            if over is not None:
-                self._rest = self._receive
+            self._error = error
+        self._has_arrived = over is not None or self._error is not None  # perhaps, if there was an error
         if over:
             self._end(self._plan.reducing)
         else:
@@ -96,12 +105,12 @@ class ShortCall(Generic[T]):
             self._since_s, self._expires_s = self._way.now_s(), deadlines.expires_s()
 
     def look(self) -> bool:
-        if self._rest == self._receive:
+        if self._has_arrived and self._error is None:
             try:
                 if self._way.look(self._plan, self._call.number, self._array):
                     self._end(self._plan.receiving)
             except AsyncollError as error:
-                self._rest = _raising(error)
+                self._error = error
         return self.is_over
 
     async def finish(self) -> T:
@@ -109,13 +118,21 @@ class ShortCall(Generic[T]):
             self.begin()
         if self.is_over:
             return self.result()
-        general: Driven[T] = self._host.general(self._call, self._rest, self._since_s, self._expires_s)
+        arrived = self._operand if self._has_arrived else None
+        since_s, expires_s = self._since_s, self._expires_s
+        general: Driven[T] = self._host.general(self._call, self._rest(), since_s, expires_s, arrived)
         return await general.finish()
 
+    def _rest(self) -> Body[T]:
+        if self._error is not None:
+            return _raising(self._error)
+        return self._receive if self._has_arrived else self._body
+
     def result(self) -> T:
-        return self._result()
+        return self._outcome
 
     def _end(self, traffic: Traffic) -> None:
+        self._outcome = self._result()
         self.is_over = True
         self._host.count(self._call, traffic)
 

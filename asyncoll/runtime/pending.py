@@ -97,7 +97,7 @@ class PendingCalls:
     def note(self, call: Call, number: int = 0) -> None:
         """This rank has made `call`, which is over or pending."""
         self._last = call
-        self._calls = number or self._calls
+        self._calls = max(number, self._calls)
         self._idle_since_s = self._now_s()
 
     def age_s(self, pending: PendingCall) -> float:

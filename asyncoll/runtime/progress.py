@@ -379,8 +379,10 @@ class ProgressThread:
     def _set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
         if not self._is_timer_set:
-            self._is_timer_set = True
             self._timer.set(TAKEOVER_S)
+            self._is_timer_set = (
+                True  # last: a signal handler may raise before, and an unarmed timer takes nothing over
+            )
 
     def _take_over(self) -> None:
         """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""

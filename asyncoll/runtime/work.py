@@ -8,6 +8,7 @@ call completes there, without a turn of any loop and without another thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, Protocol, TypeVar
@@ -131,7 +132,7 @@ class Immediate(Generic[T]):
             self._body.send(None)
         except StopIteration as stop:
             self._result = stop.value
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:  # others are those of signal handlers, for the program
             self._error = error
         else:
             self._error = RuntimeError("a call of one rank has to wait")

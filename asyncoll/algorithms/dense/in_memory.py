@@ -123,12 +123,18 @@ class SharedCall:
         else:
             await self._receive_shortly(rendezvous, x, x.nbytes)
 
+    def rejoin(self, x: Array | None) -> None:
+        """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
+        rendezvous = self._staging.rendezvous(self._number, 0, self._fingerprint)
+        self._count = 1
+        if x is not None:
+            self._lend_shortly(rendezvous, x)
+
     async def finish_shortly(self, x: Array | None, done: int) -> None:
-        """The rest of a short allreduce, or of a barrier, at a rank that has arrived and was not the last."""
-        rendezvous = await self._next()
+        """The rest of that call, at a rank that was not the last."""
+        rendezvous = self._staging.rendezvous(self._number, 0, self._fingerprint)
         if x is not None:
             self.traffic.sent(x.nbytes)
-            self._lend_shortly(rendezvous, x)
         await self._receive_shortly(rendezvous, x, done)
 
     def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:

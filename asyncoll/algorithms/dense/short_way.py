@@ -43,6 +43,7 @@ class ShortWay:
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
         self._note(call)
+        self._staging.begin(call.number)  # a later call that would use the same record waits for this one
         key = call.operation, call.dtype, call.elements, call.detail
         return self._plans.get(key) or self._make(key, call, op, nbytes)
 
@@ -58,7 +59,9 @@ class ShortWay:
         reduce = reducer(op, call.dtype, self._native) if nbytes else None
         divisor = size if op is ReduceOp.AVG else 1
         kernel = kernel_number(op, call.dtype, self._native) if nbytes else 0
-        is_atomic = self._native is not None and (kernel > 0 or not nbytes)
+        # An array that is shown where it is has to be withdrawn after an exception, which takes more than one step.
+        is_copied = 0 < nbytes < self._staging.sizes.shown
+        is_atomic = self._native is not None and ((kernel > 0 and is_copied) or not nbytes)
         plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic)
         self._plans[key] = plan
         return plan
@@ -69,14 +72,13 @@ class ShortWay:
         # The first call with an array goes the general way, which allocates the memory of short arrays.
         if staging.is_over(number - staging.sizes.calls) and (x is None or staging.has_short_arrays):
             address = 0 if x is None else staging.address_of_short(x)
-            clear = staging.is_clear
+            clear = staging.is_alone(number)
             state = self._meetings.arrive(number, plan.fingerprint, x, address, plan.kernel, plan.divisor, clear)
-        if state == OVER:
-            return True
         if state == LAST:
             self._reduce(plan, number, x)
+        if state in (LAST, OVER):
+            staging.end(number)
             return True
-        staging.begin(number)  # a later call that would use the same record waits for this one
         return None if state == NOT_FREE else False
 
     def _reduce(self, plan: Plan, number: int, x: Array | None) -> None:
@@ -84,17 +86,20 @@ class ShortWay:
         staging = self._staging
         if x is not None and plan.reduce is not None:
             staging.rendezvous(number, 0, plan.fingerprint).reduce_shortly(x, plan.reduce, plan.divisor)
-        self._meetings.publish(number, plan.done, staging.is_clear)
+        self._meetings.publish(number, plan.done, staging.is_alone(number))
 
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
         staging, meetings = self._staging, self._meetings
         if not meetings.look(number, plan.done, self._polls, _SLEEP_NS):
             return False
+        if not meetings.complete(number, plan.done, x, staging.is_alone(number)):
+            return False
         staging.end(number)
-        if meetings.complete(number, plan.done, x, staging.is_clear):
-            return True
-        staging.begin(number)
-        return False
+        return True
+
+    def rejoin(self, collectives: Collectives, x: Array | None) -> None:
+        assert isinstance(collectives, SharedCall)
+        collectives.rejoin(x)
 
     async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
         assert isinstance(collectives, SharedCall)

@@ -129,10 +129,9 @@ class StagingArea:
         else:
             await turn_of(turn)
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether no call is under way at this rank."""
-        return not self._unfinished
+    def is_alone(self, number: int) -> bool:
+        """Whether no call but `number` is under way at this rank."""
+        return self._unfinished <= {number}
 
     def turn(self, number: int, count: int = 0) -> int:
         """The record of rendezvous number `count`, from 0, of call `number`."""
@@ -301,6 +300,8 @@ class Rendezvous:
             return
         for cell in range(base, base + _HEAD):
             cells[cell] = 0
+        for rank in range(self._staging.size):  # no rank is busy: an earlier rendezvous may have counted something here
+            cells[self._part(rank) + 2] = 0
         cells[base + _TAG] = self.tag
         cells[base + _FINGERPRINT] = self._fingerprint
         cells[base + _FIRST] = self._staging.rank

@@ -51,8 +51,9 @@ class LoneRounds:
             result = result_of(
                 (number, parts, _ALONE, _ALONE, number, synchronous, contribution.weight, False, False, 0)
             )
-            if operation.history:
-                self._kept.append(_copy(result))
+            self._kept.append(
+                _copy(result)
+            )  # now: the caller's memory is divided, and the caller's own, after the call
             told = self._engine.deliver(number, result, ())
         return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
 
@@ -71,10 +72,7 @@ class LoneRounds:
         """Without effect: the results that are kept are copies."""
 
     def take_back(self, delivery: Delivery) -> None:
-        """As `Rounds.take_back`. A result in the caller's memory is copied."""
         newest = delivery.results[-1]
-        if not self.operation.history:
-            self._kept.append(_copy(newest))
         numbers = {result.number for result in delivery.results}
         kept = [result for result in tuple(self._kept) if result.number in numbers] if self.operation.history else []
         self._engine.take_back(kept, len(delivery.results) + delivery.skipped, newest.number)
