@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -17,6 +18,7 @@ from asyncoll import AVG, AbortedError, Communicator, _core
 from asyncoll.algorithms.dense.meetings import WAITING
 from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.testing import run_ranks
+from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.arena import local_world
 
 SCRIPT = Path(__file__).parent / "scripts" / "short_calls.py"
@@ -117,11 +119,13 @@ def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_array
 
 
 @pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
-def test_a_doorbell_that_is_flagged_again_between_two_wakes_rings_once_or_more():
-    with local_world(1) as (arena,), arena.control_block(1, 4) as block:
-        for _ in range(1000):
-            block.ring_at_next_wake(0)
-            block.wake()
+def test_a_doorbell_that_is_flagged_again_between_two_wakes_rings_for_each_up_to_the_number_of_doorbells():
+    with local_world(1) as (arena,):
+        with arena.control_block(1, 4) as block:
+            for _ in range(1000):
+                block.ring_at_next_wake(0)
+                block.wake()
+        assert os.eventfd_read(arena._eventfds[0]) == DOORBELLS
 
 
 @pytest.mark.parametrize("weight", [None, 3.0])

@@ -4,7 +4,7 @@ These calls are not numbered like those of dense collectives: a rank that is lat
 call of the others.
 
 Many calls need no other rank: the caller opens the round itself, or is late. Such a call completes in its caller's
-thread (`_ShortCall`), without a coroutine and without a record among the pending calls.
+thread (`_PromptCall`), without a coroutine and without a record among the pending calls.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Operations:
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
             receipt = Receipt()
-            return member.runner.drive(_ShortCall(self, call, rounds, given, receipt), receipt.take_back)
+            return member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
         receipt = Receipt()
         pending = self.pending.enter(call)
         try:
@@ -329,7 +329,7 @@ def _nothing() -> None:
     pass
 
 
-class _ShortCall(Work[Reduction]):
+class _PromptCall(Work[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
     # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
