@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -16,7 +17,7 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer_in_python
+from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
 
 SIZES = Sizes(shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, calls=2)
@@ -40,11 +41,30 @@ class Rank:
         divisor = self.staging.size if op is ReduceOp.AVG else 1
         address = 0 if x is None else self.staging.address_of_short(x)
         state = self.meetings.arrive(number, fingerprint, x, address, kernel, divisor, True)
-        if state == LAST:
+        if state != LAST:
+            return state
+        rendezvous = self.staging.rendezvous(number, 0, fingerprint)
+        if x is not None and rendezvous.is_shown(x.nbytes):
+            self.reduce_chunks(number, x, op)
+            assert self.complete(number, x)
+        else:
             if x is not None:
-                self.staging.rendezvous(number, 0, fingerprint).reduce_shortly(x, reducer_in_python(op, dtype), divisor)
+                rendezvous.reduce_copies(x, reducer_in_python(op, dtype), divisor)
             self.meetings.publish(number, _done(x), True)
         return state
+
+    def reduce_chunks(self, number: int, x: Array, op: ReduceOp, count: int = sys.maxsize) -> None:
+        """Claim and reduce at most `count` chunks, in Python."""
+        rendezvous = self.staging.rendezvous(number, 0, 5)
+        reduce = into_all(reducer_in_python(op, x.dtype.name), 0, None)
+        while count and (chunk := rendezvous.claim(x.nbytes)):
+            divisor = self.staging.size if op is ReduceOp.AVG else 1
+            rendezvous.reduce_chunk(chunk, rendezvous.arrays(x.nbytes, x.dtype), reduce, divisor)
+            count -= 1
+
+    def look(self, number: int, x: Array | None, polls: int = 1, sleep_ns: int = 1000) -> bool:
+        kernel = 0 if x is None else kernel_number(ReduceOp.SUM, x.dtype.name, self.staging.arena.native)
+        return self.meetings.look(number, _done(x), polls, sleep_ns, kernel, 1)
 
     def array(self, values: Array, is_registered: bool) -> Array:
         """A copy of `values`, in the arena if it is to be registered."""
@@ -99,10 +119,10 @@ def test_barriers_and_reductions_use_the_records_in_turn(natives):
             for rank in (1, 2):
                 assert world[rank].arrive(number, x[rank]) == WAITING
                 assert not world[rank].complete(number, x[rank])
-                assert not world[rank].meetings.look(number, _done(x[rank]), 1, 1000)
+                assert not world[rank].look(number, x[rank])
             assert world[0].arrive(number, x[0]) in (LAST, OVER)
             for rank in (1, 2):
-                assert world[rank].meetings.look(number, _done(x[rank]), 1, 1000)
+                assert world[rank].look(number, x[rank])
                 assert world[rank].complete(number, x[rank])
             assert number % 2 or all(array.tolist() == [3.0, 3.0] for array in x)
 
@@ -149,7 +169,7 @@ def test_a_sleeping_thread_wakes_when_the_result_is_published(natives):
         woken: list[bool] = []
 
         def sleep() -> None:
-            while not first.meetings.look(1, 1, 0, 10_000_000_000):
+            while not first.look(1, None, 0, 10_000_000_000):
                 pass
             woken.append(first.complete(1, None))
 
@@ -173,7 +193,7 @@ def test_threads_of_all_ranks_meet_many_times(natives):
                 while (state := world[rank].arrive(number, x)) == NOT_FREE:
                     pass
                 while state == WAITING and not world[rank].complete(number, x):
-                    world[rank].meetings.look(number, x.nbytes, 2, 100_000)
+                    world[rank].look(number, x, 2, 100_000)
                 results[rank].append(x[0])
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]

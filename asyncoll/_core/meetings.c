@@ -5,11 +5,14 @@
  * one publishes the result of all, and the others complete with it.
  *
  * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
- * what it shows into its part of the record: a registered array is then shown where it is. The rank that reduces writes
- * the result to all that is shown.
+ * what it shows into its part of the record: a registered array is then shown where it is. All ranks that are there then
+ * claim chunks of the arrays, reduce them, and write the result to all that is shown. An array that is too long to be
+ * copied is reduced here only if all ranks show registered ones.
  */
 #include "native.h"
 
+#include <errno.h>
+#include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <string.h>
@@ -27,6 +30,19 @@ enum { WAITING, LAST, NOT_FREE, OVER };
 /* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
 enum { COPIED_UNDER_LOCK = 4096 };
 
+/* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
+ * that its claim takes much less time than its reduction. */
+enum { CHUNKS = 4, CHUNK_MIN = 1 << 15, ALIGNED = 64 /* no element lies across a boundary */ };
+
+/* How long a rank sleeps without its loop while others reduce the last chunks: these take less time than a wake-up. */
+enum { WORK_NS = 5000000 };
+
+/* The memory that a rank showed last, which it often shows again. */
+typedef struct {
+    int64_t address, bytes;
+    PyObject *memory; /* or NULL */
+} Known;
+
 typedef struct {
     PyObject_HEAD
     ControlBlock *block;
@@ -34,7 +50,8 @@ typedef struct {
     PyObject *differs; /* the class of the error for a rank that has made another call */
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
     void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
-    int64_t size, rank, calls, short_bytes, shown_min;
+    Known *known;      /* by rank */
+    int64_t size, rank, calls, short_bytes, shown_min, chunk_max, cores;
     int64_t stride;     /* cells of a record */
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
     int64_t begun;      /* first of `size` cells: each rank's newest call */
@@ -128,9 +145,10 @@ static void free_bytes(Py_buffer *bytes)
         PyBuffer_Release(bytes);
 }
 
-static bool check_length(const Meetings *self, const Py_buffer *bytes)
+/* Whether the array is short enough, or shown where it is. Otherwise an exception is set. */
+static bool check_length(const Meetings *self, const Py_buffer *bytes, bool is_in_place)
 {
-    if (bytes->len <= self->short_bytes)
+    if (bytes->len <= self->short_bytes || is_in_place)
         return true;
     PyErr_Format(PyExc_ValueError, "%zd bytes are not short", bytes->len);
     return false;
@@ -152,6 +170,32 @@ static void show(Meetings *self, Record record, int64_t address, Py_ssize_t len)
     record.cells[DIRECT] += address != 0;
 }
 
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* The bytes that a rank reduces at a time, of arrays of `total` bytes. */
+static int64_t chunk_of(const Meetings *self, int64_t total)
+{
+    int64_t part = (total / CHUNKS + ALIGNED - 1) / ALIGNED * ALIGNED;
+    return least(part > CHUNK_MIN ? part : CHUNK_MIN, self->chunk_max);
+}
+
+/* How many sleepers the last rank to arrive wakes to reduce with it: further ones would find no chunk or no core. */
+static int64_t helpers_for(const Meetings *self, int64_t total)
+{
+    int64_t chunk = chunk_of(self, total);
+    return least((total + chunk - 1) / chunk, self->cores) - 1;
+}
+
+/* Whether all ranks have arrived, with arrays that they reduce together here. The caller holds the lock. */
+static bool is_shared(const Meetings *self, Record record, int64_t total)
+{
+    return total >= self->shown_min && record.cells[ARRIVED] == self->size &&
+           (total <= self->short_bytes || record.cells[DIRECT] == self->size);
+}
+
 /* Count this rank. The caller holds the lock. Returns LAST or WAITING, or -1 if the ranks have made different calls. */
 static int count_arrival(Meetings *self, Record record, int64_t number, int64_t fingerprint, int64_t address,
                          Py_ssize_t len)
@@ -163,10 +207,20 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
         show(self, record, address, len);
     if (++record.cells[ARRIVED] < self->size)
         return WAITING;
+    if (len > self->short_bytes) /* there may be sleepers on a loop: `Rendezvous.all_arrived` */
+        control_block_wake(self->block, is_shared(self, record, len) ? helpers_for(self, len) : INT64_MAX);
     if (record.cells[WITHDRAWN])
         return WAITING; /* for the failure of the communicator: a rank has taken its memory back */
-    part_of(record, self->rank)[PART_BUSY] = 1; /* a rank that withdraws its memory waits for this one */
+    if (len > self->short_bytes && !is_shared(self, record, len))
+        return WAITING; /* for another rendezvous, with slots */
     return LAST;
+}
+
+/* Wake at most `count` of the threads that sleep in a futex at the low half of `cell`. */
+static void wake_some(const int64_t *cell, int64_t count)
+{
+    if (count > 0) /* the kernel would take 0 for 1 */
+        syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAKE, (int)least(count, INT_MAX), NULL, NULL, 0);
 }
 
 static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int64_t address, const Py_buffer *bytes)
@@ -190,7 +244,11 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
         return -1;
     int state = count_arrival(self, record, number, fingerprint, address, bytes->len);
     int64_t first = record.cells[FIRST];
+    bool is_sleeper_of_use = state == LAST && is_shared(self, record, bytes->len) && record.cells[SLEEPERS] > 0;
     control_block_unlock(self->block);
+    /* A thread that is about to sleep there misses this, and helps no rank; it wakes when the result is there. */
+    if (is_sleeper_of_use)
+        wake_some(&record.cells[DONE], helpers_for(self, bytes->len));
     if (state < 0) {
         PyObject *error = PyObject_CallFunction(self->differs, "L", (long long)first);
         if (error)
@@ -234,7 +292,8 @@ static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divi
 /* What the ranks show at a meeting, held during the reduction. */
 typedef struct {
     Py_buffer *views;
-    void **arrays;
+    void **starts; /* by rank */
+    void **arrays; /* by rank: of a chunk */
 } Shown;
 
 static void release(const Meetings *self, Shown *shown)
@@ -242,11 +301,27 @@ static void release(const Meetings *self, Shown *shown)
     for (int64_t rank = 0; shown->views && rank < self->size; rank++)
         free_bytes(&shown->views[rank]);
     PyMem_Free(shown->views);
+    PyMem_Free(shown->starts);
     PyMem_Free(shown->arrays);
 }
 
+/* The memory of `len` bytes at `address`, which `rank` shows, as a borrowed reference; NULL with an exception. */
+static PyObject *memory_at(Meetings *self, int64_t rank, int64_t address, Py_ssize_t len)
+{
+    Known *known = &self->known[rank];
+    if (known->memory && known->address == address && known->bytes == len)
+        return known->memory;
+    PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)address, (long long)len), *before;
+    if (!memory)
+        return NULL;
+    before = known->memory; /* the call may have run another thread that has set it */
+    *known = (Known){address, len, memory};
+    Py_XDECREF(before);
+    return memory;
+}
+
 /* Hold what `rank` shows, which must be `len` bytes. Returns 0, or -1 with an exception. */
-static int hold(const Meetings *self, Record record, Shown *shown, int64_t rank, Py_ssize_t len)
+static int hold(Meetings *self, Record record, Shown *shown, int64_t rank, Py_ssize_t len)
 {
     const int64_t *part = part_of(record, rank);
     if (part[PART_ADDRESS] == INT64_MIN || part[PART_ADDRESS] == 0) {
@@ -254,72 +329,127 @@ static int hold(const Meetings *self, Record record, Shown *shown, int64_t rank,
         return -1;
     }
     int64_t address = part[PART_ADDRESS] < 0 ? -part[PART_ADDRESS] : part[PART_ADDRESS];
-    PyObject *memory = PyObject_CallFunction(self->view, "LL", (long long)address, (long long)len);
-    int failed = memory ? PyObject_GetBuffer(memory, &shown->views[rank], PyBUF_WRITABLE) : -1;
-    Py_XDECREF(memory);
-    if (failed)
+    PyObject *memory = memory_at(self, rank, address, len);
+    if (!memory || PyObject_GetBuffer(memory, &shown->views[rank], PyBUF_WRITABLE) < 0)
         return -1;
-    shown->arrays[rank] = shown->views[rank].buf;
+    shown->starts[rank] = shown->views[rank].buf;
     if (shown->views[rank].len == len && part[PART_BYTES] == len)
         return 0;
     PyErr_Format(PyExc_ValueError, "rank %lld shows memory that does not exist", (long long)rank);
     return -1;
 }
 
-/* Reduce what all ranks show into what rank 0 shows, and write the result to all of it. Without the GIL. */
-static int reduce_shown(Meetings *self, Record record, int kernel, int64_t divisor, const Py_buffer *bytes)
+/* Hold what all ranks show. Returns 0, or -1 with an exception; `release` is due in either case. */
+static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
 {
-    Shown shown = {PyMem_Calloc((size_t)self->size, sizeof(Py_buffer)),
-                   PyMem_Calloc((size_t)self->size, sizeof(void *))};
-    int failed = shown.views && shown.arrays ? 0 : -1;
-    if (failed)
+    shown->views = PyMem_Calloc((size_t)self->size, sizeof(Py_buffer));
+    shown->starts = PyMem_Calloc((size_t)self->size, sizeof(void *));
+    shown->arrays = PyMem_Calloc((size_t)self->size, sizeof(void *));
+    if (!shown->views || !shown->starts || !shown->arrays) {
         PyErr_NoMemory();
-    for (int64_t rank = 0; !failed && rank < self->size; rank++)
-        failed = hold(self, record, &shown, rank, bytes->len);
-    if (!failed) {
+        return -1;
+    }
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (hold(self, record, shown, rank, len) < 0)
+            return -1;
+    return 0;
+}
+
+/* As `Rendezvous.done` and then `Rendezvous.claim`, under one lock: `reduced` bytes are those of the chunk before, 0 for
+ * the first. Returns the bytes of the new chunk, whose first byte is `first`; 0 if all are claimed, and -1 with an
+ * exception. */
+static int64_t claim_next(Meetings *self, Record record, int64_t total, int64_t reduced, int64_t *first)
+{
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    int64_t *cells = record.cells, claimed = cells[CLAIMED], chunk = 0;
+    cells[DONE] += reduced;
+    if (is_shared(self, record, total) && claimed >= 0 && claimed < total && claimed % ALIGNED == 0) {
+        chunk = chunk_of(self, total);
+        cells[CLAIMED] = claimed + chunk;
+        *first = claimed;
+    }
+    if (chunk || reduced)
+        part_of(record, self->rank)[PART_BUSY] = chunk > 0;
+    /* A withdrawal waits until no rank is busy. */
+    bool is_over = reduced && (cells[DONE] == total || cells[WITHDRAWN]);
+    bool is_futex_wanted = is_over && cells[SLEEPERS] > 0;
+    if (is_over)
+        control_block_wake(self->block, INT64_MAX);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&cells[DONE]);
+    return chunk ? least(chunk, total - claimed) : 0;
+}
+
+/* Claim and reduce chunks of what all ranks show, until all are claimed. Returns 0, or -1 with an exception. */
+static int reduce_together(Meetings *self, Record record, int64_t total, int kernel, int64_t divisor)
+{
+    Shown shown = {NULL, NULL, NULL};
+    int64_t first = 0, chunk = hold_all(self, record, &shown, total);
+    if (chunk == 0)
+        chunk = claim_next(self, record, total, 0, &first);
+    while (chunk > 0) {
         PyThreadState *state = PyEval_SaveThread();
-        size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
-        kernel_at(kernel)(shown.arrays[0], shown.arrays, (int)self->size, elements, divisor);
-        for (int64_t rank = 1; rank < self->size; rank++)
-            memcpy(shown.arrays[rank], shown.arrays[0], bytes->len);
-        if (part_of(record, self->rank)[PART_ADDRESS] > 0)
-            memcpy(bytes->buf, shown.arrays[0], bytes->len);
+        for (int64_t rank = 0; rank < self->size; rank++)
+            shown.arrays[rank] = (char *)shown.starts[rank] + first;
+        reduce_to_all(kernel_at(kernel), kernel_element_size(kernel), shown.arrays, (int)self->size, chunk, divisor);
         PyEval_RestoreThread(state);
+        chunk = claim_next(self, record, total, chunk, &first);
     }
     release(self, &shown);
-    return failed;
+    return (int)chunk;
 }
 
-/* After an exception: a rank that withdraws its memory must not wait for this one. */
-static void stop_reducing(Meetings *self, Record record)
+/* Copy the result of `done` bytes into `bytes`, and leave. Returns 1, or 0 if there is none, or -1 with an exception. */
+static int leave_with_result(Meetings *self, int64_t number, int64_t done, bool is_clear, const Py_buffer *bytes)
 {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    if (control_block_lock(self->block) == 0) {
-        part_of(record, self->rank)[PART_BUSY] = 0;
-        control_block_wake(self->block, INT64_MAX);
+    Record record = record_of(self, number);
+    bool is_shown = bytes->len && bytes->len >= self->shown_min;
+    bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
+    if (!check_length(self, bytes, is_in_place) || control_block_lock(self->block) < 0)
+        return -1;
+    if (record.cells[DONE] != done) {
         control_block_unlock(self->block);
-    } else {
-        PyErr_Clear(); /* the lock is lost, and so is the communicator: the first error says why */
+        return 0;
     }
-    PyErr_Restore(type, value, trace);
+    /* The result of copies is in the memory of rank 0. Elsewhere it is where this rank has shown its array. */
+    char *result = NULL;
+    if (bytes->len && !is_in_place && !(result = short_array(self, is_shown ? self->rank : 0, record.turn))) {
+        control_block_unlock(self->block);
+        return -1;
+    }
+    if (result && bytes->len > COPIED_UNDER_LOCK) {
+        control_block_unlock(self->block);
+        memcpy(bytes->buf, result, bytes->len);
+        if (control_block_lock(self->block) < 0)
+            return -1;
+    } else if (result) {
+        memcpy(bytes->buf, result, bytes->len);
+    }
+    if (++record.cells[LEFT] == self->size)
+        control_block_wake(self->block, INT64_MAX);
+    look_ahead(self, number + 1, is_clear);
+    control_block_unlock(self->block);
+    return 1;
 }
 
-/* What the last rank does. It returns LAST if the reduction is left to Python, -1 with an exception, and else OVER. */
+/* What the last rank does. Returns LAST if the reduction is left to Python, WAITING if another rank still reduces a
+ * chunk, -1 with an exception, and else OVER. */
 static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
                        const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
-    if (bytes->len) {
-        if (!kernel_at(kernel))
-            return LAST;
-        int failed = bytes->len >= self->shown_min ? reduce_shown(self, record, kernel, divisor, bytes)
-                                                   : reduce_copies(self, record, kernel, divisor, bytes);
-        if (failed) {
-            stop_reducing(self, record);
+    if (bytes->len && !kernel_at(kernel))
+        return LAST;
+    if (bytes->len && bytes->len >= self->shown_min) {
+        if (reduce_together(self, record, bytes->len, kernel, divisor) < 0)
             return -1;
-        }
+        int is_over = leave_with_result(self, number, bytes->len, is_clear, bytes);
+        return is_over < 0 ? -1 : is_over ? OVER : WAITING;
     }
+    if (bytes->len && reduce_copies(self, record, kernel, divisor, bytes) < 0)
+        return -1;
     return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
 }
 
@@ -339,7 +469,7 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         return NULL;
     if (bytes.len < self->shown_min)
         address = 0;
-    int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, address, &bytes) : -1;
+    int state = check_length(self, &bytes, address != 0) ? arrive_with(self, number, fingerprint, address, &bytes) : -1;
     if (state == LAST)
         state = end_as_last(self, number, (int)kernel, divisor, arguments[6] == Py_True, &bytes);
     free_bytes(&bytes);
@@ -375,39 +505,9 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
     int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    Record record = record_of(self, number);
-    char *result = NULL;
-    PyObject *answer = NULL;
-    if (!check_length(self, &bytes) || control_block_lock(self->block) < 0)
-        goto end;
-    if (record.cells[DONE] != done) {
-        control_block_unlock(self->block);
-        answer = Py_NewRef(Py_False);
-        goto end;
-    }
-    bool is_shown = bytes.len && bytes.len >= self->shown_min;
-    bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
-    /* The result of copies is in the memory of rank 0. Elsewhere it is where this rank has shown its array. */
-    if (bytes.len && !is_in_place && !(result = short_array(self, is_shown ? self->rank : 0, record.turn))) {
-        control_block_unlock(self->block);
-        goto end;
-    }
-    if (result && bytes.len > COPIED_UNDER_LOCK) {
-        control_block_unlock(self->block);
-        memcpy(bytes.buf, result, bytes.len);
-        if (control_block_lock(self->block) < 0)
-            goto end;
-    } else if (result) {
-        memcpy(bytes.buf, result, bytes.len);
-    }
-    if (++record.cells[LEFT] == self->size)
-        control_block_wake(self->block, INT64_MAX);
-    look_ahead(self, number + 1, arguments[3] == Py_True);
-    control_block_unlock(self->block);
-    answer = Py_NewRef(Py_True);
-end:
+    int is_over = leave_with_result(self, number, done, arguments[3] == Py_True, &bytes);
     free_bytes(&bytes);
-    return answer;
+    return is_over < 0 ? NULL : PyBool_FromLong(is_over);
 }
 
 /* -- waiting ---------------------------------------------------------------------------------- */
@@ -418,66 +518,127 @@ static int64_t peek(const int64_t *cell)
     return __atomic_load_n(cell, __ATOMIC_RELAXED);
 }
 
-static bool poll_cell(const int64_t *cell, int64_t wanted, int64_t polls)
+/* What a rank that has arrived finds at its meeting. */
+typedef enum {
+    NOTHING, /* other ranks are missing, or reduce */
+    CHUNK,   /* there are chunks to claim */
+    RESULT,
+    NO_USE, /* the arrays are reduced in another way: `SharedCall.finish_shortly` */
+} Sight;
+
+/* A hint without the lock. */
+static Sight glance(const Meetings *self, Record record, int64_t done, bool can_reduce)
 {
-    for (int64_t poll = 0; poll < polls; poll++) {
-        if (peek(cell) == wanted)
-            return true;
-        sched_yield();
-    }
-    return peek(cell) == wanted;
+    if (peek(&record.cells[DONE]) == done)
+        return RESULT;
+    if (done < self->shown_min || peek(&record.cells[ARRIVED]) != self->size)
+        return NOTHING;
+    if (done > self->short_bytes && (peek(&record.cells[DIRECT]) != self->size || !can_reduce))
+        return NO_USE;
+    return can_reduce && peek(&record.cells[CLAIMED]) < done ? CHUNK : NOTHING;
 }
 
-/* `look(number, done, polls, sleep_ns)`: block for a short time until the result is there. Returns whether it seems to
- * be: `complete` knows. */
+static Sight poll_meeting(const Meetings *self, Record record, int64_t done, bool can_reduce, int64_t polls)
+{
+    Sight sight = glance(self, record, done, can_reduce);
+    PyThreadState *state = sight == NOTHING ? PyEval_SaveThread() : NULL;
+    for (int64_t poll = 0; sight == NOTHING && poll < polls; poll++) {
+        sched_yield();
+        sight = glance(self, record, done, can_reduce);
+    }
+    if (state)
+        PyEval_RestoreThread(state);
+    return sight;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
+ * exception. */
+static int sleep_until(Meetings *self, Record record, int64_t done, bool can_reduce, int64_t until_ns)
+{
+    int64_t *cell = record.cells + DONE, left_ns = until_ns - now_ns();
+    if (left_ns <= 0)
+        return 0;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    uint32_t before = (uint32_t)*cell;
+    bool is_asleep = glance(self, record, done, can_reduce) == NOTHING;
+    /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
+    record.cells[SLEEPERS] += is_asleep;
+    control_block_unlock(self->block);
+    if (!is_asleep)
+        return 1;
+    const struct timespec time = {left_ns / 1000000000, left_ns % 1000000000};
+    PyThreadState *state = PyEval_SaveThread();
+    long failed = syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0);
+    bool is_interrupted = failed && errno == EINTR; /* Python has to run the handler of the signal */
+    PyEval_RestoreThread(state);
+    return !is_interrupted;
+}
+
+/* Block for a short time, and reduce meanwhile. Returns whether there seems to be a result, or -1 with an exception. */
+static int await_result(Meetings *self, int64_t number, int64_t done, int64_t polls, int64_t sleep_ns, int kernel,
+                        int64_t divisor)
+{
+    Record record = record_of(self, number);
+    bool can_reduce = kernel_at(kernel) != NULL;
+    int64_t until_ns = 0;
+    for (;;) {
+        Sight sight = poll_meeting(self, record, done, can_reduce, polls);
+        if (sight == RESULT || sight == NO_USE)
+            return sight == RESULT;
+        if (sight == CHUNK) {
+            if (reduce_together(self, record, done, kernel, divisor) < 0)
+                return -1;
+            until_ns = now_ns() + WORK_NS;
+            continue;
+        }
+        if (!until_ns && sleep_ns > 0)
+            until_ns = now_ns() + sleep_ns;
+        int again = sleep_until(self, record, done, can_reduce, until_ns);
+        if (again <= 0)
+            return again < 0 ? -1 : peek(&record.cells[DONE]) == done;
+    }
+}
+
+/* `look(number, done, polls, sleep_ns, kernel, divisor)`: block for a short time until the result is there; reduce
+ * chunks of what all ranks show. Returns whether the result seems to be there: `complete` knows. */
 static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
-    Meetings *self = (Meetings *)object;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns)");
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns, kernel, divisor)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
-    int64_t polls = PyLong_AsLongLong(arguments[2]), sleep_ns = PyLong_AsLongLong(arguments[3]);
+    int64_t values[6];
+    for (int i = 0; i < 6; i++)
+        values[i] = PyLong_AsLongLong(arguments[i]);
     if (PyErr_Occurred())
         return NULL;
-    int64_t *cell = record_of(self, number).cells + DONE;
-    if (peek(cell) == done)
-        Py_RETURN_TRUE;
-    PyThreadState *state = PyEval_SaveThread();
-    bool is_there = poll_cell(cell, done, polls);
-    PyEval_RestoreThread(state);
-    if (is_there || sleep_ns <= 0)
-        return PyBool_FromLong(is_there);
-    if (control_block_lock(self->block) < 0)
-        return NULL;
-    uint32_t before = (uint32_t)*cell;
-    is_there = *cell == done;
-    /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
-    record_of(self, number).cells[SLEEPERS] += !is_there;
-    control_block_unlock(self->block);
-    if (is_there)
-        Py_RETURN_TRUE;
-    const struct timespec time = {sleep_ns / 1000000000, sleep_ns % 1000000000};
-    state = PyEval_SaveThread();
-    syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0); /* a signal ends it, too */
-    PyEval_RestoreThread(state);
-    return PyBool_FromLong(peek(cell) == done);
+    int is_there = await_result((Meetings *)object, values[0], values[1], values[2], values[3],
+                                values[4] < 0 || values[4] > INT_MAX ? 0 : (int)values[4], values[5]);
+    return is_there < 0 ? NULL : PyBool_FromLong(is_there);
 }
 
 /* -- the type --------------------------------------------------------------------------------- */
 
-/* `Meetings(control_block, view, differs, size, rank, calls, short_bytes, shown_min)` */
+/* `Meetings(control_block, view, differs, size, rank, calls, short_bytes, shown_min, chunk_max, cores)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *view, *differs;
-    long long size, rank, calls, short_bytes, shown_min;
-    static char *names[] = {"control_block", "view",        "differs",   "size", "rank",
-                            "calls",         "short_bytes", "shown_min", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOLLLLL:Meetings", names, &block, &view, &differs, &size,
-                                     &rank, &calls, &short_bytes, &shown_min))
+    long long size, rank, calls, short_bytes, shown_min, chunk_max, cores;
+    static char *names[] = {"control_block", "view",      "differs",   "size",  "rank", "calls",
+                            "short_bytes",   "shown_min", "chunk_max", "cores", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOLLLLLLL:Meetings", names, &block, &view, &differs, &size,
+                                     &rank, &calls, &short_bytes, &shown_min, &chunk_max, &cores))
         return NULL;
-    if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0) {
+    if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0 ||
+        shown_min < 1 || chunk_max < ALIGNED || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no meetings");
         return NULL;
     }
@@ -498,12 +659,15 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->calls = calls;
     self->short_bytes = short_bytes;
     self->shown_min = shown_min;
+    self->chunk_max = chunk_max / ALIGNED * ALIGNED;
+    self->cores = cores;
     self->stride = stride;
     self->addresses = addresses;
     self->begun = addresses + size;
     self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
     self->arrays = PyMem_Calloc((size_t)size, sizeof(void *));
-    if (!self->areas || !self->arrays) {
+    self->known = PyMem_Calloc((size_t)size, sizeof(Known));
+    if (!self->areas || !self->arrays || !self->known) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -537,6 +701,9 @@ static void destroy(PyObject *object)
     clear(object);
     for (int64_t rank = 0; self->areas && rank < self->size; rank++)
         free_bytes(&self->areas[rank]);
+    for (int64_t rank = 0; self->known && rank < self->size; rank++)
+        Py_XDECREF(self->known[rank].memory);
+    PyMem_Free(self->known);
     PyMem_Free(self->areas);
     PyMem_Free(self->arrays);
     Py_XDECREF((PyObject *)self->block);

@@ -21,6 +21,7 @@ static int execute(PyObject *module)
 static PyMethodDef functions[] = {
     {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},
     {"reduce", reduce_in_python, METH_VARARGS, NULL},
+    {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

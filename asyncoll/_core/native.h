@@ -85,6 +85,10 @@ extern PyType_Spec rounds_spec;
  * average). There is at least one array. The first may be `into`; otherwise `into` overlaps none. Needs no GIL. */
 typedef void (*Kernel)(void *into, void *const *arrays, int count, size_t elements, int64_t divisor);
 
+/* Reduce `count` arrays of `bytes` bytes, in their order, into all of them: a block of the result is copied to the other
+ * arrays while it is in the L1 cache. `element` is the size of an element. Afterwards `arrays` point to the ends. */
+void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size_t bytes, int64_t divisor);
+
 /* The kernel of the value of a ReduceOp and the name of a dtype (asyncoll/tensors/reductions.py), or NULL: there is
  * none, and the reduction is left to Python. */
 Kernel find_kernel(const char *op, const char *dtype);
@@ -93,9 +97,10 @@ Kernel find_kernel(const char *op, const char *dtype);
 Kernel kernel_at(int number);
 size_t kernel_element_size(int number);
 
-/* `native.find_kernel` and `native.reduce`. */
+/* `native.find_kernel`, `native.reduce` and `native.reduce_to_all`. */
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments);
 PyObject *reduce_in_python(PyObject *module, PyObject *arguments);
+PyObject *reduce_to_all_in_python(PyObject *module, PyObject *arguments);
 
 /* -- pieces.c --------------------------------------------------------------------------------- */
 

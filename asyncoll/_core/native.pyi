@@ -70,13 +70,15 @@ class Meetings:
         calls: int,
         short_bytes: int,
         shown_min: int,
+        chunk_max: int,
+        cores: int,
     ) -> Meetings: ...
     def arrive(
         self, number: int, fingerprint: int, array: Any, address: int, kernel: int, divisor: int, is_clear: bool, /
     ) -> int: ...
     def publish(self, number: int, done: int, is_clear: bool) -> None: ...
     def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
-    def look(self, number: int, done: int, polls: int, sleep_ns: int) -> bool: ...
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool: ...
 
 class Pieces:
     """The steps of `algorithms.dense.pieces` at one rank."""
@@ -109,3 +111,6 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 
     Raises ValueError for an unknown kernel, and for arrays of different sizes.
     """
+
+def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
+    """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""

@@ -423,6 +423,19 @@ Kernel find_kernel(const char *op, const char *dtype)
     return kernel_at(number_of(op, dtype, false));
 }
 
+void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size_t bytes, int64_t divisor)
+{
+    while (bytes) {
+        size_t length = bytes < BLOCK_BYTES ? bytes : BLOCK_BYTES;
+        kernel(arrays[0], arrays, count, length / element, divisor);
+        for (int i = 1; i < count; i++)
+            memcpy(arrays[i], arrays[0], length);
+        for (int i = 0; i < count; i++)
+            arrays[i] = (char *)arrays[i] + length;
+        bytes -= length;
+    }
+}
+
 /* -- in Python -------------------------------------------------------------------------------- */
 
 enum { LONG_BYTES = 1 << 16 }; /* the GIL is released for more: reading them takes about ten microseconds */
@@ -454,8 +467,8 @@ static void release(Operands *operands)
     PyBuffer_Release(&operands->into);
 }
 
-/* Hold `arrays`. Returns 0, or -1 with an exception set. */
-static int hold(Operands *operands, PyObject *arrays)
+/* Hold `arrays`, as buffers with `flags`. Returns 0, or -1 with an exception set. */
+static int hold(Operands *operands, PyObject *arrays, int flags)
 {
     Py_ssize_t count = PySequence_Size(arrays);
     if (count < 0)
@@ -473,7 +486,7 @@ static int hold(Operands *operands, PyObject *arrays)
     while (operands->count < count) {
         PyObject *array = PySequence_GetItem(arrays, operands->count);
         Py_buffer *view = &operands->views[operands->count];
-        int failed = array ? PyObject_GetBuffer(array, view, PyBUF_SIMPLE) : -1;
+        int failed = array ? PyObject_GetBuffer(array, view, flags) : -1;
         Py_XDECREF(array);
         if (failed)
             return -1;
@@ -486,35 +499,67 @@ static int hold(Operands *operands, PyObject *arrays)
     return 0;
 }
 
+/* Whether the reduction is one that the operands, which are held, allow. Otherwise an exception is set. */
+static bool is_sound(const Operands *operands, int kernel, int64_t divisor)
+{
+    if (!kernel_at(kernel) || divisor < 1) {
+        PyErr_SetString(PyExc_ValueError, "the kernel is unknown, or the divisor is not positive");
+        return false;
+    }
+    if (operands->into.len % kernel_element_size(kernel)) {
+        PyErr_SetString(PyExc_ValueError, "the arrays must consist of whole elements");
+        return false;
+    }
+    return true;
+}
+
+/* Reduce into `into`, or into all arrays. */
+static PyObject *reduce_held(Operands *operands, int kernel, int64_t divisor, bool to_all)
+{
+    bool is_long = operands->into.len > LONG_BYTES / operands->count;
+    size_t element = kernel_element_size(kernel), bytes = (size_t)operands->into.len;
+    PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
+    if (to_all)
+        reduce_to_all(kernel_at(kernel), element, operands->addresses, operands->count, bytes, divisor);
+    else
+        kernel_at(kernel)(operands->into.buf, operands->addresses, operands->count, bytes / element, divisor);
+    if (state)
+        PyEval_RestoreThread(state);
+    return Py_NewRef(Py_None);
+}
+
 PyObject *reduce_in_python(PyObject *module, PyObject *arguments)
 {
     (void)module;
     Operands operands = {0};
-    PyObject *into, *arrays;
+    PyObject *into, *arrays, *result = NULL;
     long long divisor;
-    int number;
-    if (!PyArg_ParseTuple(arguments, "iOOL:reduce", &number, &into, &arrays, &divisor))
+    int kernel;
+    if (!PyArg_ParseTuple(arguments, "iOOL:reduce", &kernel, &into, &arrays, &divisor) ||
+        PyObject_GetBuffer(into, &operands.into, PyBUF_WRITABLE) < 0)
         return NULL;
-    Kernel kernel = kernel_at(number);
-    size_t size = kernel_element_size(number);
-    if (!kernel || divisor < 1) {
-        PyErr_SetString(PyExc_ValueError, "the kernel is unknown, or the divisor is not positive");
-        return NULL;
-    }
-    if (PyObject_GetBuffer(into, &operands.into, PyBUF_WRITABLE) < 0)
-        return NULL;
-    int failed = hold(&operands, arrays);
-    if (!failed && operands.into.len % size) {
-        PyErr_SetString(PyExc_ValueError, "the arrays must consist of whole elements");
-        failed = -1;
-    }
-    if (!failed) {
-        bool is_long = operands.into.len > LONG_BYTES / operands.count;
-        PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
-        kernel(operands.into.buf, operands.addresses, operands.count, operands.into.len / size, divisor);
-        if (state)
-            PyEval_RestoreThread(state);
-    }
+    if (hold(&operands, arrays, PyBUF_SIMPLE) == 0 && is_sound(&operands, kernel, divisor))
+        result = reduce_held(&operands, kernel, divisor, false);
     release(&operands);
-    return failed ? NULL : Py_NewRef(Py_None);
+    return result;
+}
+
+PyObject *reduce_to_all_in_python(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Operands operands = {0};
+    PyObject *arrays, *result = NULL;
+    long long divisor;
+    int kernel;
+    if (!PyArg_ParseTuple(arguments, "iOL:reduce_to_all", &kernel, &arrays, &divisor))
+        return NULL;
+    PyObject *first = PySequence_GetItem(arrays, 0);
+    int failed = first ? PyObject_GetBuffer(first, &operands.into, PyBUF_WRITABLE) : -1;
+    Py_XDECREF(first);
+    if (failed)
+        return NULL;
+    if (hold(&operands, arrays, PyBUF_WRITABLE) == 0 && is_sound(&operands, kernel, divisor))
+        result = reduce_held(&operands, kernel, divisor, true);
+    release(&operands);
+    return result;
 }

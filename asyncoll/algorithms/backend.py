@@ -117,7 +117,8 @@ class ShortWay(Protocol):
     A rank that has begun a call either ends it with `look`, or finishes it with the collectives of that call.
     """
 
-    nbytes_max: int
+    def takes(self, x: Array) -> bool:
+        """Whether an allreduce of `x` goes this way. The ranks may differ in it."""
 
     def now_s(self) -> float:
         """The time of `runtime.deadlines`."""

@@ -86,7 +86,7 @@ class Calls:
         free. `result` is called once `operand` has the result.
         """
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
-        if way is None or nbytes > way.nbytes_max or (operand is not None and not nbytes):
+        if way is None or (operand is not None and not way.takes(operand.flat)):
             return self.start(call, body, nbytes)
         try:
             self._unstarted = None  # inside the try, as in `start`

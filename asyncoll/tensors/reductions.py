@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Combine: TypeAlias = Callable[[Array, Array], object]  # combine(into, other): into = into ∘ other, element by element
 Reduce: TypeAlias = Callable[[Array, Sequence[Array], int], None]  # see `reducer`
+ReduceToAll: TypeAlias = Callable[[Sequence[Array], int], None]  # see `into_all`
 T = TypeVar("T")
 
 BFLOAT16 = "bfloat16"
@@ -172,6 +173,22 @@ def reducer(op: ReduceOp, dtype: str, native: ModuleType | None = _core.native) 
 def kernel_number(op: ReduceOp, dtype: str, native: ModuleType | None) -> int:
     """The number of the reduction of `op` and `dtype` in the compiled core `native`; 0 if there is none."""
     return native.find_kernel(op.value, dtype) if native else 0
+
+
+def into_all(reduce: Reduce, kernel: int, native: ModuleType | None) -> ReduceToAll:
+    """The reduction of several arrays into all of them: `reduce_to_all(arrays, divisor)`, in the order of the arrays.
+
+    `reduce` and `kernel` are those of `reducer` and `kernel_number`.
+    """
+    if native and kernel:
+        return partial(native.reduce_to_all, kernel)
+
+    def reduce_to_all(arrays: Sequence[Array], divisor: int) -> None:
+        reduce(arrays[0], arrays, divisor)
+        for other in arrays[1:]:
+            other[...] = arrays[0]
+
+    return reduce_to_all
 
 
 def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:

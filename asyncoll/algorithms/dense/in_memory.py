@@ -20,7 +20,7 @@ from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
+from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
@@ -89,6 +89,10 @@ class SharedCall:
             self.traffic.sent(total)
             rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
             self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
+        await self._reduce_shown(rendezvous, what)
+
+    async def _reduce_shown(self, rendezvous: Rendezvous, what: Operand) -> None:
+        """The rest of an allreduce of a long array: this rank has arrived with it, or with a slot."""
         await rendezvous.all_arrived()
         if rendezvous.is_direct():
             await self._reduce_together(rendezvous, what)
@@ -109,19 +113,20 @@ class SharedCall:
             self._lent.append((rendezvous, total))
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Allreduce of a short array: the last rank to arrive reduces for all (`meetings`)."""
+        """Allreduce of a short array (`meetings`)."""
         rendezvous = await self._next()
-        self.traffic.sent(x.nbytes)
+        what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
         self._lend_shortly(rendezvous, x)
-        if is_last:
-            rendezvous.reduce_shortly(
-                x, reducer(op, dtype, self._staging.arena.native), self.size if op is ReduceOp.AVG else 1
-            )
+        if is_last and not rendezvous.is_shown(x.nbytes):
+            rendezvous.reduce_copies(x, what.reduce, what.divisor)
+            self.traffic.sent(x.nbytes)
             self.traffic.received(x.nbytes * (self.size - 1))
             rendezvous.leave(reduced=x.nbytes)
-        else:
-            await self._receive_shortly(rendezvous, x, x.nbytes)
+            return
+        if is_last:
+            await self._reduce_chunks(rendezvous, what)
+        await self._receive_shortly(rendezvous, x, x.nbytes)
 
     def rejoin(self, x: Array | None) -> None:
         """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
@@ -130,12 +135,15 @@ class SharedCall:
         if x is not None:
             self._lend_shortly(rendezvous, x)
 
-    async def finish_shortly(self, x: Array | None, done: int) -> None:
-        """The rest of that call, at a rank that was not the last."""
+    async def finish_shortly(self, x: Array | None, reduce: Reduce | None, kernel: int, divisor: int) -> None:
+        """The rest of that call, at a rank that was not the last. `reduce` and `kernel` are those of its plan."""
         rendezvous = self._staging.rendezvous(self._number, 0, self._fingerprint)
-        if x is not None:
+        if x is None or reduce is None or x.nbytes <= self._staging.sizes.short:
+            await self._receive_shortly(rendezvous, x, 1 if x is None else x.nbytes)
+        else:
             self.traffic.sent(x.nbytes)
-        await self._receive_shortly(rendezvous, x, done)
+            what = Operand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted=True)
+            await self._reduce_shown(rendezvous, what)
 
     def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
         if rendezvous.is_lent(x):
@@ -145,6 +153,7 @@ class SharedCall:
         await rendezvous.reduced(done)
         if x is not None:
             rendezvous.receive_shortly(x)
+            self.traffic.sent(x.nbytes)
             self.traffic.received(x.nbytes)
         rendezvous.leave()
 
@@ -190,33 +199,22 @@ class SharedCall:
 
     async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
-        total = what.raw.size
-        await self._reduce_chunks(rendezvous, what, rendezvous.shown(), total)
-        await rendezvous.reduced(total)
+        await self._reduce_chunks(rendezvous, what)
+        await rendezvous.reduced(what.raw.size)
         await self._leave(rendezvous)
 
-    async def _reduce_chunks(
-        self, rendezvous: Rendezvous, what: Operand, shown: list[tuple[int, int, bool]], total: int
-    ) -> None:
-        """Claim and reduce chunks until all are claimed. `shown` is the table of `Rendezvous.shown`."""
-        view, chunk = self._staging.arena.view, self._staging.sizes.chunk
+    async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> None:
+        """Claim and reduce chunks of what all ranks show, until all are claimed."""
+        arrays = rendezvous.arrays(what.raw.size, what.dtype)
+        reduce = into_all(what.reduce, what.kernel, self._staging.arena.native)
         interrupted: BaseException | None = None
-        while (first := rendezvous.claim(chunk, total)) is not None:
-            length = min(chunk, total - first)
+        while chunk := rendezvous.claim(what.raw.size):
             try:
                 await checkpoint(rendezvous.control_block)
             except BaseException as error:
                 interrupted = error  # raised after the last chunk: other ranks wait for each chunk that is claimed
-            arrays = [view(address + first, length).view(what.dtype) for address, _, _ in shown]
-            reduced = 0
-            try:
-                what.reduce(arrays[0], arrays, what.divisor)
-                for other in arrays[1:]:
-                    other[...] = arrays[0]
-                reduced = length
-                self.traffic.received(length * (self.size - 1))
-            finally:
-                rendezvous.done(reduced, total)
+            rendezvous.reduce_chunk(chunk, arrays, reduce, what.divisor)
+            self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
         if interrupted is not None:
             raise interrupted
 

@@ -1,9 +1,13 @@
 """Short meetings: the single rendezvous of an allreduce of a short array, or of a barrier, without any waiting.
 
-A rank arrives with its array. The last rank to arrive reduces the arrays of all, because it runs already: to share a
-short array, it would have to wake the others and wait for them, which takes longer (`Sizes.short` is the measured
-limit). It publishes the result, and the others complete with it. `PythonMeetings` and the compiled core implement the
-steps, on the same records of the staging area (`staging`).
+A rank arrives with its array. If the arrays are shorter than `Sizes.shown`, the last rank to arrive reduces copies of
+all, because it runs already: to share them, it would have to wake the others and wait for them, which takes longer. It
+publishes the result, and the others complete with it.
+
+Longer arrays are reduced where the ranks show them: registered ones are not copied. Each rank that is there claims
+chunks, reduces them, and writes the result to all ranks. With the compiled core registered arrays of up to `Sizes.long`
+meet here, too. `PythonMeetings` and the compiled core implement the steps, on the same records of the staging area
+(`staging`). In Python, only the last rank claims chunks here.
 """
 
 from __future__ import annotations
@@ -43,8 +47,9 @@ class Meetings(Protocol):
         Returns WAITING, LAST, NOT_FREE or OVER. The address is 0 below `Sizes.shown` bytes.
 
         With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
-        and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that used the record
-        before is over at this rank. Raises DisagreementError if another rank has made another call with this number.
+        and has the result in `array`, unless `kernel` is 0. It is WAITING if another rank still reduces a chunk. The
+        caller has checked that the call that used the record before is over at this rank. Raises DisagreementError if
+        another rank has made another call with this number.
         """
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:
@@ -53,10 +58,11 @@ class Meetings(Protocol):
     def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
         """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""
 
-    def look(self, number: int, done: int, polls: int, sleep_ns: int, /) -> bool:
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
         """Block the thread for a short time, until there seems to be a result; returns whether there is.
 
-        It yields the core at most `polls` times, and then sleeps for at most `sleep_ns` nanoseconds if it can.
+        It yields the core at most `polls` times, and then sleeps for at most `sleep_ns` nanoseconds if it can. With the
+        compiled core it reduces chunks meanwhile, by `kernel` and `divisor`.
         """
 
 
@@ -103,8 +109,8 @@ class PythonMeetings:
         rendezvous.leave()
         return True
 
-    def look(self, number: int, done: int, polls: int, sleep_ns: int, /) -> bool:
-        del polls, sleep_ns  # the arena's own numbers
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
+        del polls, sleep_ns, kernel, divisor  # the arena's own numbers
         rendezvous = self._staging.rendezvous(number, 0, 0)
         return self._staging.arena.look(lambda: rendezvous.is_reduced(done))
 
@@ -124,5 +130,7 @@ def meetings_of(staging: StagingArea) -> Meetings:
         sizes.calls,
         sizes.short,
         sizes.shown,
+        sizes.chunk,
+        staging.arena.cores,
     )
     return meetings

@@ -18,7 +18,7 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 
 T = TypeVar("T")
 
@@ -31,7 +31,6 @@ class ShortWay:
 
     def __init__(self, staging: StagingArea, check: Callable[[], None], note: Callable[[Signature], None]) -> None:
         """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch."""
-        self.nbytes_max = staging.sizes.short
         self._native = staging.arena.native
         self.now_s = deadlines.clock()
         self._check = check
@@ -39,7 +38,16 @@ class ShortWay:
         self._staging = staging
         self._meetings = meetings_of(staging)
         self._polls = staging.arena.polls
+        # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
+        self._sleep_ns = _SLEEP_NS * -(-staging.size // staging.arena.cores)
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
+
+    def takes(self, x: Array) -> bool:
+        sizes = self._staging.sizes
+        if x.nbytes <= sizes.short:
+            return x.nbytes > 0
+        is_compiled = self._native is not None and x.nbytes <= sizes.long
+        return is_compiled and self._staging.arena.locate(x) is not None
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
         self._note(call)
@@ -69,28 +77,34 @@ class ShortWay:
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
         state = NOT_FREE
-        # The first call with an array goes the general way, which allocates the memory of short arrays.
-        if staging.is_over(number - staging.sizes.calls) and (x is None or staging.has_short_arrays):
+        # The first call with a short array goes the general way, which allocates the memory for such arrays.
+        has_memory = x is None or staging.has_short_arrays or x.nbytes > staging.sizes.short
+        if has_memory and staging.is_over(number - staging.sizes.calls):
             address = 0 if x is None else staging.address_of_short(x)
             clear = staging.is_alone(number)
             state = self._meetings.arrive(number, plan.fingerprint, x, address, plan.kernel, plan.divisor, clear)
-        if state == LAST:
-            self._reduce(plan, number, x)
-        if state in (LAST, OVER):
+        if state == OVER or (state == LAST and self._reduce(plan, number, x)):
             staging.end(number)
             return True
         return None if state == NOT_FREE else False
 
-    def _reduce(self, plan: Plan, number: int, x: Array | None) -> None:
-        """Reduce the arrays of all ranks, and publish the result."""
-        staging = self._staging
+    def _reduce(self, plan: Plan, number: int, x: Array | None) -> bool:
+        """Reduce the arrays of all ranks. Returns whether the call is over: other ranks may still reduce chunks."""
+        staging, clear = self._staging, self._staging.is_alone(number)
+        rendezvous = staging.rendezvous(number, 0, plan.fingerprint)
+        if x is not None and plan.reduce is not None and rendezvous.is_shown(x.nbytes):
+            reduce, arrays = into_all(plan.reduce, plan.kernel, self._native), rendezvous.arrays(x.nbytes, x.dtype)
+            while chunk := rendezvous.claim(x.nbytes):
+                rendezvous.reduce_chunk(chunk, arrays, reduce, plan.divisor)
+            return self._meetings.complete(number, plan.done, x, clear)
         if x is not None and plan.reduce is not None:
-            staging.rendezvous(number, 0, plan.fingerprint).reduce_shortly(x, plan.reduce, plan.divisor)
-        self._meetings.publish(number, plan.done, staging.is_alone(number))
+            rendezvous.reduce_copies(x, plan.reduce, plan.divisor)
+        self._meetings.publish(number, plan.done, clear)
+        return True
 
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
         staging, meetings = self._staging, self._meetings
-        if not meetings.look(number, plan.done, self._polls, _SLEEP_NS):
+        if not meetings.look(number, plan.done, self._polls, self._sleep_ns, plan.kernel, plan.divisor):
             return False
         if not meetings.complete(number, plan.done, x, staging.is_alone(number)):
             return False
@@ -103,7 +117,7 @@ class ShortWay:
 
     async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
         assert isinstance(collectives, SharedCall)
-        await collectives.finish_shortly(x, plan.done)
+        await collectives.finish_shortly(x, plan.reduce, plan.kernel, plan.divisor)
 
     def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
         return Work(self._staging.arena, work, self._check, describe)

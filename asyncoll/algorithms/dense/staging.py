@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.errors import AsyncollError
-from asyncoll.tensors.reductions import Array, Reduce
+from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 
@@ -288,8 +288,16 @@ class Rendezvous:
             cells[part + 2] = 0
             cells[base + _DIRECT] += direct
             cells[base + _ARRIVED] += 1
-            if cells[base + _ARRIVED] == self._staging.size:
+            is_last = cells[base + _ARRIVED] == self._staging.size
+            if is_last:
                 control_block.wake(helpers if self.is_direct() else sys.maxsize)
+        if is_last:
+            self._wake_in_futex()
+
+    def _wake_in_futex(self) -> None:
+        """Wake the ranks that sleep in a futex. They count themselves under the lock, so none is missed afterwards."""
+        if self._cells[self._base + _SLEEPERS]:
+            self.control_block.wake_futex(self._base + _DONE)
 
     def _enter(self) -> None:
         """Enter the rendezvous. The first rank opens it: it clears the cells. The caller holds the lock."""
@@ -311,12 +319,12 @@ class Rendezvous:
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         await until(self.control_block, lambda: cells[arrived] == size)
 
-    # -- short arrays: the last rank to arrive reduces for all (`meetings`) --------------------------
+    # -- short arrays (`meetings`) --------------------------------------------------------------------
 
     def arrive_shortly(self, x: Array | None, address: int = 0) -> bool:
         """Show a copy of `x`, or `x` itself if it is registered at `address`; nothing for None, in a barrier.
 
-        Returns True at the last rank to arrive, which calls `reduce_shortly`. It returns False there, too, if a rank
+        Returns True at the last rank to arrive, which reduces. It returns False there, too, if a rank
         has withdrawn its memory: the communicator has failed.
 
         Raises DisagreementError if another rank has made another call with the same number.
@@ -325,7 +333,7 @@ class Rendezvous:
         if x is not None and not address:
             staging.short_array(staging.rank, self.turn, x.dtype, x.size)[...] = x
         shown = 0
-        if x is not None and self._is_shown(x):
+        if x is not None and self.is_shown(x.nbytes):
             shown = -address or staging.short_address(staging.rank, self.turn)
         with staging.control_block:
             self._enter()
@@ -335,42 +343,29 @@ class Rendezvous:
                 cells[self._base + _DIRECT] += address != 0
             cells[self._base + _ARRIVED] += 1
             is_last = cells[self._base + _ARRIVED] == staging.size and not cells[self._base + _WITHDRAWN]
-            if is_last:
-                cells[part + 2] = 1  # a rank that withdraws its memory waits for this one
-            return is_last
+        if is_last and shown:
+            self._wake_in_futex()
+        return is_last
 
-    def _is_shown(self, x: Array) -> bool:
+    def is_shown(self, nbytes: int) -> bool:
         """Whether the ranks say where their arrays are. Shorter ones are always in the memory for short arrays."""
-        return x.nbytes >= self._staging.sizes.shown
+        return nbytes >= self._staging.sizes.shown
 
     def is_lent(self, x: Array) -> bool:
         """Whether this rank shows the memory of `x` itself."""
-        return self._is_shown(x) and self._cells[self._part(self._staging.rank)] < 0
+        return self.is_shown(x.nbytes) and self._cells[self._part(self._staging.rank)] < 0
 
-    def reduce_shortly(self, x: Array, reduce: Reduce, divisor: int) -> None:
-        """Reduce the arrays of all ranks, into `x` and where the others look for the result."""
+    def reduce_copies(self, x: Array, reduce: Reduce, divisor: int) -> None:
+        """Reduce the copies that all ranks have shown, into `x` and where the others look for the result."""
         staging = self._staging
-        try:
-            if self._is_shown(x):
-                shown = [staging.arena.view(address, x.nbytes).view(x.dtype) for address, _, _ in self.shown()]
-            else:
-                shown = [staging.short_array(rank, self.turn, x.dtype, x.size) for rank in range(staging.size)]
-            reduce(shown[0], shown, divisor)
-            if self._is_shown(x):
-                for array in shown[1:]:
-                    array[...] = shown[0]
-            if not self.is_lent(x):
-                x[...] = shown[0]
-        except BaseException:
-            with staging.control_block as control_block:
-                self._cells[self._part(staging.rank) + 2] = 0
-                control_block.wake()
-            raise
+        copies = [staging.short_array(rank, self.turn, x.dtype, x.size) for rank in range(staging.size)]
+        reduce(copies[0], copies, divisor)
+        x[...] = copies[0]
 
     def receive_shortly(self, x: Array) -> None:
         """Copy the result, which there is, into `x`, unless it is there already."""
         if not self.is_lent(x):
-            source = self._staging.rank if self._is_shown(x) else 0
+            source = self._staging.rank if self.is_shown(x.nbytes) else 0
             x[...] = self._staging.short_array(source, self.turn, x.dtype, x.size)
 
     # -- neighbours: no rank waits for all ------------------------------------------------------------
@@ -455,16 +450,16 @@ class Rendezvous:
 
     # -- reducing together ------------------------------------------------------------------------
 
-    def claim(self, chunk: int, total: int) -> int | None:
-        """Claim a chunk for this rank to reduce. Returns its first byte, or None if all `total` bytes are claimed."""
-        cells, claimed = self._cells, self._base + _CLAIMED
+    def claim(self, total: int) -> slice | None:
+        """Claim a chunk for this rank to reduce. Returns its bytes, or None if all `total` bytes are claimed."""
+        cells, claimed, chunk = self._cells, self._base + _CLAIMED, self._staging.sizes.chunk
         with self._staging.control_block:
             first = cells[claimed]
             if first >= total:
                 return None
             cells[claimed] = first + chunk
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 1
-        return first
+        return slice(first, min(first + chunk, total))
 
     def done(self, nbytes: int, total: int) -> None:
         """Note that this rank has reduced `nbytes` bytes of the chunk that it claimed: 0 if it failed."""
@@ -472,9 +467,26 @@ class Rendezvous:
         with self._staging.control_block as control_block:
             cells[done] += nbytes
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
-            # A withdrawal sets CLAIMED to `total` and waits for this rank. DONE may never become `total` then.
-            if cells[done] == total or cells[self._base + _CLAIMED] == total:
+            # A withdrawal waits for this rank. DONE may never become `total` then.
+            is_over = cells[done] == total or cells[self._base + _WITHDRAWN]
+            if is_over:
                 control_block.wake()
+        if is_over:
+            self._wake_in_futex()
+
+    def reduce_chunk(self, chunk: slice, shown: Sequence[Array], reduce: ReduceToAll, divisor: int) -> None:
+        """Reduce a chunk that this rank has claimed. `shown` are the whole arrays of all ranks."""
+        item, reduced = shown[0].itemsize, 0
+        try:
+            reduce([array[chunk.start // item : chunk.stop // item] for array in shown], divisor)
+            reduced = chunk.stop - chunk.start
+        finally:
+            self.done(reduced, shown[0].nbytes)
+
+    def arrays(self, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
+        """What all ranks show, as arrays of `nbytes` bytes."""
+        view = self._staging.arena.view
+        return [view(address, nbytes).view(dtype) for address, _, _ in self.shown()]
 
     async def reduced(self, total: int) -> None:
         """Wait until all `total` bytes are reduced."""
@@ -514,20 +526,17 @@ class Rendezvous:
         then be wrong, because its owner may have overwritten it meanwhile.
         """
         staging, cells, left = self._staging, self._cells, self._base + _LEFT
-        sleepers = 0
         with staging.control_block as control_block:
             cells[left] += 1
             if reduced:
                 cells[self._base + _DONE] = reduced
-                cells[self._part(staging.rank) + 2] = 0
-                sleepers = cells[self._base + _SLEEPERS]
                 control_block.wake()
             elif cells[left] == staging.size:
                 control_block.wake()
             staging.look_ahead(self._number + 1)
             is_valid = not cells[self._base + _WITHDRAWN]
-        if sleepers:
-            staging.control_block.wake_futex(self._base + _DONE)
+        if reduced:
+            self._wake_in_futex()
         return is_valid
 
     async def all_left(self) -> None:
