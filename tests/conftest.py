@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from asyncoll import testing
 from asyncoll.errors import AsyncollError
-from asyncoll.transport.messages import service_sockets
+from asyncoll.transport.messages import service_protocol
 
 # On a busy machine a deadline for each example makes tests flaky, and so does a different draw in each run. So there is
 # no deadline, every run draws the same examples, and no database of failures is needed.
@@ -33,7 +33,7 @@ settings.load_profile("asyncoll")
 # frozen ranks set a limit of their own.
 FREEZE_S = 20.0
 os.environ["ASYNCOLL_FREEZE_S"] = str(FREEZE_S)
-service_sockets.FREEZE_S = FREEZE_S  # a service outside of a world reads no environment
+service_protocol.FREEZE_S = FREEZE_S  # a service outside of a world reads no environment
 
 # The first loop of libuv opens descriptors that stay open. They are opened here, so that no test is charged for them.
 uvloop.new_event_loop().close()

@@ -1,4 +1,8 @@
-"""The carrier of RPC between a service and its clients: segments over a socket."""
+"""The carrier of RPC between a service and its clients: segments over a socket.
+
+Unix sockets are plain ones, on the loop of the service or client. tcp, and connections that a key encrypts, go through
+ZeroMQ, which brings encryption and heartbeats from threads of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,31 @@ from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.keys import Key
+from asyncoll.transport.messages.service_protocol import ClientEnd, Owner, ServiceEnd
 from asyncoll.transport.messages.service_sockets import ClientSocket, ServerSocket
+from asyncoll.transport.messages.service_streams import StreamClient, StreamServer
 from asyncoll.transport.wire import Buffer
+
+
+def listen(owner: Owner, url: str, key: Key | None) -> ServiceEnd:
+    """The sockets of a service at `url`. Raises UsageError if it cannot listen there, or would admit strangers."""
+    return StreamServer(owner, url) if _is_plain(url, key) else ServerSocket(owner, url, key)
+
+
+def dial(owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> ClientEnd:
+    """The socket of a client of the service at `url`.
+
+    `connected` is called with the protocol version of the service, once the service has answered and is watched for
+    signs of life. Raises UsageError if `url` is malformed, belongs to another user, or is not safe.
+    """
+    if _is_plain(url, key):
+        return StreamClient(owner, url, connected)
+    return ClientSocket(owner, url, key, connected)
+
+
+def _is_plain(url: str, key: Key | None) -> bool:
+    return key is None and isinstance(url, str) and url.startswith("ipc://")
 
 
 class SocketCarrier:
@@ -19,7 +46,7 @@ class SocketCarrier:
 
     def __init__(
         self,
-        make: Callable[[SocketCarrier], ServerSocket | ClientSocket],
+        make: Callable[[SocketCarrier], ServiceEnd | ClientEnd],
         broken: Callable[[int, ProtocolError], None],
         lost: Callable[[int, str], None],
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from asyncoll.arguments import flag
 from asyncoll.errors import ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
-from asyncoll.rpc.by_socket import SocketCarrier
+from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
 from asyncoll.rpc.codec import NO_TYPES
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.failure import Limit
@@ -22,7 +22,7 @@ from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.transport.keys import Key, read_key
-from asyncoll.transport.messages.service_sockets import VERSION, ClientSocket, ServerSocket
+from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
@@ -84,8 +84,8 @@ class _Server:
         self._address = url, key
         self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
 
-    def _listen(self, owner: SocketCarrier) -> ServerSocket:
-        self._socket = ServerSocket(owner, *self._address)
+    def _listen(self, owner: SocketCarrier) -> ServiceEnd:
+        self._socket = listen(owner, *self._address)
         self.url = self._socket.url
         return self._socket
 
@@ -194,8 +194,8 @@ class Connection:
         """End all calls with ClosedError. Idempotent. Called by `connect` at the end."""
         await self._exchange.close()
 
-    def _dial(self, owner: SocketCarrier) -> ClientSocket:
-        return ClientSocket(owner, self._url, self._key, self._answered)
+    def _dial(self, owner: SocketCarrier) -> ClientEnd:
+        return dial(owner, self._url, self._key, self._answered)
 
     def _answered(self, version: int) -> None:
         if not self._version.done():

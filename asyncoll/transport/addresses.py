@@ -75,6 +75,14 @@ def user_of(connection: socket.socket) -> int:
     return _credentials(connection)[1]
 
 
+def process_of(connection: socket.socket) -> int:
+    """The number of the process at the other end of a unix socket, from the kernel; 0 in another pid namespace.
+
+    For a connection that was accepted, that is the process that has connected; else the one that listens.
+    """
+    return _credentials(connection)[0]
+
+
 def user_behind(descriptor: int) -> int | None:
     """The same for the descriptor of a socket that ZeroMQ owns; None if the connection is gone."""
     try:

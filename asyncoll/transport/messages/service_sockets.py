@@ -1,9 +1,7 @@
-"""The sockets of a service and its clients: a ROUTER for the service, and a DEALER for each client.
+"""The sockets of a service over tcp, or with a key: a ROUTER for the service, and a DEALER for each client.
 
-Both carry segments: a kind, a number and a payload. The owners of the sockets limit the segments in flight. The sockets
-limit only the size of a segment, and drop a peer that ignores the owners' rules and does not read. Each socket has one
-reader, a callback of the loop. ZeroMQ's descriptors are edge-triggered, and a send may consume the event of a message
-that has arrived, so the reader runs after each send, too.
+Each socket has one reader, a callback of the loop. ZeroMQ's descriptors are edge-triggered, and a send may consume the
+event of a message that has arrived, so the reader runs after each send, too.
 
 With a key, connections are encrypted by CURVE. The key pairs of both ends derive from the key: the service has one, and
 all clients have the other.
@@ -20,7 +18,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -28,26 +26,33 @@ from asyncoll import forks
 from asyncoll.errors import UsageError
 from asyncoll.transport.addresses import prepare, remove_socket, user_behind
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import authentication
-from asyncoll.transport.messages.monitor import FREEZE_S, Heartbeat, Monitor, bound_address, silence_cause, to_zeromq
+from asyncoll.transport.messages import authentication, service_protocol
+from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, silence_cause, to_zeromq
+from asyncoll.transport.messages.service_protocol import (
+    BACKLOG,
+    BYE,
+    CLOSED,
+    FOREIGN_USER,
+    HELLO,
+    REASON_BYTES,
+    REFUSED,
+    SILENT,
+    UNREAD,
+    VERSION,
+    Owner,
+    forked,
+    too_many,
+)
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
 _OVERHEAD_BYTES = 64  # that the header, or encryption, adds to a frame
 _PACKED_MAX = 1 << 13  # bytes of a payload that is copied into one ZeroMQ frame with the header: two frames cost more
 _BATCH = 64  # segments delivered before the loop may run other callbacks
-_CLIENTS_MAX = 4096
-_BACKLOG = 512  # connections that wait to be accepted
-_HANDSHAKE_MS = 5000  # from the connection to the end of the handshake
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _IN_FLIGHT_S = 0.05  # all connections of a dead process end within this time
 _UNSENT_MAX = 1 << 19  # segments queued for one peer; four times the number of empty segments in a window
-_UNREAD = "it does not read what it is sent"
-_HELLO = 255  # the first segment of both ends; its number is the version
-_BYE = 254  # the last segment of the service to a client; its payload is the reason
-_REASON_BYTES = 1024
-VERSION = 1
 # Detects over tcp within 11 s that the other host has vanished. TCP_MAXRT would also end connections to peers that
 # compute for long.
 _KEEPALIVE = {
@@ -57,25 +62,13 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_REFUSED = "it refused the connection: is the key the same at both ends?"
-_SILENT = "it does not answer as it should: is it stopped, or has only one end a key?"
 _CAUSES = {
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): _REFUSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): _REFUSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): _SILENT,
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): SILENT,
 }
 
 logger = logging.getLogger("asyncoll")
-
-
-class Owner(Protocol):
-    """The callbacks of a socket, which are called on the loop."""
-
-    def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Handle a segment from a peer."""
-
-    def lost(self, peer: int, cause: str) -> None:
-        """Handle the loss of a peer. Called at most once for each peer."""
 
 
 class _Socket(ABC):
@@ -93,8 +86,8 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.SNDHWM, _UNSENT_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD_BYTES)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * service_protocol.HANDSHAKE_S))
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
         self._monitor = Monitor(self._socket, events, handle_event)
@@ -227,9 +220,9 @@ class ServerSocket(_Socket):
         try:
             self._send((name,), kind, number, payload)
         except zmq.Again:
-            logger.warning("%s dropped client %d: %s", self.url, peer, _UNREAD)
-            self.drop(peer, _UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, _UNREAD)  # not now: the owner is in its own call of this
+            logger.warning("%s dropped client %d: %s", self.url, peer, UNREAD)
+            self.drop(peer, UNREAD)
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
         except zmq.ZMQError:  # the client is gone; the monitor reports it
             return
 
@@ -239,7 +232,7 @@ class ServerSocket(_Socket):
         if name is not None and not self._is_closed:
             # The entry remains until the connection ends, or the next segment would count as that of a new peer.
             self._clients[name] = -1
-            self._try_send(name, _BYE, 0, reason.encode()[:_REASON_BYTES])
+            self._try_send(name, BYE, 0, reason.encode()[:REASON_BYTES])
 
     def _try_send(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
         with contextlib.suppress(zmq.ZMQError):  # the client is gone, or does not read
@@ -263,20 +256,20 @@ class ServerSocket(_Socket):
         """Accept a client by its first segment, and answer it once: with a hello, or with the reason of a refusal."""
         descriptor = frame.get(zmq.SRCFD)
         segment = self._segment(frame)
-        if segment is None or segment[0] != _HELLO:
+        if segment is None or segment[0] != HELLO:
             self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
         self._monitor.read()  # an earlier client may have had the same descriptor, and its end is in the monitor
         self._clients[name] = -1
         self._descriptors[descriptor] = name
-        if len(self._names) >= _CLIENTS_MAX:
-            self._unauthenticated.log(f"refused a client: there are {_CLIENTS_MAX} already")
-            self._try_send(name, _BYE, 0, f"it has {_CLIENTS_MAX} clients already".encode())
+        if len(self._names) >= service_protocol.CLIENTS_MAX:
+            self._unauthenticated.log(f"refused a client: {too_many()}")
+            self._try_send(name, BYE, 0, too_many().encode())
             return
         if segment[1] == VERSION:
             peer = self._clients[name] = next(self._numbers)
             self._names[peer] = name
-        self._try_send(name, _HELLO, VERSION)
+        self._try_send(name, HELLO, VERSION)
 
     def _disconnected(self, _: int, descriptor: int) -> None:
         name = self._descriptors.pop(descriptor, None)
@@ -286,7 +279,7 @@ class ServerSocket(_Socket):
             self._read_rest()  # its last segments come before its loss
         peer = self._clients.pop(name)
         if self._names.pop(peer, None) is not None:
-            self._owner.lost(peer, "its connection closed")
+            self._owner.lost(peer, CLOSED)
 
 
 class ClientSocket(_Socket):
@@ -317,7 +310,7 @@ class ClientSocket(_Socket):
                     raise UsageError(f"cannot connect to {url}: {error}") from error
             self._start()
             undo.pop_all()
-        self.send(0, _HELLO, VERSION, b"")
+        self.send(0, HELLO, VERSION, b"")
 
     def _prepare_dealer(self, dealer: zmq.Socket[bytes]) -> None:
         """Set the options of a DEALER to the service, before it connects."""
@@ -348,40 +341,40 @@ class ClientSocket(_Socket):
         segment = self._segment(first)
         if segment is None:
             return True
-        if segment[0] == _HELLO:
+        if segment[0] == HELLO:
             self._monitor.read()  # checks the user of the service first
             if self._heartbeat is None and not self._is_lost and not self._is_closed:
                 dealer = self._context.socket(zmq.DEALER)
                 self._prepare_dealer(dealer)
                 alive = partial(self._connected, segment[1])  # the service is connected once its heartbeat runs
-                self._heartbeat = Heartbeat(dealer, self.url, FREEZE_S, alive, self._silent)
+                self._heartbeat = Heartbeat(dealer, self.url, service_protocol.FREEZE_S, alive, self._silent)
                 self._closing.callback(self._heartbeat.close)
-        elif segment[0] == _BYE:
-            self._report_loss(bytes(segment[2])[:_REASON_BYTES].decode(errors="replace"))
+        elif segment[0] == BYE:
+            self._report_loss(bytes(segment[2])[:REASON_BYTES].decode(errors="replace"))
         else:
             self._owner.received(0, *segment)
         return True
 
     def abandon(self, parent: int) -> None:
-        self._report_loss(f"this is a forked child of process {parent}, whose connection it is: connect here, too")
+        self._report_loss(forked(parent))
         super().abandon(parent)
 
     def _silent(self) -> None:
         """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
-        self._loop.call_later(_IN_FLIGHT_S, self._lose, silence_cause(FREEZE_S))
+        self._loop.call_later(_IN_FLIGHT_S, self._lose, silence_cause(service_protocol.FREEZE_S))
 
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             if self._uid is not None and user_behind(value) not in (self._uid, None):
-                self._report_loss("it is another user's")
+                self._report_loss(FOREIGN_USER)
             return
-        self._lose(_CAUSES.get(event, "its connection closed"))
+        self._lose(_CAUSES.get(event, CLOSED))
 
     def _stop_sending(self) -> None:
         """Lose the service because no segment can be sent: the connection is gone, or its queue is full."""
         if not self._is_closed:
             self._monitor.read()
-            self._lose(_UNREAD)
+            self._lose(UNREAD)
 
     def _lose(self, cause: str) -> None:
         """Lose the service, after its last segments. If they contain its own reason, that counts, and not `cause`."""

@@ -1,0 +1,249 @@
+"""One connected unix socket that carries segments, on the loop of its owner, without another thread.
+
+A segment is a header (the length of the payload, a kind, a number) and the payload. The length is checked before memory
+is allocated for it. Each direction begins with a hello, or with the reason of a refusal; a peer that begins otherwise
+does not speak this protocol.
+
+*Sending.* The first segment of a turn of the loop is written at once, so a peer that waits is woken without delay. The
+others of that turn are joined, and written in the next turn. What the kernel does not take is copied, and written when
+the socket has room: `send` never waits.
+
+*Receiving.* One read of the socket for each event; short segments that came together are delivered from one buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from asyncoll.errors import ProtocolError
+from asyncoll.transport.messages.service_protocol import BYE, HELLO, REASON_BYTES
+from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
+
+HEADER: Final = struct.Struct("<IBQ")  # bytes of the payload, kind, number
+PAYLOAD_MAX: Final = SEGMENT_BYTES + 64  # of a segment; the owner adds a header of its own to SEGMENT_BYTES
+UNSENT_MAX = 32 * SEGMENT_BYTES  # bytes that wait for room in the socket; four times the window of the owner
+_BEGIN = struct.Struct("<IB")  # the first fields of a header
+_BUFFER_BYTES = 1 << 14  # read at a time: about a hundred short segments, before other callbacks of the loop run
+_JOINED_BYTES = 1 << 13  # a payload of at most this size is copied behind its header: two buffers cost more
+
+
+Received = Callable[[int, int, Buffer], None]
+
+
+class UnreadError(Exception):
+    """The peer does not read: more than UNSENT_MAX bytes wait for it."""
+
+
+class SegmentStream:
+    """Segments over one connected, non-blocking unix socket, which this object owns.
+
+    In: `send`, `ignore`, `close`. Out: the callbacks of `use`. All run on the loop on which this object was made.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Begin to read. Call `use` before the loop runs."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = connection
+        self._received: Received | None = None
+        self._ended: Callable[[], None] = _nothing
+        self._malformed: Callable[[ProtocolError], None] = _ignored
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._end = 0  # of the bytes in the buffer, which begin with a header that is not delivered yet
+        self._has_begun = False  # the peer has sent its first header
+        self._long: _Long | None = None  # a payload that the buffer does not hold
+        self._unsent = bytearray()
+        self._is_corked = False  # a segment was written in this turn of the loop, and the next ones are joined
+        self._waits_for_room = False
+        self._is_closed = False
+        self._loop.add_reader(connection.fileno(), self._read)
+
+    def use(
+        self, received: Received | None, ended: Callable[[], None], malformed: Callable[[ProtocolError], None]
+    ) -> None:
+        """Set the callbacks, which may call all methods.
+
+        `received` gets kind, number and payload of each segment; the payload is valid during that call only. Without
+        it, segments are ignored. `ended` is called once, after the last segment; `malformed` for bytes that are no
+        segment, after which nothing more is delivered.
+        """
+        self._received = received
+        self._ended = ended
+        self._malformed = malformed
+
+    def fileno(self) -> int:
+        """The descriptor of the socket."""
+        return self._socket.fileno()
+
+    def ignore(self) -> None:
+        """Deliver no segment any more. The stream reads on, and reports its end."""
+        self._received = None
+
+    def close(self) -> None:
+        """Close the socket at once; what is not written is dropped. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.use(None, _nothing, _ignored)  # breaks the cycles of references to this object
+        self._loop.remove_reader(self._socket.fileno())
+        if self._waits_for_room:
+            self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._unsent.clear()
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def send(self, kind: int, number: int, payload: Buffer) -> None:
+        """Send a segment, or copy it to be sent later. It is dropped if the peer is gone. Raises UnreadError."""
+        nbytes = len(payload)
+        header = HEADER.pack(nbytes, kind, number)
+        if self._is_closed:
+            return
+        if self._is_corked or self._unsent:
+            self._queue(header, payload)
+            return
+        try:
+            if nbytes <= _JOINED_BYTES:
+                data = header + bytes(payload)
+                sent = self._socket.send(data)
+                if sent != len(data):
+                    self._queue(data[sent:], b"")
+            else:
+                sent = self._socket.sendmsg([header, payload])
+                behind = max(0, sent - HEADER.size)
+                self._queue(header[sent:], memoryview(payload)[behind:])
+        except BlockingIOError:
+            self._queue(header, payload)
+        except OSError:  # the peer is gone; the reader reports it after the last segments
+            return
+        self._is_corked = True
+        self._loop.call_soon(self._uncork)
+
+    def _queue(self, header: bytes, payload: Buffer) -> None:
+        self._unsent += header
+        self._unsent += memoryview(payload)
+        if len(self._unsent) > UNSENT_MAX:
+            raise UnreadError
+        if not self._is_corked and self._unsent:
+            self._await_room()
+
+    def _uncork(self) -> None:
+        self._is_corked = False
+        if self._unsent and not self._waits_for_room:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what has been queued, as far as the kernel takes it."""
+        if self._is_closed:
+            return
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the peer is gone, which the reader reports
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if self._unsent:
+            self._await_room()
+        elif self._waits_for_room:
+            self._waits_for_room = False
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _await_room(self) -> None:
+        if not self._waits_for_room and not self._is_closed:
+            self._waits_for_room = True
+            self._loop.add_writer(self._socket.fileno(), self._write)
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Read once, and deliver the segments that are complete."""
+        long = self._long
+        try:
+            nbytes = self._socket.recv_into(self._buffer[self._end :] if long is None else long.rest())
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # reset by the peer
+            nbytes = 0
+        if not nbytes:
+            self._stop()
+        elif long is None:
+            self._deliver(self._end + nbytes)
+        elif long.add(nbytes):
+            self._long = None
+            if self._received is not None:
+                self._received(long.kind, long.number, long.payload)
+
+    def _stop(self) -> None:
+        """The peer has closed the connection."""
+        self._received = None
+        self._loop.remove_reader(self._socket.fileno())
+        self._ended()
+
+    def _deliver(self, end: int) -> None:
+        """Deliver the segments in the first `end` bytes of the buffer, and move the rest to its front."""
+        if not self._has_begun and not self._begins(end):
+            return
+        start, view = 0, self._buffer
+        try:
+            while end - start >= HEADER.size and self._received is not None:
+                nbytes, kind, number = HEADER.unpack_from(view, start)
+                first = start + HEADER.size
+                if first + nbytes <= end:
+                    start = first + nbytes
+                    self._received(kind, number, view[first:start])
+                elif nbytes > PAYLOAD_MAX:
+                    self._reject(f"a segment of {nbytes} bytes, at most {PAYLOAD_MAX}")
+                elif HEADER.size + nbytes > _BUFFER_BYTES:
+                    self._long = _Long(kind, number, nbytes, view[first:end])
+                    start = end
+                else:
+                    break
+        finally:
+            self._end = 0 if self._received is None else end - start
+            if start and self._end:
+                view[: self._end] = bytes(view[start:end])
+
+    def _begins(self, end: int) -> bool:
+        """Whether the first `end` bytes may be the begin of a connection."""
+        if end >= _BEGIN.size:
+            self._has_begun = True
+            nbytes, kind = _BEGIN.unpack_from(self._buffer)
+            if kind not in (HELLO, BYE) or nbytes > REASON_BYTES:
+                self._reject("it does not begin with a hello")
+                return False
+        return True
+
+    def _reject(self, reason: str) -> None:
+        self._received = None
+        self._malformed(ProtocolError(reason))
+
+
+class _Long:
+    """A segment that is longer than the buffer, while its payload comes."""
+
+    def __init__(self, kind: int, number: int, nbytes: int, begin: memoryview) -> None:
+        self.kind = kind
+        self.number = number
+        self.payload = memoryview(bytearray(nbytes))
+        self.payload[: len(begin)] = begin
+        self._filled = len(begin)
+
+    def rest(self) -> memoryview:
+        return self.payload[self._filled :]
+
+    def add(self, nbytes: int) -> bool:
+        """Count bytes that were read into `rest`; returns whether the payload is complete."""
+        self._filled += nbytes
+        return self._filled == len(self.payload)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignored(error: ProtocolError) -> None:
+    pass

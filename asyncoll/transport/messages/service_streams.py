@@ -1,0 +1,358 @@
+"""The sockets of a service over a unix socket: a listener, and one connection for each client.
+
+All of it runs on the loop of the service or of the client. No thread stands between the caller and the socket, so a
+call and its answer wake each end once.
+
+Only processes of this user get in: the file has mode 0600, and both ends ask the kernel which user is at the other end.
+A peer that does not begin with a hello is dropped at once, a peer that sends nothing after a time limit. A client
+watches the process of the service, which both are on this host: whether it ended, and whether it is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from asyncoll import forks
+from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.transport.addresses import prepare, process_of, remove_socket, user_of
+from asyncoll.transport.messages import service_protocol
+from asyncoll.transport.messages.authentication import UnauthenticatedPeers
+from asyncoll.transport.messages.monitor import silence_cause
+from asyncoll.transport.messages.segment_stream import SegmentStream, UnreadError
+from asyncoll.transport.messages.service_protocol import (
+    BACKLOG,
+    BYE,
+    CLOSED,
+    FOREIGN_USER,
+    HELLO,
+    REASON_BYTES,
+    SILENT,
+    UNREAD,
+    VERSION,
+    Owner,
+    forked,
+    too_many,
+)
+from asyncoll.transport.processes import is_gone, is_stopped
+from asyncoll.transport.wire import Buffer
+
+_SCHEME = "ipc://"
+_ACCEPTED = 64  # connections that are accepted before other callbacks of the loop run
+_UNGREETED_MAX = 1024  # connections without a hello; no more are accepted at a time
+_PAUSE_S = 0.1  # without accepting, after the kernel has refused to
+_RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
+_LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
+
+logger = logging.getLogger("asyncoll")
+
+
+class StreamServer:
+    """A service at a unix socket: a `ServiceEnd`."""
+
+    def __init__(self, owner: Owner, url: str) -> None:
+        """Listen at `url`, which begins with `ipc://`. Raises UsageError if that fails."""
+        self.url = url
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._clients: dict[int, SegmentStream] = {}  # by peer
+        self._others: dict[SegmentStream, asyncio.TimerHandle] = {}  # unauthenticated, or dropped: until they are over
+        self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
+        self._resume: asyncio.TimerHandle | None = None  # while no connections are accepted
+        self._is_closed = False
+        with contextlib.ExitStack() as undo, prepare(url, has_key=False) as self._uid:
+            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.setblocking(False)
+            try:
+                self._listener.bind(url.removeprefix(_SCHEME))
+                self._listener.listen(BACKLOG)
+            except OSError as error:
+                raise UsageError(f"cannot listen on {url}: {error}") from error
+            undo.pop_all()
+        forks.register(self)
+        self._accept_on()
+
+    def close(self) -> None:
+        """As `ServiceEnd.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        forks.unregister(self)
+        self._pause()
+        self._listener.close()
+        remove_socket(self.url)
+        for stream, limit in self._others.items():
+            limit.cancel()
+            stream.close()
+        for stream in self._clients.values():
+            stream.close()
+        self._others.clear()
+        self._clients.clear()
+
+    def has(self, peer: int) -> bool:
+        """As `ServiceEnd.has`."""
+        return peer in self._clients
+
+    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """As `ServiceEnd.send`."""
+        stream = self._clients.get(peer)
+        if stream is None:
+            return
+        try:
+            stream.send(kind, number, payload)
+        except UnreadError:
+            logger.warning("%s dropped client %d: %s", self.url, peer, UNREAD)
+            self.drop(peer, UNREAD)
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
+
+    def drop(self, peer: int, reason: str) -> None:
+        """As `ServiceEnd.drop`."""
+        stream = self._clients.pop(peer, None)
+        if stream is not None:
+            self._dismiss(stream, reason)
+
+    def abandon(self, parent: int) -> None:
+        """Give up all connections in a forked child, so that clients notice the death of the parent."""
+        self._is_closed = True
+        forks.isolate(self._loop)
+        streams = (*self._others, *self._clients.values())
+        forks.give_up([self._listener.fileno(), *(stream.fileno() for stream in streams)])
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def _accept_on(self) -> None:
+        self._resume = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        if self._resume is not None:
+            self._resume.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # too many open files, for instance
+                self._unauthenticated.log(f"could not accept a connection: {error.strerror}")
+                self._wait()
+                return
+            self._accepted(connection)
+            if len(self._others) >= _UNGREETED_MAX:
+                self._wait()
+                return
+
+    def _wait(self) -> None:
+        """Accept no connections for a while."""
+        self._pause()
+        self._resume = self._loop.call_later(_PAUSE_S, self._accept_on)
+
+    def _accepted(self, connection: socket.socket) -> None:
+        """Let a process of this user say hello."""
+        try:
+            connection.setblocking(False)
+            is_own = user_of(connection) == self._uid
+        except OSError:
+            is_own = False
+        if not is_own:
+            connection.close()
+            self._unauthenticated.log("refused a connection: it belongs to another user")
+            return
+        stream = SegmentStream(connection)
+        stream.use(partial(self._greet, stream), partial(self._end, stream), partial(self._reject, stream))
+        self._others[stream] = self._limit(stream)
+
+    def _limit(self, stream: SegmentStream) -> asyncio.TimerHandle:
+        """Close a connection after the time limit of handshakes."""
+        return self._loop.call_later(service_protocol.HANDSHAKE_S, self._end, stream)
+
+    def _end(self, stream: SegmentStream) -> None:
+        """Close a connection that is not that of a client, or not any more."""
+        limit = self._others.pop(stream, None)
+        if limit is not None:
+            limit.cancel()
+        stream.close()
+
+    def _reject(self, stream: SegmentStream, error: ProtocolError) -> None:
+        self._unauthenticated.log(f"dropped an unauthenticated peer: {error}")
+        self._end(stream)
+
+    def _greet(self, stream: SegmentStream, kind: int, version: int, payload: Buffer) -> None:
+        """Answer the first segment, a hello: with a hello, or with the reason of a refusal."""
+        if kind != HELLO or payload:
+            self._reject(stream, ProtocolError("it does not begin with a hello"))
+        elif len(self._clients) >= service_protocol.CLIENTS_MAX:
+            self._unauthenticated.log(f"refused a client: {too_many()}")
+            self._dismiss(stream, too_many())
+        elif version != VERSION:
+            stream.send(HELLO, VERSION, b"")  # the client raises an error that names both versions
+            self._dismiss(stream, "")
+        else:
+            self._others.pop(stream).cancel()
+            peer = next(self._numbers)
+            self._clients[peer] = stream
+            stream.use(partial(self._owner.received, peer), partial(self._ended, peer), partial(self._malformed, peer))
+            self.send(peer, HELLO, VERSION, b"")
+
+    def _ended(self, peer: int) -> None:
+        """The connection of a client has ended."""
+        self._clients.pop(peer).close()
+        self._owner.lost(peer, CLOSED)
+
+    def _malformed(self, peer: int, error: ProtocolError) -> None:
+        logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, peer, error)
+        self.drop(peer, f"it dropped this client, which broke the protocol: {error}")
+        self._owner.lost(peer, str(error))
+
+    def _dismiss(self, stream: SegmentStream, reason: str) -> None:
+        """Ignore a connection from now on. The peer, which is told the reason if there is one, closes it."""
+        if reason:
+            with contextlib.suppress(UnreadError):
+                stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
+        stream.use(None, partial(self._end, stream), partial(self._reject, stream))
+        if stream in self._others:
+            self._others.pop(stream).cancel()
+        self._others[stream] = self._limit(stream)
+
+
+class StreamClient:
+    """A client of a service at a unix socket: a `ClientEnd`."""
+
+    def __init__(self, owner: Owner, url: str, connected: Callable[[int], None]) -> None:
+        """Connect to the service at `url`, which begins with `ipc://`.
+
+        `connected` is called with the protocol version of the service, once the service has answered and its process is
+        watched.
+
+        Raises UsageError if `url` is malformed, or belongs to another user.
+        """
+        self.url = url
+        self._owner = owner
+        self._connected = connected
+        self._loop = asyncio.get_running_loop()
+        self._stream: SegmentStream | None = None
+        self._is_lost = False
+        self._is_closed = False
+        self._limit = self._loop.call_later(service_protocol.HANDSHAKE_S, self._report_loss, SILENT)
+        self._next: asyncio.TimerHandle | None = None  # the next attempt to connect, or look at the process
+        self._process = 0  # of the service; 0 if it is unknown, or this one
+        self._stopped = 0  # looks that have found it stopped, one after another
+        with contextlib.ExitStack() as undo, prepare(url, has_key=False, listens=False) as self._uid:
+            undo.callback(self._limit.cancel)
+            self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._socket.setblocking(False)
+            self._connect()
+            undo.pop_all()
+        forks.register(self)
+
+    def has(self, peer: int) -> bool:
+        """As `ClientEnd.has`."""
+        return not self._is_lost
+
+    def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
+        """As `ClientEnd.send`. Nothing is sent before the service is connected."""
+        if self._stream is None or self._is_lost:
+            return
+        try:
+            self._stream.send(kind, number, payload)
+        except UnreadError:
+            self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
+
+    def close(self) -> None:
+        """As `ClientEnd.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        forks.unregister(self)
+        self._stop_timers()
+        if self._stream is not None:
+            self._stream.close()
+        self._socket.close()
+
+    def abandon(self, parent: int) -> None:
+        """Give up the connection in a forked child, so that the service notices the death of the parent."""
+        self._report_loss(forked(parent))
+        self._is_closed = True
+        forks.isolate(self._loop)
+        forks.give_up([self._socket.fileno()])
+
+    # -- the connection ---------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Connect, or try again later if the backlog of the service is full."""
+        try:
+            self._socket.connect(self.url.removeprefix(_SCHEME))
+        except BlockingIOError:
+            self._next = self._loop.call_later(_RETRY_S, self._connect)
+            return
+        except OSError as error:
+            if error.errno is None:  # no call of the kernel: the path is too long
+                raise UsageError(f"cannot connect to {self.url}: {error}") from error
+            self._loop.call_soon(self._report_loss, f"it cannot be reached ({error.strerror})")
+            return
+        if user_of(self._socket) != self._uid:
+            self._loop.call_soon(self._report_loss, FOREIGN_USER)
+            return
+        self._stream = SegmentStream(self._socket)
+        self._stream.use(self._greeted, self._ended, lambda error: self._report_loss(SILENT))
+        self.send(0, HELLO, VERSION, b"")
+
+    def _greeted(self, kind: int, version: int, payload: Buffer) -> None:
+        """The service has answered: it is connected, and its process is watched."""
+        assert self._stream is not None
+        self._limit.cancel()
+        self._stream.use(self._received, self._ended, self._malformed)
+        if kind != HELLO:
+            self._received(kind, version, payload)
+            return
+        process = process_of(self._socket)
+        self._process = 0 if process == os.getpid() or is_gone(process) else process
+        self._watch()
+        self._connected(version)
+
+    def _received(self, kind: int, number: int, payload: Buffer) -> None:
+        if kind == BYE:
+            self._report_loss(bytes(payload)[:REASON_BYTES].decode(errors="replace"))
+        elif kind != HELLO:
+            self._owner.received(0, kind, number, payload)
+
+    def _ended(self) -> None:
+        self._report_loss(CLOSED)
+
+    def _malformed(self, error: ProtocolError) -> None:
+        self._report_loss(f"it broke the protocol: {error}")
+
+    def _watch(self) -> None:
+        """Look at the process of the service, which may be stopped, or have ended while a child keeps its sockets."""
+        if not self._process:
+            return
+        if is_gone(self._process):
+            self._report_loss("its process has ended")
+            return
+        self._stopped = self._stopped + 1 if is_stopped(self._process) else 0
+        if self._stopped > _LOOKS:
+            self._report_loss(silence_cause(service_protocol.FREEZE_S))
+            return
+        self._next = self._loop.call_later(service_protocol.FREEZE_S / _LOOKS, self._watch)
+
+    def _report_loss(self, cause: str) -> None:
+        if not self._is_lost and not self._is_closed:
+            self._is_lost = True
+            self._stop_timers()
+            if self._stream is not None:
+                self._stream.ignore()
+            self._owner.lost(0, cause)
+
+    def _stop_timers(self) -> None:
+        self._limit.cancel()
+        if self._next is not None:
+            self._next.cancel()
