@@ -33,7 +33,7 @@ typedef struct {
     PyObject *view;    /* view(address, nbytes): the memory of any rank */
     PyObject *differs; /* the class of the error for a rank that has made another call */
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
-    void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
+    void **arrays;     /* by rank, while this rank reduces with the GIL, which guards it */
     int64_t size, rank, calls, short_bytes, shown_min;
     int64_t stride;     /* cells of a record */
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
@@ -158,10 +158,13 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
 {
     if (!open_or_join(self, record, fingerprint))
         return -1;
+    pass_point(MEETING_OPENED);
     self->block->cells[self->begun + self->rank] = number;
     if (len && len >= self->shown_min)
         show(self, record, address, len);
-    if (++record.cells[ARRIVED] < self->size)
+    int64_t arrived = ++record.cells[ARRIVED];
+    pass_point(MEETING_ARRIVED);
+    if (arrived < self->size)
         return WAITING;
     if (record.cells[WITHDRAWN])
         return WAITING; /* for the failure of the communicator: a rank has taken its memory back */
@@ -185,12 +188,15 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
         if (!mine)
             return -1;
         memcpy(mine, bytes->buf, bytes->len);
+        pass_point(MEETING_COPIED);
     }
     if (control_block_lock(self->block) < 0)
         return -1;
     int state = count_arrival(self, record, number, fingerprint, address, bytes->len);
     int64_t first = record.cells[FIRST];
     control_block_unlock(self->block);
+    if (state == LAST)
+        pass_point(MEETING_CLAIMED);
     if (state < 0) {
         PyObject *error = PyObject_CallFunction(self->differs, "L", (long long)first);
         if (error)
@@ -208,12 +214,15 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
     record.cells[LEFT]++;
     record.cells[DONE] = done;
     part_of(record, self->rank)[PART_BUSY] = 0;
+    pass_point(MEETING_PUBLISHED);
     bool is_futex_wanted = record.cells[SLEEPERS] > 0;
     control_block_wake(self->block, INT64_MAX);
     look_ahead(self, number + 1, is_clear);
     control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&record.cells[DONE]);
+    if (!is_futex_wanted)
+        return 0;
+    pass_point(MEETING_NOT_WOKEN);
+    control_block_wake_futex(&record.cells[DONE]);
     return 0;
 }
 
@@ -223,11 +232,23 @@ static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divi
     for (int64_t rank = 0; rank < self->size; rank++) /* may call Python, and other threads may run meanwhile */
         if (!short_array(self, rank, record.turn))
             return -1;
+    bool is_long = bytes->len > LONG_BYTES / self->size;
+    void **arrays = is_long ? PyMem_Calloc((size_t)self->size, sizeof(void *)) : self->arrays;
+    if (!arrays) {
+        PyErr_NoMemory();
+        return -1;
+    }
     for (int64_t rank = 0; rank < self->size; rank++)
-        self->arrays[rank] = short_array(self, rank, record.turn);
+        arrays[rank] = short_array(self, rank, record.turn);
+    PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
     size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
-    kernel_at(kernel)(self->arrays[0], self->arrays, (int)self->size, elements, divisor);
-    memcpy(bytes->buf, self->arrays[0], bytes->len);
+    kernel_at(kernel)(arrays[0], arrays, (int)self->size, elements, divisor);
+    memcpy(bytes->buf, arrays[0], bytes->len);
+    pass_point(MEETING_REDUCED);
+    if (state) {
+        PyEval_RestoreThread(state);
+        PyMem_Free(arrays);
+    }
     return 0;
 }
 
@@ -280,8 +301,11 @@ static int reduce_shown(Meetings *self, Record record, int kernel, int64_t divis
         PyThreadState *state = PyEval_SaveThread();
         size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
         kernel_at(kernel)(shown.arrays[0], shown.arrays, (int)self->size, elements, divisor);
-        for (int64_t rank = 1; rank < self->size; rank++)
+        pass_point(MEETING_SHOWN);
+        for (int64_t rank = 1; rank < self->size; rank++) {
             memcpy(shown.arrays[rank], shown.arrays[0], bytes->len);
+            pass_point(MEETING_WRITTEN);
+        }
         if (part_of(record, self->rank)[PART_ADDRESS] > 0)
             memcpy(bytes->buf, shown.arrays[0], bytes->len);
         PyEval_RestoreThread(state);
@@ -400,9 +424,11 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
     } else if (result) {
         memcpy(bytes.buf, result, bytes.len);
     }
+    pass_point(MEETING_RECEIVED);
     if (++record.cells[LEFT] == self->size)
         control_block_wake(self->block, INT64_MAX);
     look_ahead(self, number + 1, arguments[3] == Py_True);
+    pass_point(MEETING_LEFT);
     control_block_unlock(self->block);
     answer = Py_NewRef(Py_True);
 end:
@@ -458,6 +484,7 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
     control_block_unlock(self->block);
     if (is_there)
         Py_RETURN_TRUE;
+    pass_point(MEETING_ASLEEP);
     const struct timespec time = {sleep_ns / 1000000000, sleep_ns % 1000000000};
     state = PyEval_SaveThread();
     syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0); /* a signal ends it, too */

@@ -425,8 +425,6 @@ Kernel find_kernel(const char *op, const char *dtype)
 
 /* -- in Python -------------------------------------------------------------------------------- */
 
-enum { LONG_BYTES = 1 << 16 }; /* the GIL is released for more: reading them takes about ten microseconds */
-
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments)
 {
     (void)module;
@@ -512,6 +510,7 @@ PyObject *reduce_in_python(PyObject *module, PyObject *arguments)
         bool is_long = operands.into.len > LONG_BYTES / operands.count;
         PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
         kernel(operands.into.buf, operands.addresses, operands.count, operands.into.len / size, divisor);
+        pass_point(REDUCTION_DONE);
         if (state)
             PyEval_RestoreThread(state);
     }
