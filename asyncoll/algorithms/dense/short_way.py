@@ -69,9 +69,10 @@ class ShortWay:
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
         state = NOT_FREE
-        # The first call with an array goes the general way, which allocates the memory of short arrays.
-        if staging.is_over(number - staging.sizes.calls) and (x is None or staging.has_short_arrays):
-            address = 0 if x is None else staging.address_of_short(x)
+        address = 0 if x is None else staging.address_of_short(x)
+        # The first call that shows a copy goes the general way, which allocates the memory of short arrays.
+        has_memory = x is None or address or staging.has_short_arrays
+        if has_memory and staging.is_over(number - staging.sizes.calls):
             clear = staging.is_alone(number)
             state = self._meetings.arrive(number, plan.fingerprint, x, address, plan.kernel, plan.divisor, clear)
         if state == LAST:
