@@ -141,7 +141,13 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw.")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Repeat with the next seeds.")
 @click.option("-n", "size", type=click.IntRange(min=2), default=4, show_default=True, help="Number of ranks.")
-@click.option("--transport", type=click.Choice(["shm", "zmq"]), default="shm", show_default=True)
+@click.option(
+    "--transport",
+    type=click.Choice(["shm", "zmq", "shm-mixed"]),
+    default="shm",
+    show_default=True,
+    help="shm-mixed: every second rank does without the compiled core.",
+)
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -154,10 +160,12 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
 
     Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, disconnect, stop,
     gil, slow} {before, inside, after} an operation. "orphan" kills a rank that has a living child; "signal" sends a
-    signal whose handler ends the program by an exception. All other ranks must raise an error that names that rank:
-    within 100 ms of a death, and within 1 s of a freeze. For a rank that is slow, or holds its GIL, no rank may raise
-    an error. No rank may hang, and no process or file may be left behind. Exits with 1 if a cell fails, and prints the
-    command that repeats it. The measured times are reliable only if --jobs leaves a processor for each process.
+    signal whose handler ends the program by an exception. "kill" and "stop" also strike at each injection point of the
+    compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. All other ranks must raise an
+    error that names that rank: within 100 ms of a death, and within 1 s of a freeze. For a rank that is slow, or holds
+    its GIL, no rank may raise an error. No rank may hang, and no process or file may be left behind. Exits with 1 if a
+    cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs leaves a
+    processor for each process.
     """
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import PATIENCE_S
 
-from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, cli
+from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, _core, cli
 from asyncoll.testing import (
     Disconnect,
     Exit,
@@ -35,6 +35,7 @@ from asyncoll.testing import (
 from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
 from asyncoll.testing.faults.checks import judge
+from asyncoll.testing.faults.core import PASSED
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.processes import Story
 
@@ -242,11 +243,88 @@ def test_a_held_gil_causes_no_error(transport):
     assert run_ranks(3, main, transport) == [3.0] * 3
 
 
+# -- points of the compiled core ------------------------------------------------------------------
+
+needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
+WAIT_AVOIDING = {operation for (operation, _), points in PASSED.items() if "round-staged" in points}
+
+
+@needs_core
+def test_every_point_of_the_compiled_core_has_a_cell_and_every_cell_a_point():
+    points = set(_core.native.points)
+    assert set().union(*PASSED.values()) == points
+    assert len(points) == len(_core.native.points)
+    cells = select("*/*/*-*", 0, 1, 0, "shm", 4)
+    assert {cell.moment for cell in cells if cell.kind == "kill"} == points
+    assert {cell.moment for cell in cells if cell.kind == "stop"} == points
+    assert not [cell for cell in select("*", 0, 1, 0, "zmq", 4) if cell.is_at_core_point]
+
+
+@needs_core
+@pytest.mark.slow
+def test_operations_pass_their_points_of_the_compiled_core():
+    """The job runs into its timeout if an operation never passes one of them."""
+    operations = {operation for operation, _ in PASSED} - WAIT_AVOIDING
+    command = ["launch", "-n", "3", "--timeout", str(PATIENCE_S), str(SCRIPTS / "passing.py"), *operations]
+    done = subprocess.run([sys.executable, "-m", "asyncoll.cli", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_core
+@pytest.mark.parametrize("operation", sorted(WAIT_AVOIDING))
+def test_rounds_pass_their_points_of_the_compiled_core(operation):
+    passed = set()
+
+    async def main(comm: Communicator) -> None:
+        for _ in range(20):
+            await OPERATIONS[operation](comm, 8)
+            await asyncio.sleep(0)
+
+    before = _core.native.watch(passed.add)
+    try:
+        run_ranks(4, main, "shm")
+    finally:
+        assert _core.native.watch(before) == passed.add
+    assert {point for point in PASSED[operation, 8] if point.startswith("round")} <= passed
+
+
+@needs_core
+def test_a_fault_strikes_at_a_point_of_the_compiled_core(monkeypatch):
+    struck, reported = [], []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
+
+    @dataclasses.dataclass(frozen=True)
+    class Note:
+        of_process = False
+
+        def strike(self, place):
+            struck.append(place.comm.rank)
+            raise TroubleError  # reported, and the primitive goes on
+
+    async def main(comm: Communicator) -> None:
+        await comm.barrier()
+        with fault(comm, Note(), rank=VICTIM, at="meeting-arrived", injection_point=2):
+            await comm.barrier()
+            assert len(struck) <= 1
+        await comm.barrier()
+
+    run_ranks(3, main, "shm")
+    assert struck == [VICTIM]
+    assert reported == [TroubleError]
+    with pytest.raises(UsageError, match="at a point of the compiled core"):
+        run_ranks(1, lambda comm: _enter(fault(comm, Note(), rank=0, at="meeting-over")))
+
+
+async def _enter(context):
+    with context:
+        pass
+
+
 # -- the matrix ----------------------------------------------------------------------------------
 
 
 def test_cells_are_chosen_by_name_and_drawn_by_seed():
-    everything = select("*", 0, 1, 0, "shm", 4)
+    everything = select("*", 0, 1, 0, "zmq", 4)
     assert len(everything) == len(KINDS) * len(OPERATIONS) * 3
     assert {cell.name for cell in select("kill/*/inside,stop/solo/after", 0, 1, 0, "shm", 4)} == {
         *(f"kill/{operation}/inside" for operation in OPERATIONS),

@@ -54,5 +54,12 @@ def _compiled(folder: str) -> tuple[ModuleType | None, str]:
     return native, ""
 
 
-native, reason = load(os.environ.get(VARIABLE, ""))
+def of_rank() -> ModuleType | None:
+    """The core of a rank that joins a world: a rank that was forked may have another ASYNCOLL_CORE than its parent."""
+    wanted = os.environ.get(VARIABLE, "")
+    return native if wanted == _wanted else load(wanted)[0]
+
+
+_wanted = os.environ.get(VARIABLE, "")
+native, reason = load(_wanted)
 """The module `asyncoll._core.native`, or None if this process does without it, and why."""

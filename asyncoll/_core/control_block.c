@@ -84,6 +84,7 @@ int control_block_lock(ControlBlock *self)
     int failure = pthread_mutex_trylock(self->mutex);
     if (failure == EBUSY)
         failure = lock_soon(self->mutex);
+    pass_point(LOCK_TAKEN);
     if (failure || *self->holder < 0) {
         PyObject *result = PyObject_CallMethod(self->mutex_in_python, "resume", "i", failure);
         if (!result) {
@@ -93,6 +94,7 @@ int control_block_lock(ControlBlock *self)
         Py_DECREF(result);
     }
     *self->holder = self->local_rank;
+    pass_point(LOCK_NOTED);
     if (pass(self) < 0) {
         control_block_abandon(self);
         return -1;
@@ -108,10 +110,12 @@ void control_block_unlock(ControlBlock *self)
     /* Release first: a rank that wakes acquires the lock at once, and would have to sleep again. The GIL guards
      * `ringing`: no other thread of this process acquires the lock before this function returns. */
     pthread_mutex_unlock(self->mutex);
+    pass_point(LOCK_RELEASED);
     for (int i = 0; i < self->ringing_count; i++) {
         /* This fails only if the counter of the eventfd is full, and then the doorbell rings already. */
         ssize_t written = write(self->eventfds[self->ringing[i]], &one, sizeof one);
         (void)written;
+        pass_point(DOORBELL_RUNG);
     }
     self->ringing_count = 0;
 }
@@ -128,6 +132,7 @@ void control_block_wake(ControlBlock *self, int64_t at_most)
             self->flags[FLAGGED_CELL]--;
             at_most--;
             self->ringing[self->ringing_count++] = doorbell;
+            pass_point(DOORBELL_CHOSEN);
         }
     }
 }
@@ -136,6 +141,7 @@ void control_block_wake_futex(const int64_t *cell)
 {
     /* The futex is the low half of the cell: the supported processors are little-endian. */
     syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    pass_point(FUTEX_WOKEN);
 }
 
 /* -- the type --------------------------------------------------------------------------------- */

@@ -49,7 +49,7 @@ typedef struct {
     PyObject *view;    /* view(address, nbytes): the memory of any rank */
     PyObject *differs; /* the class of the error for a rank that has made another call */
     Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
-    void **arrays;     /* by rank, while this rank reduces; the GIL guards it */
+    void **arrays;     /* by rank, while this rank reduces with the GIL; the GIL guards it */
     Known *known;      /* by rank */
     int64_t size, rank, calls, short_bytes, shown_min, chunk_max, cores;
     int64_t stride;     /* cells of a record */
@@ -202,10 +202,13 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
 {
     if (!open_or_join(self, record, fingerprint))
         return -1;
+    pass_point(MEETING_OPENED);
     self->block->cells[self->begun + self->rank] = number;
     if (len && len >= self->shown_min)
         show(self, record, address, len);
-    if (++record.cells[ARRIVED] < self->size)
+    int64_t arrived = ++record.cells[ARRIVED];
+    pass_point(MEETING_ARRIVED);
+    if (arrived < self->size)
         return WAITING;
     if (len > self->short_bytes) /* there may be sleepers on a loop: `Rendezvous.all_arrived` */
         control_block_wake(self->block, is_shared(self, record, len) ? helpers_for(self, len) : INT64_MAX);
@@ -239,6 +242,7 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
         if (!mine)
             return -1;
         memcpy(mine, bytes->buf, bytes->len);
+        pass_point(MEETING_COPIED);
     }
     if (control_block_lock(self->block) < 0)
         return -1;
@@ -246,6 +250,8 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
     int64_t first = record.cells[FIRST];
     bool is_sleeper_of_use = state == LAST && is_shared(self, record, bytes->len) && record.cells[SLEEPERS] > 0;
     control_block_unlock(self->block);
+    if (state == LAST)
+        pass_point(MEETING_CLAIMED);
     /* A thread that is about to sleep there misses this, and helps no rank; it wakes when the result is there. */
     if (is_sleeper_of_use)
         wake_some(&record.cells[DONE], helpers_for(self, bytes->len));
@@ -266,12 +272,15 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
     record.cells[LEFT]++;
     record.cells[DONE] = done;
     part_of(record, self->rank)[PART_BUSY] = 0;
+    pass_point(MEETING_PUBLISHED);
     bool is_futex_wanted = record.cells[SLEEPERS] > 0;
     control_block_wake(self->block, INT64_MAX);
     look_ahead(self, number + 1, is_clear);
     control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&record.cells[DONE]);
+    if (!is_futex_wanted)
+        return 0;
+    pass_point(MEETING_NOT_WOKEN);
+    control_block_wake_futex(&record.cells[DONE]);
     return 0;
 }
 
@@ -281,11 +290,23 @@ static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divi
     for (int64_t rank = 0; rank < self->size; rank++) /* may call Python, and other threads may run meanwhile */
         if (!short_array(self, rank, record.turn))
             return -1;
+    bool is_long = bytes->len > LONG_BYTES / self->size;
+    void **arrays = is_long ? PyMem_Calloc((size_t)self->size, sizeof(void *)) : self->arrays;
+    if (!arrays) {
+        PyErr_NoMemory();
+        return -1;
+    }
     for (int64_t rank = 0; rank < self->size; rank++)
-        self->arrays[rank] = short_array(self, rank, record.turn);
+        arrays[rank] = short_array(self, rank, record.turn);
+    PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
     size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
-    kernel_at(kernel)(self->arrays[0], self->arrays, (int)self->size, elements, divisor);
-    memcpy(bytes->buf, self->arrays[0], bytes->len);
+    kernel_at(kernel)(arrays[0], arrays, (int)self->size, elements, divisor);
+    memcpy(bytes->buf, arrays[0], bytes->len);
+    pass_point(MEETING_REDUCED);
+    if (state) {
+        PyEval_RestoreThread(state);
+        PyMem_Free(arrays);
+    }
     return 0;
 }
 
@@ -364,6 +385,8 @@ static int64_t claim_next(Meetings *self, Record record, int64_t total, int64_t 
         return -1;
     int64_t *cells = record.cells, claimed = cells[CLAIMED], chunk = 0;
     cells[DONE] += reduced;
+    if (reduced)
+        pass_point(MEETING_COUNTED);
     if (is_shared(self, record, total) && claimed >= 0 && claimed < total && claimed % ALIGNED == 0) {
         chunk = chunk_of(self, total);
         cells[CLAIMED] = claimed + chunk;
@@ -394,6 +417,7 @@ static int reduce_together(Meetings *self, Record record, int64_t total, int ker
         for (int64_t rank = 0; rank < self->size; rank++)
             shown.arrays[rank] = (char *)shown.starts[rank] + first;
         reduce_to_all(kernel_at(kernel), kernel_element_size(kernel), shown.arrays, (int)self->size, chunk, divisor);
+        pass_point(MEETING_SHOWN);
         PyEval_RestoreThread(state);
         chunk = claim_next(self, record, total, chunk, &first);
     }
@@ -427,9 +451,11 @@ static int leave_with_result(Meetings *self, int64_t number, int64_t done, bool 
     } else if (result) {
         memcpy(bytes->buf, result, bytes->len);
     }
+    pass_point(MEETING_RECEIVED);
     if (++record.cells[LEFT] == self->size)
         control_block_wake(self->block, INT64_MAX);
     look_ahead(self, number + 1, is_clear);
+    pass_point(MEETING_LEFT);
     control_block_unlock(self->block);
     return 1;
 }
@@ -574,6 +600,7 @@ static int sleep_until(Meetings *self, Record record, int64_t done, bool can_red
     control_block_unlock(self->block);
     if (!is_asleep)
         return 1;
+    pass_point(MEETING_ASLEEP);
     const struct timespec time = {left_ns / 1000000000, left_ns % 1000000000};
     PyThreadState *state = PyEval_SaveThread();
     long failed = syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0);

@@ -15,13 +15,17 @@ static int execute(PyObject *module)
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         if (add_type(module, specs[i]) < 0)
             return -1;
-    return 0;
+    PyObject *points = points_in_python();
+    int failed = points ? PyModule_AddObjectRef(module, "points", points) : -1;
+    Py_XDECREF(points);
+    return failed;
 }
 
 static PyMethodDef functions[] = {
     {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},
     {"reduce", reduce_in_python, METH_VARARGS, NULL},
     {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL},
+    {"watch", watch_in_python, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

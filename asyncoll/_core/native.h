@@ -5,6 +5,7 @@
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds
  *   reductions.c      elementwise reductions of several arrays
+ *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
  * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
@@ -19,6 +20,62 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+/* -- points.c --------------------------------------------------------------------------------- */
+
+/* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
+ * and asyncoll/testing/faults/core.py says which operation passes which. */
+enum Point {
+    LOCK_TAKEN,      /* the mutex is acquired, and the holder is not noted yet */
+    LOCK_NOTED,      /* the critical section begins */
+    LOCK_RELEASED,   /* before the chosen doorbells ring */
+    DOORBELL_CHOSEN, /* under the lock: its flag is taken back */
+    DOORBELL_RUNG,
+    FUTEX_WOKEN,
+    MEETING_COPIED,    /* the array is in the memory for short arrays */
+    MEETING_OPENED,    /* under the lock, as all up to `meeting-arrived`: the signature is published, or compared */
+    MEETING_ARRIVED,   /* the rank is counted */
+    MEETING_CLAIMED,   /* all have arrived, and this rank will reduce */
+    MEETING_REDUCED,   /* copies are reduced */
+    MEETING_SHOWN,     /* a chunk of arrays that are shown where they are is reduced, into all of them */
+    MEETING_COUNTED,   /* under the lock: the chunk is counted */
+    MEETING_PUBLISHED, /* under the lock */
+    MEETING_NOT_WOKEN, /* the lock is released, and sleepers in a futex are not woken yet */
+    MEETING_ASLEEP,    /* counted as a sleeper, and not asleep yet */
+    MEETING_RECEIVED,  /* the result is copied, and the rank has not left */
+    MEETING_LEFT,      /* under the lock */
+    PIECE_COPIED_IN,
+    PIECE_REDUCED, /* a strip of it, which is in the slot, and in the array if the rank wants it */
+    PIECE_COPIED_OUT,
+    PIECE_COUNTED, /* under the lock: the step is counted */
+    PIECE_AWAITED, /* the condition of the next step seems to be met */
+    ROUND_FILLED,  /* under the lock, as all of a round: the contribution is in a new block */
+    ROUND_STAGED,
+    ROUND_ARRIVED,
+    ROUND_OPENED,
+    ROUND_REDUCED, /* for one group */
+    ROUND_TAKEN,
+    ROUND_GRANTED,
+    ROUND_PUBLISHED, /* for all groups */
+    ROUND_LEFT,
+    ROUND_COPIED, /* the result is in the caller's arrays */
+    REDUCTION_DONE,
+    POINTS
+};
+
+extern int points_are_watched;
+void point_passed(enum Point point);
+
+/* Tell the watcher, if there is one, that this thread passes `point`. With the GIL or without it. */
+static inline void pass_point(enum Point point)
+{
+    if (__builtin_expect(__atomic_load_n(&points_are_watched, __ATOMIC_RELAXED), 0))
+        point_passed(point);
+}
+
+/* `native.watch` and `native.points`. */
+PyObject *watch_in_python(PyObject *module, PyObject *callable);
+PyObject *points_in_python(void);
 
 /* -- control_block.c ------------------------------------------------------------------------- */
 
@@ -88,6 +145,9 @@ typedef void (*Kernel)(void *into, void *const *arrays, int count, size_t elemen
 /* Reduce `count` arrays of `bytes` bytes, in their order, into all of them: a block of the result is copied to the other
  * arrays while it is in the L1 cache. `element` is the size of an element. Afterwards `arrays` point to the ends. */
 void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size_t bytes, int64_t divisor);
+
+/* To read more bytes than this, the GIL is released: they take about ten microseconds. */
+enum { LONG_BYTES = 1 << 16 };
 
 /* The kernel of the value of a ReduceOp and the name of a dtype (asyncoll/tensors/reductions.py), or NULL: there is
  * none, and the reduction is left to Python. */

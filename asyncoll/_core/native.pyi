@@ -114,3 +114,13 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 
 def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
     """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
+
+points: tuple[str, ...]
+"""The names of the injection points of the compiled core: the steps of its primitives."""
+
+def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:
+    """Call `passed` with the name of each injection point that a thread of this process passes; None: no longer.
+
+    Returns what was called before. The callable runs in the thread that passes the point, perhaps with a lock of shared
+    memory held, so it must not use any. An exception in it is reported as unraisable, and the primitive goes on.
+    """

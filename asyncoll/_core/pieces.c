@@ -97,6 +97,7 @@ static void reduce_share(const Pieces *self, int64_t index)
         self->kernel(half + at, self->operands, self->size, bytes / self->element, self->divisor);
         if (self->is_wanted)
             memcpy(own + at, half + at, bytes);
+        pass_point(PIECE_REDUCED);
     }
 }
 
@@ -116,12 +117,15 @@ static void copy_out(const Pieces *self, int64_t index)
 static void perform_step(const Pieces *self, int64_t step)
 {
     int64_t index = step / STEPS;
-    if (step % STEPS == COPY_IN)
+    if (step % STEPS == COPY_IN) {
         copy_in(self, index + 1);
-    else if (step % STEPS == REDUCE)
+        pass_point(PIECE_COPIED_IN);
+    } else if (step % STEPS == REDUCE) {
         reduce_share(self, index);
-    else
+    } else {
         copy_out(self, index);
+        pass_point(PIECE_COPIED_OUT);
+    }
 }
 
 /* -- steps of all ranks ----------------------------------------------------------------------- */
@@ -161,6 +165,7 @@ static int publish(const Pieces *self, int64_t steps)
     if (control_block_lock(self->block) < 0)
         return -1;
     self->block->cells[self->first + self->rank * self->stride] = steps;
+    pass_point(PIECE_COUNTED);
     if (others_have_done(self, steps))
         control_block_wake(self->block, INT64_MAX);
     bool is_met = others_have_done(self, needed(steps));
@@ -176,6 +181,7 @@ static int await_condition(const Pieces *self, int64_t step)
     PyEval_RestoreThread(state);
     if (!is_met)
         return 0;
+    pass_point(PIECE_AWAITED);
     if (control_block_lock(self->block) < 0)
         return -1;
     is_met = others_have_done(self, needed(step));

@@ -438,8 +438,6 @@ void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size
 
 /* -- in Python -------------------------------------------------------------------------------- */
 
-enum { LONG_BYTES = 1 << 16 }; /* the GIL is released for more: reading them takes about ten microseconds */
-
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments)
 {
     (void)module;
@@ -523,6 +521,7 @@ static PyObject *reduce_held(Operands *operands, int kernel, int64_t divisor, bo
         reduce_to_all(kernel_at(kernel), element, operands->addresses, operands->count, bytes, divisor);
     else
         kernel_at(kernel)(operands->into.buf, operands->addresses, operands->count, bytes / element, divisor);
+    pass_point(REDUCTION_DONE);
     if (state)
         PyEval_RestoreThread(state);
     return Py_NewRef(Py_None);

@@ -372,15 +372,20 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
         absent += is_gone(self, rank);
     self->begun[number % BEGINNINGS] = now_ns;
     forget_results(self, results_of(self, number));
+    pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;
         int64_t dest = reduce_group(self, group, &contributors);
         if (dest < 0)
             return -1;
+        pass_point(ROUND_REDUCED);
         take_group(self, group);
+        pass_point(ROUND_TAKEN);
         publish_group(self, group, number, dest, contributors, absent);
+        pass_point(ROUND_GRANTED);
     }
     self->head[LATEST] = number;
+    pass_point(ROUND_PUBLISHED);
     control_block_wake(self->block, INT64_MAX);
     return 0;
 }
@@ -417,11 +422,13 @@ static int stage(Rounds *self, Call *call, const Py_buffer *flats, double weight
     }
     if (adds)
         weight += weight_at(&row[WEIGHT]);
+    pass_point(ROUND_FILLED);
     drop_block(self, row[STAGED]);
     row[STAGED] = block;
     row[STAGED_AT] = self->addresses[block];
     memcpy(&row[WEIGHT], &weight, sizeof weight);
     call->ticket = row[TICKET] = plus(row[TICKET], 1);
+    pass_point(ROUND_STAGED);
     return 0;
 }
 
@@ -434,6 +441,7 @@ static void leave_round(Rounds *self, Call *call)
     if (row[GRANTED] == call->number)
         memcpy(call->kept, &row[GRANTED], sizeof call->kept);
     row[WAITS_FOR] = row[GRANTED] = 0;
+    pass_point(ROUND_LEFT);
 }
 
 /* `OneSidedRounds._come`: open the round of the call if this rank may, and note its result if there is one. Returns 0,
@@ -443,6 +451,7 @@ static int come(Rounds *self, Call *call, int64_t aim)
     int64_t *row = row_of(self, self->rank);
     if (call->number) {
         row[HERE] = row[WAITS_FOR] = call->number;
+        pass_point(ROUND_ARRIVED);
         if (self->head[LATEST] < call->number && may_open(self, call->number) &&
             open_round(self, call->number, call->now_ns) < 0)
             return -1;
@@ -471,6 +480,7 @@ static int copy_result(Rounds *self, const Call *call, const Py_buffer *flats)
         return -1;
     for (Py_ssize_t i = 0; i < self->part_count; i++)
         memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
+    pass_point(ROUND_COPIED);
     return 0;
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.testing.faults.calls import OPERATIONS
+from asyncoll.testing.faults.core import core_points, operations_passing
 from asyncoll.testing.faults.injectors import (
     MOMENTS,
     Disconnect,
@@ -19,7 +20,6 @@ from asyncoll.testing.faults.injectors import (
     Fault,
     HoldGil,
     Kill,
-    Moment,
     Orphan,
     Raise,
     Signal,
@@ -29,6 +29,9 @@ from asyncoll.testing.faults.injectors import (
 
 DEATH_S = 0.1  # after a death, every survivor must have raised within this time
 FREEZE_S = 1.0  # after a freeze likewise
+MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
+_AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
+_PASSINGS = 20  # the fault strikes when the victim passes the point for a drawn time, up to this
 _ELEMENTS = (8, 20_000, 300_000)  # lengths of a rank's array: short and long ones take different algorithms
 
 
@@ -68,7 +71,7 @@ class Cell:
 
     kind: str
     operation: str
-    moment: Moment
+    moment: str  # one of MOMENTS, or an injection point of the compiled core
     transport: str
     size: int
     seed: int
@@ -76,6 +79,14 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.operation}/{self.moment}"
+
+    @property
+    def is_at_core_point(self) -> bool:
+        return self.moment not in MOMENTS
+
+    def does_without_core(self, rank: int) -> bool:
+        """Whether the rank does without the compiled core although there may be one."""
+        return self.transport == MIXED and rank % 2 == 1
 
     def __str__(self) -> str:
         return f"--cells {self.name} --transport {self.transport} -n {self.size} --seed {self.seed}"
@@ -89,11 +100,20 @@ class Plan:
     elements: int
     depth: float  # position of "inside" among the injection points of the call, in [0, 1)
 
+    @property
+    def passing(self) -> int:
+        """At an injection point of the compiled core: the number of the passing at which the fault strikes."""
+        return 1 + int(self.depth * _PASSINGS)
+
     @classmethod
     def draw(cls, cell: Cell) -> Plan:
         random = np.random.default_rng([cell.seed, zlib.crc32(cell.name.encode())])
         elements = int(random.choice(_ELEMENTS)) // cell.size * cell.size
-        return cls(int(random.integers(cell.size)), max(elements, cell.size), float(random.random()))
+        victim, depth = int(random.integers(cell.size)), float(random.random())
+        if cell.is_at_core_point:
+            elements = operations_passing(cell.moment)[cell.operation] // cell.size * cell.size
+            victim -= cell.does_without_core(victim)
+        return cls(victim, max(elements, cell.size), depth)
 
 
 def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, size: int) -> list[Cell]:
@@ -103,7 +123,10 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
     matches.
     """
 
-    triples = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
+    triples: list[tuple[str, str, str]] = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
+    if transport != "zmq":
+        for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
+            triples += [(kind, operation, point) for operation in operations_passing(point)]
     patterns = pattern.split(",")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]
     if not chosen:

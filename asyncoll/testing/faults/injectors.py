@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -22,6 +23,7 @@ from asyncoll import forks
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
+from asyncoll.testing.faults.core import CorePoint, core_points
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
@@ -155,7 +157,8 @@ class Stop:
     def strike(self, place: Place) -> None:
         if self.duration_s < math.inf:
             _start(_CONTINUE, self.duration_s)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: a signal to the process may reach another one, and this thread would go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class Disconnect:
 
 @contextlib.contextmanager
 def fault(
-    comm: Communicator, what: Fault, *, rank: int, at: Moment = "inside", injection_point: int = 1
+    comm: Communicator, what: Fault, *, rank: int, at: Moment | str = "inside", injection_point: int = 1
 ) -> Iterator[None]:
     """A context manager that injects `what` at rank `rank`: before, inside or after the block. Every rank enters it.
 
@@ -224,12 +227,17 @@ def fault(
     which may be another one than the caller's. If the block has fewer injection points, the fault strikes at its end.
     It does not strike if the block raises or is cancelled before.
 
+    `at` may also be the name of an injection point of the compiled core (`asyncoll._core.native.points`). The fault
+    then strikes when the process passes this point for the `injection_point`-th time. A lock of shared memory may be
+    held there, and an exception cannot be raised: an exception of `Signal`'s handler is lost.
+
     Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
     `simulate` for faults other than `Kill`.
     """
-    if at not in MOMENTS or injection_point < 1:
+    if at not in (*MOMENTS, *core_points()) or injection_point < 1:
         raise UsageError(
-            f"a fault strikes {', '.join(MOMENTS)}, at injection point 1 or later; not {at!r} at {injection_point}"
+            f"a fault strikes {', '.join(MOMENTS)} or at a point of the compiled core, at injection point 1 or later; "
+            f"not {at!r} at {injection_point}"
         )
     shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
     crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
@@ -244,14 +252,19 @@ def fault(
         place.settle()
         yield
         return
-    injection_points = InjectionPoints(comm, lambda number: what.strike(place) if number == injection_point else None)
+
+    def passed(number: int) -> None:
+        if number == injection_point:
+            what.strike(place)
+
+    points = CorePoint(at, passed) if at not in MOMENTS else InjectionPoints(comm, passed)
     try:
-        with injection_points if at == "inside" else contextlib.nullcontext():
+        with points if at != "after" else contextlib.nullcontext():
             yield
     except asyncio.CancelledError:
         place.settle()
         raise
-    if injection_points.count < injection_point:
+    if points.count < injection_point:
         what.strike(place)
     place.settle()
 

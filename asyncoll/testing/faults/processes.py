@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncoll import _core
 from asyncoll.launch import control, process_tree
 from asyncoll.launch.environment import job_environment, job_folder, rank_environment
-from asyncoll.testing.faults.cells import KINDS, Cell
+from asyncoll.testing.faults.cells import KINDS, MIXED, Cell
 from asyncoll.testing.faults.rank_program import be_rank
 
 PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
@@ -67,7 +68,8 @@ class _World:
         self._cell = cell
         self._kind = KINDS[cell.kind]
         self._folder = folder
-        self._environment = job_environment(cell.size, 0, job, cell.transport, os.environ)
+        transport = "shm" if cell.transport == MIXED else cell.transport
+        self._environment = job_environment(cell.size, 0, job, transport, os.environ)
         self._environment["TMPDIR"] = str(temporary)
         self._pids: dict[int, int] = {}
 
@@ -99,6 +101,8 @@ class _World:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ.update(self._environment | rank_environment(rank))
+            if self._cell.does_without_core(rank):
+                os.environ[_core.VARIABLE] = "python"
             tempfile.tempdir = None
             be_rank(self._cell, rank, channel)
         finally:

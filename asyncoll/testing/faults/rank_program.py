@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import uvloop
 
 from asyncoll.communicator import Communicator
@@ -23,6 +24,7 @@ from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.world.join import connect
 
+_LATE_S = 0.002  # the longest time that a rank is late
 _CALLS_AFTER = 10  # calls after a fault that no rank may notice
 
 
@@ -88,6 +90,9 @@ class _Part:
             await self._call(comm)
         injection_point = 1 + int(self._plan.depth * rehearsed.count)
         what = _Reported(self._kind.make(), self)
+        if self._cell.is_at_core_point:
+            with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=self._plan.passing):
+                await self._dawdle(comm)
 
         with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
             await self._call(comm)
@@ -95,6 +100,14 @@ class _Part:
             await self._call(comm)
             await asyncio.sleep(0)
         self.tell("done")
+
+    async def _dawdle(self, comm: Communicator) -> NoReturn:
+        """Call again and again, and let ranks be late in turn: each must be the last one, and wait, before long."""
+        random = np.random.default_rng([self._cell.seed, self._rank])
+        while True:
+            if random.random() < 0.5:
+                await asyncio.sleep(random.random() * _LATE_S)
+            await self._call(comm)
 
     async def _call(self, comm: Communicator) -> None:
         await OPERATIONS[self._cell.operation](comm, self._plan.elements)

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgpack
 
+from asyncoll import _core
 from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.transport.addresses import check_path, user_of
 from asyncoll.transport.joining import Joining
@@ -361,7 +362,7 @@ def _check(rank: int, segment: Segment, own: _Member, ranks: tuple[int, ...]) ->
 
 def _make_arena(own: _Member, ranks: tuple[int, ...], segments: Sequence[Segment]) -> HostArena:
     try:
-        return HostArena(ranks.index(own.rank), ranks, segments)
+        return HostArena(ranks.index(own.rank), ranks, segments, _core.of_rank())
     except (OSError, AttributeError) as error:
         raise ArenaUnavailable(f"rank {own.rank} cannot map the memory of the ranks of its host: {error}") from error
 

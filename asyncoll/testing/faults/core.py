@@ -1,0 +1,86 @@
+"""The injection points of the compiled core: named steps of its primitives, which no method of Python passes.
+
+asyncoll/_core/native.h lists and explains them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from asyncoll import _core
+
+_LOCK = ("lock-taken", "lock-noted", "lock-released")
+_SLEEPERS = ("doorbell-chosen", "doorbell-rung")
+_MEETING = ("meeting-opened", "meeting-arrived", "meeting-claimed", "meeting-published", "meeting-received")
+_FUTEX = ("meeting-asleep", "meeting-not-woken", "futex-woken", "meeting-left")
+_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
+_RESULT = ("round-granted", "round-published", "round-left", "round-copied")
+
+# The operations of the matrix that pass them, with the number of elements of a rank's array.
+PASSED: dict[tuple[str, int], tuple[str, ...]] = {
+    ("barrier", 8): (*_LOCK, *_MEETING, *_FUTEX),
+    ("allreduce", 8): (*_LOCK, "meeting-copied", *_MEETING, "meeting-reduced", *_FUTEX),
+    ("allreduce", 20_000): ("meeting-copied", "meeting-shown", "meeting-counted", "meeting-received"),
+    ("registered_allreduce", 12_000): (*_LOCK, *_MEETING, "meeting-shown", "meeting-counted", *_FUTEX),
+    ("registered_allreduce", 300_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
+    ("allreduce", 300_000): (
+        *_LOCK,
+        *_SLEEPERS,
+        "piece-copied-in",
+        "piece-reduced",
+        "piece-copied-out",
+        "piece-counted",
+        "piece-awaited",
+    ),
+    ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
+    ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
+    ("quorum", 8): (*_LOCK, *_ROUND, *_RESULT, *_SLEEPERS),
+    ("group", 8): (*_ROUND, *_RESULT),
+    ("synchronous_solo", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
+    ("rpc", 8): (*_LOCK, *_SLEEPERS),
+}
+
+
+def core_points() -> tuple[str, ...]:
+    """The names of the injection points of the compiled core; none if this process does without it."""
+    points: tuple[str, ...] = _core.native.points if _core.native is not None else ()
+    return points
+
+
+def operations_passing(point: str) -> dict[str, int]:
+    """The operations of the matrix that pass `point`, each with the number of elements of a rank's array."""
+    return {operation: elements for (operation, elements), points in PASSED.items() if point in points}
+
+
+class CorePoint:
+    """A context manager that counts in `count` how often this process passes the point of this name, on all threads.
+
+    It calls `passed(number)` at each passing, with numbers from 1, in the thread that passes. All ranks of a process
+    are counted. Blocks in blocks watch alone: the outer one goes on when the inner one ends.
+    """
+
+    def __init__(self, name: str, passed: Callable[[int], None] = lambda number: None) -> None:
+        self.count = 0
+        self._name = name
+        self._passed = passed
+        self._numbers = itertools.count(1)  # `next` of it is atomic
+        self._before: Callable[[str], None] | None = None
+
+    def __enter__(self) -> CorePoint:
+        self._before = _native().watch(self._pass)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _native().watch(self._before)
+
+    def _pass(self, name: str) -> None:
+        if name == self._name:
+            self.count = number = next(self._numbers)
+            self._passed(number)
+
+
+def _native() -> Any:
+    assert _core.native is not None, "the compiled core has injection points only where it is"
+    return _core.native
