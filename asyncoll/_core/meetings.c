@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 /* asyncoll/algorithms/dense/staging.py: the cells of a record, and how many a record has. */
-enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, HEAD };
+enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
 enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
 
 /* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */

@@ -19,10 +19,9 @@ static int execute(PyObject *module)
 }
 
 static PyMethodDef functions[] = {
-    {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},
-    {"reduce", reduce_in_python, METH_VARARGS, NULL},
-    {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},     {"read_memory", read_memory, METH_VARARGS, NULL},
+    {"reduce_from_peers", reduce_from_peers, METH_VARARGS, NULL},   {"reduce", reduce_in_python, METH_VARARGS, NULL},
+    {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {

@@ -114,3 +114,24 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 
 def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
     """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
+
+def read_memory(pid: int, address: int, into: np.ndarray[Any, Any], /) -> None:
+    """Copy the memory at `address` of process `pid`. Releases the GIL. Raises OSError if it fails."""
+
+def reduce_from_peers(
+    kernel: int,
+    pids: tuple[int, ...],
+    addresses: tuple[int, ...],
+    rank: int,
+    own: np.ndarray[Any, Any],
+    first: int,
+    last: int,
+    scratch: np.ndarray[Any, Any],
+    divisor: int,
+    /,
+) -> None:
+    """Reduce bytes `first` to `last` of the arrays at `addresses`, in their order, into those of `own`, number `rank`.
+
+    `scratch` has at least a page for each other array. Releases the GIL. Raises OSError as `read_memory`; the bytes of
+    `own` may have been reduced in part then.
+    """

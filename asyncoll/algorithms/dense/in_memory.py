@@ -19,6 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
+from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
@@ -81,8 +82,13 @@ class SharedCall:
             await self._allreduce_shortly(x, op, dtype)
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
-        address = self._staging.arena.locate(x)
-        if address is None:
+        address, peers = self._staging.arena.locate(x), self._staging.peers
+        if address is None and peers is not None and what.kernel and total and peers.can_read():
+            rendezvous = await self._next()
+            self.traffic.sent(total)
+            rendezvous.arrive(address_of(x), total, private=True)
+            self._lend(rendezvous, 0, total)
+        elif address is None:
             rendezvous = await self._come_with_slot(what)
         else:
             rendezvous = await self._next()
@@ -97,7 +103,10 @@ class SharedCall:
         if rendezvous.is_direct():
             await self._reduce_together(rendezvous, what)
             return
-        if rendezvous.is_partly_direct():
+        if rendezvous.is_private():
+            await self._reduce_privately(rendezvous, what)
+            return
+        if rendezvous.is_partly_own():
             self._lent.clear()  # no rank has used the memory that was shown
             rendezvous.leave()
             rendezvous = await self._come_with_slot(what)
@@ -217,6 +226,37 @@ class SharedCall:
             self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
         if interrupted is not None:
             raise interrupted
+
+    async def _reduce_privately(self, rendezvous: Rendezvous, what: Operand) -> None:
+        """Reduce arrays in private memory (`peers`). Each rank claims chunks, and reduces them into its own array.
+
+        Once all are reduced, it copies the other chunks from the ranks that have reduced them. A rank that has reduced
+        chunks waits until all ranks have copied them.
+        """
+        staging, total, own = self._staging, what.raw.size, what.raw
+        assert staging.peers is not None
+        each = staging.private_chunk(total)
+        addresses = [address for address, _, _ in rendezvous.shown()]
+        reduction = staging.peers.reduction(addresses, what.kernel, what.divisor)
+        try:
+            while chunk := rendezvous.claim(total, each):
+                rendezvous.reduce_private_chunk(chunk, each, own, reduction)
+                self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
+                await checkpoint(rendezvous.control_block)
+            await rendezvous.reduced(total)
+            for step in range(1, self.size):
+                rank = (self.rank + step) % self.size  # each rank begins with another one's
+                for chunk in rendezvous.reduced_by(rank, each, total):
+                    staging.peers.read(reduction, rank, own, chunk)
+                    self.traffic.received(chunk.stop - chunk.start)
+        except OSError as error:
+            # The rank whose memory could not be read has ended, or has failed and returned its array to its caller.
+            if not isinstance(error, ProcessLookupError) and not rendezvous.is_withdrawn():
+                raise
+            await failure(rendezvous.control_block)
+        await self._leave(rendezvous)
+        if rendezvous.reduced_by(self.rank, each, total):
+            await rendezvous.all_left()
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read."""
