@@ -28,8 +28,10 @@ CALLS = 2
 
 
 @contextlib.contextmanager
-def staging_areas(size: int, natives: Sequence[ModuleType | None], piece: int) -> Iterator[list[StagingArea]]:
-    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, calls=CALLS)
+def staging_areas(
+    size: int, natives: Sequence[ModuleType | None], piece: int, private: int = 1 << 62
+) -> Iterator[list[StagingArea]]:
+    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, private=private, calls=CALLS)
     with local_world(size, natives) as arenas:
         yield [StagingArea(arena, size, rank, 7, sizes) for rank, arena in enumerate(arenas)]
 

@@ -82,8 +82,8 @@ class SharedCall:
             await self._allreduce_shortly(x, op, dtype)
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
-        address, peers = self._staging.arena.locate(x), self._staging.peers
-        if address is None and peers is not None and what.kernel and total and peers.can_read():
+        address = self._staging.arena.locate(x)
+        if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(address_of(x), total, private=True)
@@ -112,6 +112,11 @@ class SharedCall:
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
+
+    def _can_read_all(self, what: Operand) -> bool:
+        """Whether the ranks can read each other's private memory, and reduce it."""
+        peers = self._staging.peers
+        return peers is not None and what.kernel > 0 and peers.can_read()
 
     def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
         """Note that the caller's own memory is shown at this rendezvous, with `total` bytes to reduce.

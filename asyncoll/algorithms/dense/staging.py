@@ -54,8 +54,9 @@ _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
-_PRIVATE_LEAST = 1 << 18  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
+_PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
 _PAGE = 4096
+_CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -483,9 +484,10 @@ class Rendezvous:
     def claim(self, total: int, chunk: int = 0) -> slice | None:
         """Claim a chunk for this rank to reduce. Returns its bytes, or None if all `total` bytes are claimed.
 
-        It has `chunk` bytes, by default `Sizes.chunk`.
+        It has `chunk` bytes, by default `Sizes.chunk`, or more of a very long array.
         """
-        cells, claimed, chunk = self._cells, self._base + _CLAIMED, chunk or self._staging.sizes.chunk
+        cells, claimed = self._cells, self._base + _CLAIMED
+        chunk = chunk or max(self._staging.sizes.chunk, total // _CLAIMS // _PAGE * _PAGE)
         with self._staging.control_block:
             first = cells[claimed]
             if first >= total:
