@@ -20,7 +20,9 @@ from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
 
-SIZES = Sizes(shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, private=1 << 62, calls=2)
+SIZES = Sizes(
+    shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, whole=0, private=1 << 62, calls=2
+)
 CORES: dict[str, list[ModuleType | None]] = {"python": [None]}
 if _core.native is not None:
     CORES |= {"c": [_core.native], "mixed": [_core.native, None], "mixed, python first": [None, _core.native]}

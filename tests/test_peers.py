@@ -36,11 +36,11 @@ def peer_cell(staging: StagingArea, rank: int, cell: int) -> int:
     return len(staging.control_block.cells) + PEER_CELLS * (rank - staging.size) + cell
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13, 17]),
     dtype=st.sampled_from(["float32", "float64", "int16", "uint8", "bfloat16"]),
-    kib=st.sampled_from([1, 511, 512, 513, 1100, 2049]),
+    kib=st.sampled_from([1, 511, 512, 513, 1100]),
     op=st.sampled_from([ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD]),
     unreadable=st.integers(-20, 16),
     seed=st.integers(0, 2**32),

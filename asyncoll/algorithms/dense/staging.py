@@ -19,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncoll.algorithms.dense.peers import PEER_CELLS, Peers, Reduction
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.errors import AsyncollError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
@@ -76,6 +76,14 @@ def signed(fingerprint: int) -> int:
 def _tag(number: int, count: int) -> int:
     """Identifies a rendezvous among those that use the same record. Never 0. Repeats after 2^30 calls."""
     return (number % _NUMBERS + 1) << 32 | count
+
+
+class Copy(NamedTuple):
+    """A copy of an array in shared memory."""
+
+    address: int
+    room: int  # bytes of its block
+    raw: Array
 
 
 class StagingArea:
@@ -208,6 +216,22 @@ class StagingArea:
             self.arena.free(address)
         else:
             self._spare.append((address, room))
+
+    def copy(self, raw: Array) -> Copy | None:
+        """Copy these bytes into shared memory, if they are at most `Sizes.whole` and if there is room; else None.
+
+        `give_back` follows, unless the call fails: other ranks may still write into the copy then, so its memory is
+        never used again.
+        """
+        if raw.size > self.sizes.whole:
+            return None
+        try:
+            address, room = self.block(raw.size)
+        except UsageError:
+            return None
+        copy = Copy(address, room, self.arena.view(address, raw.size))
+        copy.raw[...] = raw
+        return copy
 
     def short_array(self, rank: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
         """The memory in which group rank `rank` shows a short array at record `turn` of the control block.
