@@ -8,6 +8,10 @@ repeats the median; a ratio is taken within each repeat, and of the ratios the m
 measured where `mpirun` and mpi4py are installed. Memory is the growth of a rank during the calls: its own memory, and
 its part of shared memory.
 
+The bound is that of the memory: in an allreduce of registered arrays a rank reads its share of all arrays, and writes
+as much, which is one array of each. So it takes at least as long as it takes all ranks, at the same time, to copy one
+array.
+
 A program calls a collective after milliseconds of other work. So there is a table of cold calls: asyncoll (registered)
 and Gloo alternate in the same processes, and before each timed call a rank multiplies matrices for about 2 ms and meets
 the others at a barrier of the peer. The time is that from the start of the last rank to the end of the last rank.
@@ -41,7 +45,7 @@ MPI_RANK = "as-mpi-rank"
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n"]
 REGISTERED, MEMORY, MESSAGES = "registered", "not registered", "by message"
 GLOO, MPI = "Gloo", "Open MPI"
-COLD = "cold"
+COLD, COPY = "cold", "copy"
 OURS = (REGISTERED, MEMORY, MESSAGES)
 Row = dict[str, float]
 
@@ -61,6 +65,9 @@ def main() -> None:
         record.table(f"{ranks} ranks: time (us)", times(runs, chosen.sizes))
         record.table(f"{ranks} ranks: 99th percentile (us)", times(runs, chosen.sizes, "p99_us"))
         record.table(f"{ranks} ranks: how many times faster", ratios(runs, chosen.sizes))
+        copies = [measure(COPY, ranks, chosen.sizes) for _ in range(chosen.repeats)]
+        raw[f"{ranks}, copy"] = copies
+        record.table(f"{ranks} ranks: the bound by memory bandwidth (us)", bounds(runs, copies, chosen.sizes))
         cold = [measure(COLD, ranks, chosen.cold) for _ in range(chosen.repeats)]
         raw[f"{ranks}, cold"] = cold
         record.table(f"{ranks} ranks: cold calls (us)", cold_times(cold, chosen.cold))
@@ -93,7 +100,7 @@ def measure(system: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
 def rank(question: dict[str, Any]) -> list[Row]:
     if question["system"] == GLOO:
         return gloo(question["sizes"])
-    return asyncoll.run(cold if question["system"] == COLD else ours, question)
+    return asyncoll.run({COLD: cold, COPY: copy}.get(question["system"], ours), question)
 
 
 async def ours(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Row]:
@@ -111,6 +118,24 @@ async def ours(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Ro
             await comm.allreduce(x)
             seconds.append(time.perf_counter() - start)
             inputs.check(x)
+        rows.append(row(await comm.allgather(inputs.found(seconds, before))))
+    return rows
+
+
+async def copy(comm: asyncoll.Communicator, question: dict[str, Any]) -> list[Row]:
+    """All ranks copy a registered array at the same time."""
+    rows = []
+    for size in question["sizes"]:
+        count = size // ITEM_BYTES
+        inputs, before = Inputs(comm.rank, comm.size, count), occupied()
+        x, y = comm.empty(count, "float32"), comm.empty(count, "float32")
+        seconds = []
+        for _ in range(WARMUP + repeats(size)):
+            inputs.fill(x)
+            await comm.barrier()
+            start = time.perf_counter()
+            y[...] = x
+            seconds.append(time.perf_counter() - start)
         rows.append(row(await comm.allgather(inputs.found(seconds, before))))
     return rows
 
@@ -276,6 +301,15 @@ def ratios(runs: list[dict[str, list[Row]]], sizes: tuple[int, ...]) -> list[lis
     for place, size in enumerate(sizes):
         cells = [f"{ratio(runs, peer, ours, place):.2f}" for peer in peers for ours in OURS]
         lines.append([str(size), *cells])
+    return lines
+
+
+def bounds(runs: list[dict[str, list[Row]]], copies: list[list[Row]], sizes: tuple[int, ...]) -> list[list[str]]:
+    lines = [["size (B)", "bound", REGISTERED, "registered / bound"]]
+    for place, size in enumerate(sizes):
+        bound = float(np.median([rows[place]["time_us"] for rows in copies]))
+        time_us = median(runs, REGISTERED, place, "time_us")
+        lines.append([str(size), f"{bound:.0f}", f"{time_us:.0f}", f"{time_us / bound:.2f}"])
     return lines
 
 

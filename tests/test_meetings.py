@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
-from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
 
-SIZES = Sizes(shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, calls=2)
+SIZES = Sizes(
+    shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, whole=0, private=1 << 62, calls=2
+)
 CORES: dict[str, list[ModuleType | None]] = {"python": [None]}
 if _core.native is not None:
     CORES |= {"c": [_core.native], "mixed": [_core.native, None], "mixed, python first": [None, _core.native]}
@@ -159,6 +161,108 @@ def test_an_array_that_is_too_long_is_refused(natives):
     compiled = [native is not None for native in natives].index(True)
     with ranks(2, natives) as world, pytest.raises(ValueError, match="16385 bytes are not short"):
         world[compiled].arrive(1, np.zeros((1 << 14) + 1, np.uint8))
+
+
+compiled = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
+LONG = SIZES.short * 2 + 3 * 64  # bytes, of some chunks and a part of one
+
+
+@compiled
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_registered_arrays_that_are_too_long_to_be_copied_meet_where_they_are(size):
+    with ranks(size, [_core.native]) as world:
+        for number in range(1, 8):
+            x = [rank.array(np.arange(LONG // 4, dtype=np.float32) + number * i, True) for i, rank in enumerate(world)]
+            expected = sum(array.astype(np.float64) for array in x)
+            order = [(number + rank) % size for rank in range(size)]
+            states = [world[rank].arrive(number, x[rank]) for rank in order]
+            assert states == [WAITING] * (size - 1) + [OVER]
+            for rank in order[:-1]:
+                assert world[rank].look(number, x[rank])
+                assert world[rank].complete(number, x[rank])
+            assert all((array == expected).all() for array in x)
+
+
+@compiled
+@pytest.mark.parametrize("nbytes", [SIZES.shown, SIZES.short, LONG])
+def test_a_rank_that_looks_reduces_the_chunks_that_no_rank_has_claimed(nbytes):
+    """The other rank, in Python, has arrived last and has reduced one chunk."""
+    with ranks(2, [_core.native, None]) as (first, second):
+        x, y = (rank.array(np.arange(nbytes // 8, dtype=np.float64), True) for rank in (first, second))
+        expected = 2 * x
+        assert first.arrive(1, x) == WAITING
+        rendezvous = second.staging.rendezvous(1, 0, 5)
+        if nbytes > SIZES.short:
+            rendezvous.arrive(second.staging.arena.locate(y), nbytes, direct=True)
+        else:
+            assert rendezvous.arrive_shortly(y, second.staging.arena.locate(y))
+        second.reduce_chunks(1, y, ReduceOp.SUM, count=1)
+        assert not second.complete(1, y) or nbytes <= SIZES.chunk
+        assert first.look(1, x)
+        assert (x == expected).all()
+        assert (y == expected).all()
+        assert first.complete(1, x)
+
+
+@compiled
+def test_a_long_array_is_not_reduced_in_place_if_another_rank_shows_a_slot():
+    with ranks(2, [_core.native]) as (first, second):
+        x = first.array(np.ones(LONG), True)
+        assert first.arrive(1, x) == WAITING
+        second.staging.rendezvous(1, 0, 5).arrive(second.staging.slot(0, 64)[0], 64)
+        assert not first.look(1, x, sleep_ns=10_000_000_000)  # at once
+        assert not first.complete(1, x)
+        assert (x == 1).all()
+
+
+@compiled
+@pytest.mark.parametrize("garbage", [-1, -64, 3, 1 << 62, -(1 << 63)])
+def test_chunks_that_do_not_exist_are_not_reduced(garbage):
+    with ranks(2, [_core.native]) as (first, second):
+        x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
+        assert first.arrive(1, x) == WAITING
+        cells = first.staging.control_block.cells
+        cells[first.staging.base(2 * (1 % SIZES.calls)) + _CLAIMED] = garbage
+        assert second.arrive(1, y) == WAITING
+        assert not first.look(1, x)
+        assert (x == 1).all()
+
+
+@compiled
+@pytest.mark.parametrize("cell", [0, 1])  # the address, and the bytes
+@pytest.mark.parametrize("garbage", [0, -(1 << 50), 1 << 62, -(1 << 63)])
+def test_memory_that_does_not_exist_is_not_used(cell, garbage):
+    with ranks(2, [_core.native]) as (first, second):
+        x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
+        assert first.arrive(1, x) == WAITING
+        cells, base = first.staging.control_block.cells, first.staging.base(2 * (1 % SIZES.calls))
+        cells[base + _HEAD + cell] = garbage
+        with pytest.raises((ValueError, IndexError, OverflowError)):
+            second.arrive(1, y)
+        assert (y == 1).all()
+
+
+@cores
+def test_threads_of_all_ranks_share_the_chunks_many_times(natives):
+    size, rounds, sums = 3, 60, []
+    with ranks(size, natives) as world:
+
+        def run(rank: int) -> None:
+            x = world[rank].array(np.empty(SIZES.short // 8), True)
+            for number in range(1, rounds + 1):
+                x[...] = rank + number
+                while (state := world[rank].arrive(number, x)) == NOT_FREE:
+                    pass
+                while state == WAITING and not world[rank].complete(number, x):
+                    world[rank].look(number, x, 2, 100_000)
+                sums.append(set((x - 3 * number).tolist()))
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sums == [{3.0}] * size * rounds
 
 
 @cores

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncoll import _core
+from asyncoll import UsageError, _core
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.pieces import needed
 from asyncoll.algorithms.dense.staging import StagingArea
@@ -28,10 +28,16 @@ CALLS = 2
 
 
 @contextlib.contextmanager
-def staging_areas(size: int, natives: Sequence[ModuleType | None], piece: int) -> Iterator[list[StagingArea]]:
-    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, calls=CALLS)
+def staging_areas(
+    size: int, natives: Sequence[ModuleType | None], piece: int, private: int = 1 << 62, whole: int = 0
+) -> Iterator[list[StagingArea]]:
+    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, whole=whole, private=private, calls=CALLS)
     with local_world(size, natives) as arenas:
         yield [StagingArea(arena, size, rank, 7, sizes) for rank, arena in enumerate(arenas)]
+
+
+def refuse(nbytes: int) -> tuple[int, int]:
+    raise UsageError("there is no room")
 
 
 def interleave(coroutines: Sequence[Coroutine], draw: random.Random) -> None:
@@ -56,12 +62,17 @@ def interleave(coroutines: Sequence[Coroutine], draw: random.Random) -> None:
     piece=st.sampled_from([64, 192, 1024, 4096]),
     roots=st.lists(st.integers(-1, 12), min_size=1, max_size=6),
     op=st.sampled_from([ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD]),
+    whole=st.sampled_from([0, 1 << 12]),
+    without_room=st.integers(-13, 12),
     seed=st.integers(0, 2**32),
 )
 def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interleave(
-    natives, size, dtype, count, piece, roots, op, seed
+    natives, size, dtype, count, piece, roots, op, whole, without_room, seed
 ):
-    """Of several calls one after another, each an allreduce (-1) or a reduce to a root. Ranks may be calls apart."""
+    """Of several calls one after another, each an allreduce (-1) or a reduce to a root. Ranks may be calls apart.
+
+    Whole arrays may be copied; there may be a rank that has no room for them.
+    """
     if op is ReduceOp.AVG and dtype in ("int16", "uint8"):
         op = ReduceOp.SUM
     generator = np.random.default_rng(seed)
@@ -78,7 +89,9 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
                 await call.reduce(x, op, dtype, root % size)
             staging.end(number)
 
-    with staging_areas(size, natives, piece) as areas:
+    with staging_areas(size, natives, piece, whole=whole) as areas:
+        if 0 <= without_room < size:
+            areas[without_room].block = refuse
         interleave([rank(staging) for staging in areas], random.Random(seed))
     for number, root in enumerate(roots):
         expected = np.empty_like(given[number][0])

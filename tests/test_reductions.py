@@ -152,6 +152,9 @@ def test_compiled_kernels_have_the_bits_of_numpy_and_torch(dtype, portable, seed
         found = np.frombuffer(into.tobytes(), bits)
         assert same_bits(op, dtype, operands, expected.view(bits), found), op
         assert [array.tobytes() for array in arrays[in_place:]] == [row.tobytes() for row in operands[in_place:]]
+        arrays = [place(row, dtype, (offset * rank) % 11) for rank, row in enumerate(operands)]
+        native.reduce_to_all(native.find_kernel(op.value, dtype, portable), arrays, divisor)
+        assert {array.tobytes() for array in arrays} == {found.tobytes()}
 
 
 @needs_core
@@ -196,8 +199,16 @@ def test_operands_are_checked():
         reduce(number, raw, [raw], 1)
     with pytest.raises(ValueError, match="contiguous"):
         reduce(number, x, [x, np.zeros(8, np.float32)[::2]], 1)
+    with pytest.raises(ValueError, match="kernel"):
+        native.reduce_to_all(0, [x], 1)
+    with pytest.raises(IndexError):
+        native.reduce_to_all(number, [], 1)
+    with pytest.raises(ValueError, match="same size"):
+        native.reduce_to_all(number, [x, np.zeros(5, np.float32)], 1)
     frozen = np.zeros(4, np.float32)
     frozen.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        native.reduce_to_all(number, [x, frozen], 1)
     with pytest.raises((ValueError, BufferError), match="read-only"):
         reduce(number, frozen, [x], 1)
     reduce(number, x, [frozen, x + 1], 1)

@@ -24,6 +24,7 @@ from asyncoll.transport.memory.arena import local_world
 SCRIPT = Path(__file__).parent / "scripts" / "short_calls.py"
 shared = pytest.mark.parametrize("transport", ["inproc", "shm", "shm-mixed"])
 LENT = 1 << 14  # elements of float32: a registered array of this length is shown where it is
+LONG = 1 << 18  # one of this length is too long to be copied
 
 
 def withdraw(rendezvous: Rendezvous, nbytes: int) -> None:
@@ -33,9 +34,12 @@ def withdraw(rendezvous: Rendezvous, nbytes: int) -> None:
 
 
 @cores
-def test_the_last_rank_does_not_use_memory_that_was_withdrawn(natives):
+@pytest.mark.parametrize("count", [1 << 10, 1 << 12])
+def test_the_last_rank_does_not_use_memory_that_was_withdrawn(natives, count):
+    if None in natives and count > 1 << 11:
+        pytest.skip("only the compiled core meets with such arrays")
     with ranks(2, natives) as (first, second):
-        x, y = (rank.array(np.full(1 << 10, 1.0), True) for rank in (first, second))
+        x, y = (rank.array(np.full(count, 1.0), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
         withdraw(first.staging.rendezvous(1, 0, 5), x.nbytes)
         assert second.arrive(1, y) == WAITING  # for the failure of the communicator
@@ -53,12 +57,13 @@ def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives
 
 
 @shared
-def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport):
+@pytest.mark.parametrize("count", [LENT, LONG])
+def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, count):
     aborted = asyncio.Event()
 
     async def main(comm: Communicator) -> None:
         await comm.allreduce(np.ones(10, np.float32))
-        x = comm.empty(LENT, np.float32)
+        x = comm.empty(count, np.float32)
         x[...] = 1
         if comm.rank == 0:
             call = comm.allreduce(x)
@@ -75,6 +80,59 @@ def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport):
         assert comm.rank or (x == -7).all()
 
     run_ranks(2, main, transport)
+
+
+@shared
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_may_differ_in_whether_a_long_array_is_registered(transport, size):
+    async def main(comm: Communicator) -> list[bool]:
+        found = []
+        for call in range(8):
+            x = comm.empty(LONG, np.float32) if (call >> comm.rank % 3) & 1 else np.empty(LONG, np.float32)
+            x[...] = np.arange(LONG) % 1021 + comm.rank
+            expected = size * (np.arange(LONG) % 1021) + size * (size - 1) // 2
+            await comm.allreduce(x)
+            found.append(bool((x == expected).all()))
+        return found
+
+    assert run_ranks(size, main, transport) == [[True] * 8] * size
+
+
+@shared
+def test_a_long_call_that_is_never_awaited_ends(transport):
+    async def main(comm: Communicator) -> float:
+        x = comm.empty(LONG, np.float32)
+        x[...] = comm.rank
+        call = comm.allreduce(x)
+        await comm.barrier()
+        while x[-1] != 3.0 or x[0] != 3.0:
+            await asyncio.sleep(0)
+        await call
+        return float(x.sum())
+
+    assert run_ranks(3, main, transport) == [3.0 * LONG] * 3
+
+
+@shared
+def test_a_cancelled_caller_gets_its_long_array_back(transport):
+    async def main(comm: Communicator) -> bool:
+        await comm.allreduce(np.ones(10, np.float32))
+        x = comm.empty(LONG, np.float32)
+        x[...] = 1
+        if comm.rank == 0:
+            task = asyncio.ensure_future(comm.allreduce(x))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            x[...] = -7
+            await asyncio.sleep(0)
+            return bool((x == -7).all())
+        with pytest.raises(AbortedError):
+            await comm.recv(x, 0)
+        return True
+
+    assert run_ranks(2, main, transport) == [True] * 2
 
 
 @shared

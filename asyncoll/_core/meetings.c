@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 /* asyncoll/algorithms/dense/staging.py: the cells of a record, and how many a record has. */
-enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, HEAD };
+enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
 enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
 
 /* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
@@ -376,6 +376,12 @@ static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
     return 0;
 }
 
+/* Whether a chunk begins at byte `claimed` of `total`. A broken peer may have written anything there. */
+static bool is_chunk_left(int64_t claimed, int64_t total)
+{
+    return claimed >= 0 && claimed < total && claimed % ALIGNED == 0;
+}
+
 /* As `Rendezvous.done` and then `Rendezvous.claim`, under one lock: `reduced` bytes are those of the chunk before, 0 for
  * the first. Returns the bytes of the new chunk, whose first byte is `first`; 0 if all are claimed, and -1 with an
  * exception. */
@@ -387,7 +393,7 @@ static int64_t claim_next(Meetings *self, Record record, int64_t total, int64_t 
     cells[DONE] += reduced;
     if (reduced)
         pass_point(MEETING_COUNTED);
-    if (is_shared(self, record, total) && claimed >= 0 && claimed < total && claimed % ALIGNED == 0) {
+    if (is_shared(self, record, total) && is_chunk_left(claimed, total)) {
         chunk = chunk_of(self, total);
         cells[CLAIMED] = claimed + chunk;
         *first = claimed;
@@ -561,7 +567,7 @@ static Sight glance(const Meetings *self, Record record, int64_t done, bool can_
         return NOTHING;
     if (done > self->short_bytes && (peek(&record.cells[DIRECT]) != self->size || !can_reduce))
         return NO_USE;
-    return can_reduce && peek(&record.cells[CLAIMED]) < done ? CHUNK : NOTHING;
+    return can_reduce && is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
 }
 
 static Sight poll_meeting(const Meetings *self, Record record, int64_t done, bool can_reduce, int64_t polls)

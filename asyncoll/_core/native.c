@@ -25,6 +25,8 @@ static PyMethodDef functions[] = {
     {"find_kernel", find_kernel_in_python, METH_VARARGS, NULL},
     {"reduce", reduce_in_python, METH_VARARGS, NULL},
     {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL},
+    {"read_memory", read_memory, METH_VARARGS, NULL},
+    {"reduce_from_peers", reduce_from_peers, METH_VARARGS, NULL},
     {"watch", watch_in_python, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -2,6 +2,7 @@
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
  *   meetings.c        short meetings of all ranks of a communicator
+ *   peers.c           reductions of arrays in the memory of other processes
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds
  *   reductions.c      elementwise reductions of several arrays
@@ -161,6 +162,12 @@ size_t kernel_element_size(int number);
 PyObject *find_kernel_in_python(PyObject *module, PyObject *arguments);
 PyObject *reduce_in_python(PyObject *module, PyObject *arguments);
 PyObject *reduce_to_all_in_python(PyObject *module, PyObject *arguments);
+
+/* -- peers.c ---------------------------------------------------------------------------------- */
+
+/* `native.read_memory` and `native.reduce_from_peers`. */
+PyObject *read_memory(PyObject *module, PyObject *arguments);
+PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
 
 /* -- pieces.c --------------------------------------------------------------------------------- */
 

@@ -124,3 +124,24 @@ def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | No
     Returns what was called before. The callable runs in the thread that passes the point, perhaps with a lock of shared
     memory held, so it must not use any. An exception in it is reported as unraisable, and the primitive goes on.
     """
+
+def read_memory(pid: int, address: int, into: np.ndarray[Any, Any], /) -> None:
+    """Copy the memory at `address` of process `pid`. Releases the GIL. Raises OSError if it fails."""
+
+def reduce_from_peers(
+    kernel: int,
+    pids: tuple[int, ...],
+    addresses: tuple[int, ...],
+    rank: int,
+    own: np.ndarray[Any, Any],
+    first: int,
+    last: int,
+    scratch: np.ndarray[Any, Any],
+    divisor: int,
+    /,
+) -> None:
+    """Reduce bytes `first` to `last` of the arrays at `addresses`, in their order, into those of `own`, number `rank`.
+
+    `scratch` has at least a page for each other array. Releases the GIL. Raises OSError as `read_memory`; the bytes of
+    `own` may have been reduced in part then.
+    """

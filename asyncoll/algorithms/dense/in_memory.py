@@ -18,7 +18,8 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
-from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea, signed
+from asyncoll.algorithms.dense.staging import Copy, Rendezvous, StagingArea, signed
+from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
@@ -43,7 +44,7 @@ class SharedCall:
         self.size = staging.size
         self.traffic = Traffic()
         self._staging = staging
-        self._number = number
+        self.number = number
         self._fingerprint = signed(fingerprint)
         self._count = 0  # the number of rendezvous so far
         # The rendezvous at which other ranks use the caller's memory, with the number of bytes to reduce there. The
@@ -82,14 +83,34 @@ class SharedCall:
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
         address = self._staging.arena.locate(x)
-        if address is None:
-            rendezvous = await self._come_with_slot(what)
-        else:
+        if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
-            rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
-            self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
+            rendezvous.arrive(address_of(x), total, private=True)
+            self._lend(rendezvous, 0, total)
+        elif address is None and (copy := self._staging.copy(what.raw)):
+            await self._reduce_copy(what, copy)
+            return
+        elif address is None:
+            rendezvous = await self._come_with_slot(what)
+        else:
+            rendezvous = await self._come_directly(address, total)
         await self._reduce_shown(rendezvous, what)
+
+    async def _come_directly(self, address: int, total: int) -> Rendezvous:
+        """Arrive at the next rendezvous with an array in shared memory, at `address`."""
+        rendezvous = await self._next()
+        self.traffic.sent(total)
+        rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
+        self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
+        return rendezvous
+
+    async def _reduce_copy(self, what: Operand, copy: Copy) -> None:
+        """Allreduce of a copy in shared memory, as of a registered array."""
+        rendezvous = await self._come_directly(copy.address, copy.raw.size)
+        await self._reduce_shown(rendezvous, what._replace(raw=copy.raw))
+        what.raw[...] = copy.raw
+        self._staging.give_back(copy.address, copy.room)
 
     async def _reduce_shown(self, rendezvous: Rendezvous, what: Operand) -> None:
         """The rest of an allreduce of a long array: this rank has arrived with it, or with a slot."""
@@ -97,12 +118,20 @@ class SharedCall:
         if rendezvous.is_direct():
             await self._reduce_together(rendezvous, what)
             return
-        if rendezvous.is_partly_direct():
+        if rendezvous.is_private():
+            await self._reduce_privately(rendezvous, what)
+            return
+        if rendezvous.is_partly_own():
             self._lent.clear()  # no rank has used the memory that was shown
             rendezvous.leave()
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
+
+    def _can_read_all(self, what: Operand) -> bool:
+        """Whether the ranks can read each other's private memory, and reduce it."""
+        peers = self._staging.peers
+        return peers is not None and what.kernel > 0 and peers.can_read()
 
     def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
         """Note that the caller's own memory is shown at this rendezvous, with `total` bytes to reduce.
@@ -130,14 +159,14 @@ class SharedCall:
 
     def rejoin(self, x: Array | None) -> None:
         """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
-        rendezvous = self._staging.rendezvous(self._number, 0, self._fingerprint)
+        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
         self._count = 1
         if x is not None:
             self._lend_shortly(rendezvous, x)
 
     async def finish_shortly(self, x: Array | None, reduce: Reduce | None, kernel: int, divisor: int) -> None:
         """The rest of that call, at a rank that was not the last. `reduce` and `kernel` are those of its plan."""
-        rendezvous = self._staging.rendezvous(self._number, 0, self._fingerprint)
+        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
         if x is None or reduce is None or x.nbytes <= self._staging.sizes.short:
             await self._receive_shortly(rendezvous, x, 1 if x is None else x.nbytes)
         else:
@@ -217,6 +246,37 @@ class SharedCall:
             self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
         if interrupted is not None:
             raise interrupted
+
+    async def _reduce_privately(self, rendezvous: Rendezvous, what: Operand) -> None:
+        """Reduce arrays in private memory (`peers`). Each rank claims chunks, and reduces them into its own array.
+
+        Once all are reduced, it copies the other chunks from the ranks that have reduced them. A rank that has reduced
+        chunks waits until all ranks have copied them.
+        """
+        staging, total, own = self._staging, what.raw.size, what.raw
+        assert staging.peers is not None
+        each = staging.private_chunk(total)
+        addresses = [address for address, _, _ in rendezvous.shown()]
+        reduction = staging.peers.reduction(addresses, what.kernel, what.divisor)
+        try:
+            while chunk := rendezvous.claim(total, each):
+                rendezvous.reduce_private_chunk(chunk, each, own, reduction)
+                self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
+                await checkpoint(rendezvous.control_block)
+            await rendezvous.reduced(total)
+            for step in range(1, self.size):
+                rank = (self.rank + step) % self.size  # each rank begins with another one's
+                for chunk in rendezvous.reduced_by(rank, each, total):
+                    staging.peers.read(reduction, rank, own, chunk)
+                    self.traffic.received(chunk.stop - chunk.start)
+        except OSError as error:
+            # The rank whose memory could not be read has ended, or has failed and returned its array to its caller.
+            if not isinstance(error, ProcessLookupError) and not rendezvous.is_withdrawn():
+                raise
+            await failure(rendezvous.control_block)
+        await self._leave(rendezvous)
+        if rendezvous.reduced_by(self.rank, each, total):
+            await rendezvous.all_left()
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read."""
@@ -403,17 +463,17 @@ class SharedCall:
         """
         await last.all_left()
         if self._count > 1:
-            before = self._staging.rendezvous(self._number, self._count - 2, self._fingerprint)
+            before = self._staging.rendezvous(self.number, self._count - 2, self._fingerprint)
             await before.all_left()
 
     async def _next(self) -> Rendezvous:
         """The next rendezvous of the call. Waits until its record is free."""
         staging = self._staging
-        rendezvous = staging.rendezvous(self._number, self._count, self._fingerprint)
+        rendezvous = staging.rendezvous(self.number, self._count, self._fingerprint)
         self._count += 1
         if staging.known_free != rendezvous.tag:
             if self._count == 1:
-                await staging.wait_for(self._number - staging.sizes.calls)  # that call uses the same records
+                await staging.wait_for(self.number - staging.sizes.calls)  # that call uses the same records
             await rendezvous.free()
         return rendezvous
 

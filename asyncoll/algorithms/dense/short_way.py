@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import numpy as np
+
 from asyncoll.algorithms.backend import Collectives, Plan
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
-from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.dense.staging import Copy, StagingArea, signed
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
@@ -40,6 +42,7 @@ class ShortWay:
         self._polls = staging.arena.polls
         # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
         self._sleep_ns = _SLEEP_NS * -(-staging.size // staging.arena.cores)
+        self._copies: dict[int, Copy] = {}  # by the number of the call: those that are under way, or have failed
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
 
     def takes(self, x: Array) -> bool:
@@ -47,7 +50,7 @@ class ShortWay:
         if x.nbytes <= sizes.short:
             return x.nbytes > 0
         is_compiled = self._native is not None and x.nbytes <= sizes.long
-        return is_compiled and self._staging.arena.locate(x) is not None
+        return is_compiled and (x.nbytes <= sizes.whole or self._staging.arena.locate(x) is not None)
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
         self._note(call)
@@ -75,6 +78,26 @@ class ShortWay:
         return plan
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
+        if x is None or x.nbytes <= self._staging.sizes.short or self._staging.arena.locate(x) is not None:
+            return self._begin(plan, number, x)
+        copy = self._staging.copy(x.view(np.uint8))
+        if copy is None:
+            return None
+        self._copies[number] = copy
+        over = self._begin(plan, number, copy.raw.view(x.dtype))
+        if over is not False:
+            self._end_copy(number, x if over else None)
+        return over
+
+    def _end_copy(self, number: int, x: Array | None) -> None:
+        """The call is over, or has not begun: `x`, of which there is a copy, gets the result, unless it is None."""
+        copy = self._copies.pop(number, None)
+        if copy is not None:
+            if x is not None:
+                x.view(np.uint8)[...] = copy.raw
+            self._staging.give_back(copy.address, copy.room)
+
+    def _begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
         state = NOT_FREE
         address = 0 if x is None else staging.address_of_short(x)
@@ -106,8 +129,11 @@ class ShortWay:
         staging, meetings = self._staging, self._meetings
         if not meetings.look(number, plan.done, self._polls, self._sleep_ns, plan.kernel, plan.divisor):
             return False
-        if not meetings.complete(number, plan.done, x, staging.is_alone(number)):
+        copy = self._copies.get(number)
+        array = x if copy is None or x is None else copy.raw
+        if not meetings.complete(number, plan.done, array, staging.is_alone(number)):
             return False
+        self._end_copy(number, x)
         staging.end(number)
         return True
 
@@ -117,7 +143,10 @@ class ShortWay:
 
     async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
         assert isinstance(collectives, SharedCall)
-        await collectives.finish_shortly(x, plan.reduce, plan.kernel, plan.divisor)
+        copy = self._copies.get(collectives.number)
+        array = x if copy is None or x is None else copy.raw.view(x.dtype)
+        await collectives.finish_shortly(array, plan.reduce, plan.kernel, plan.divisor)
+        self._end_copy(collectives.number, x)
 
     def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
         return Work(self._staging.arena, work, self._check, describe)

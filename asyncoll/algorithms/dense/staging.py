@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncoll.algorithms.dense.peers import PEER_CELLS, Peers, Reduction
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.errors import AsyncollError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
@@ -39,17 +40,23 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 #   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
 #   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
 #   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE
-_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS = range(10)
-_HEAD = 10
-# The part of a rank: the address of the memory that it shows, negated if it is the caller's own; its bytes; 1 while the
-# rank reduces a chunk, or in a reduction by pieces the number of its steps, or at a rendezvous of neighbours how many
-# have read the memory; there the tag when the rank has arrived.
+#   PRIVATE      the number of ranks that show private memory, which the others read through the kernel (`peers`)
+_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS, _PRIVATE = range(11)
+_HEAD = 11
+# The part of a rank: the address of the memory that it shows, negated if it is the caller's own and registered; its
+# bytes; 1 while the rank reduces a chunk, or in a reduction by pieces the number of its steps, or at a rendezvous of
+# neighbours how many have read the memory; there the tag when the rank has arrived, or with private memory a bit for
+# each chunk whose result is in this rank's memory.
 _PART = 4
+_BITS = 62  # chunks of private memory, at most
 
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
+_PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
+_PAGE = 4096
+_CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -71,6 +78,14 @@ def _tag(number: int, count: int) -> int:
     return (number % _NUMBERS + 1) << 32 | count
 
 
+class Copy(NamedTuple):
+    """A copy of an array in shared memory."""
+
+    address: int
+    room: int  # bytes of its block
+    raw: Array
+
+
 class StagingArea:
     """The records of one communicator and the memory that is shown there, as seen by one of its ranks.
 
@@ -85,7 +100,11 @@ class StagingArea:
         self._stride = _HEAD + _PART * size
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
-        self.control_block = arena.control_block(context, self._begun + size)
+        first = self._begun + size
+        self.control_block = arena.control_block(context, first + PEER_CELLS * size)
+        self.peers: Peers | None = None
+        if arena.native is not None:
+            self.peers = Peers(arena.native, self.control_block, first, size, rank)
         self._slots: dict[int, tuple[int, Array]] = {}  # by record: address and memory
         self._spare: list[tuple[int, int]] = []  # at most one block: its address and its bytes
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
@@ -173,6 +192,11 @@ class StagingArea:
             self._slots[turn] = address, slot
         return address, slot[:nbytes]
 
+    @staticmethod
+    def private_chunk(total: int) -> int:
+        """The bytes of a chunk, of private arrays of `total` bytes: there are at most _BITS."""
+        return max(_PRIVATE_LEAST, -(-total // (_BITS * _PAGE)) * _PAGE)
+
     def block(self, nbytes: int) -> tuple[int, int]:
         """The address and the size of a block of at least `nbytes` bytes, for a long array of one call.
 
@@ -192,6 +216,22 @@ class StagingArea:
             self.arena.free(address)
         else:
             self._spare.append((address, room))
+
+    def copy(self, raw: Array) -> Copy | None:
+        """Copy these bytes into shared memory, if they are at most `Sizes.whole` and if there is room; else None.
+
+        `give_back` follows, unless the call fails: other ranks may still write into the copy then, so its memory is
+        never used again.
+        """
+        if raw.size > self.sizes.whole:
+            return None
+        try:
+            address, room = self.block(raw.size)
+        except UsageError:
+            return None
+        copy = Copy(address, room, self.arena.view(address, raw.size))
+        copy.raw[...] = raw
+        return copy
 
     def short_array(self, rank: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
         """The memory in which group rank `rank` shows a short array at record `turn` of the control block.
@@ -271,10 +311,19 @@ class Rendezvous:
         cells, base = self._cells, self._base
         return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
 
-    def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
-        """Show `nbytes` bytes of memory at `address`; `direct` if it is the memory of the caller, not a slot.
+    def arrive(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        direct: bool = False,
+        private: bool = False,
+        helpers: int = sys.maxsize,
+    ) -> None:
+        """Show `nbytes` bytes of memory at `address`.
 
-        The last rank to arrive wakes at most `helpers` of the waiting ranks if all show their callers' own memory, and
+        It is the memory of the caller if it is `direct`, which is registered, or `private`, which is not; otherwise it
+        is a slot. The last rank to arrive wakes at most `helpers` of the waiting ranks if all are registered, and
         otherwise all.
 
         Raises DisagreementError if another rank has made another call with the same number.
@@ -286,7 +335,9 @@ class Rendezvous:
             cells[part] = -address if direct else address
             cells[part + 1] = nbytes
             cells[part + 2] = 0
+            cells[part + 3] = 0
             cells[base + _DIRECT] += direct
+            cells[base + _PRIVATE] += private
             cells[base + _ARRIVED] += 1
             is_last = cells[base + _ARRIVED] == self._staging.size
             if is_last:
@@ -420,12 +471,16 @@ class Rendezvous:
         return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
 
     def is_direct(self) -> bool:
-        """Whether all ranks show their callers' own memory."""
+        """Whether all ranks show their callers' own memory, which is registered."""
         return self._cells[self._base + _DIRECT] == self._staging.size
 
-    def is_partly_direct(self) -> bool:
+    def is_private(self) -> bool:
+        """Whether all ranks show private memory."""
+        return self._cells[self._base + _PRIVATE] == self._staging.size
+
+    def is_partly_own(self) -> bool:
         """Whether at least one rank shows its caller's own memory."""
-        return self._cells[self._base + _DIRECT] > 0
+        return self._cells[self._base + _DIRECT] > 0 or self._cells[self._base + _PRIVATE] > 0
 
     # -- a reduction by pieces: each rank counts its steps --------------------------------------------
 
@@ -450,9 +505,13 @@ class Rendezvous:
 
     # -- reducing together ------------------------------------------------------------------------
 
-    def claim(self, total: int) -> slice | None:
-        """Claim a chunk for this rank to reduce. Returns its bytes, or None if all `total` bytes are claimed."""
-        cells, claimed, chunk = self._cells, self._base + _CLAIMED, self._staging.sizes.chunk
+    def claim(self, total: int, chunk: int = 0) -> slice | None:
+        """Claim a chunk for this rank to reduce. Returns its bytes, or None if all `total` bytes are claimed.
+
+        It has `chunk` bytes, by default `Sizes.chunk`, or more of a very long array.
+        """
+        cells, claimed = self._cells, self._base + _CLAIMED
+        chunk = chunk or max(self._staging.sizes.chunk, total // _CLAIMS // _PAGE * _PAGE)
         with self._staging.control_block:
             first = cells[claimed]
             if first >= total:
@@ -461,11 +520,16 @@ class Rendezvous:
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 1
         return slice(first, min(first + chunk, total))
 
-    def done(self, nbytes: int, total: int) -> None:
-        """Note that this rank has reduced `nbytes` bytes of the chunk that it claimed: 0 if it failed."""
+    def done(self, nbytes: int, total: int, bit: int = 0) -> None:
+        """Note that this rank has reduced `nbytes` bytes of the chunk that it claimed: 0 if it failed.
+
+        `bit` is that of the chunk, if the result is in the private memory of this rank.
+        """
         cells, done = self._cells, self._base + _DONE
         with self._staging.control_block as control_block:
             cells[done] += nbytes
+            if bit:
+                cells[self._part(self._staging.rank) + 3] |= bit
             cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
             # A withdrawal waits for this rank. DONE may never become `total` then.
             is_over = cells[done] == total or cells[self._base + _WITHDRAWN]
@@ -482,6 +546,29 @@ class Rendezvous:
             reduced = chunk.stop - chunk.start
         finally:
             self.done(reduced, shown[0].nbytes)
+
+    def reduce_private_chunk(self, chunk: slice, each: int, own: Array, reduction: Reduction) -> None:
+        """Reduce a chunk that this rank has claimed into `own`, its private array. Chunks have `each` bytes."""
+        assert self._staging.peers is not None
+        reduced = 0
+        try:
+            self._staging.peers.reduce(reduction, own, chunk)
+            reduced = chunk.stop - chunk.start
+        finally:
+            self.done(reduced, own.size, 1 << chunk.start // each if reduced else 0)
+
+    def reduced_by(self, rank: int, each: int, total: int) -> list[slice]:
+        """The bytes that are reduced in the private memory of `rank`, once all are. Chunks have `each` bytes."""
+        bits, parts = self._cells[self._part(rank) + 3], []
+        for start in range(0, total, each):
+            if bits >> start // each & 1:
+                parts.append(slice(start, min(start + each, total)))
+        return parts
+
+    def is_withdrawn(self) -> bool:
+        """Whether a rank has withdrawn its memory."""
+        with self.control_block:
+            return self._cells[self._base + _WITHDRAWN] != 0
 
     def arrays(self, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
         """What all ranks show, as arrays of `nbytes` bytes."""

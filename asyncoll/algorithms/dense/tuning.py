@@ -22,15 +22,19 @@ class Sizes(NamedTuple):
     chunk: int  # the part of a longer registered array that one rank reduces at a time
     window: int  # the part of an array that is not registered that a rank shows at a time, if it is not to be reduced
     piece: int  # the part of such an array that all ranks reduce together
+    whole: int  # such an array of up to this size is copied into shared memory as a whole, and reduced there
+    private: int  # such an array from this size on is read in private memory, if the kernel allows it (`peers`)
     shown: int = 1 << 15  # a short array from this size on is not copied if it is registered
     long: int = 1 << 22  # the runtime's loop carries out longer calls: they would block the caller's loop for too long
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
 
-# By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md.
+# By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md. The kernel looks up each page of private memory
+# for each rank that reads it: with 8 ranks that took twice as long as to copy into slots. With few cores each piece
+# costs a turn of all ranks on them; to copy the whole array costs two turns, and memory for the copy.
 TABLE = {
-    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18),
-    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20),
+    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 18, private=1 << 19),
+    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20, whole=1 << 22, private=1 << 62),
 }
 
 

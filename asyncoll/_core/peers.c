@@ -1,0 +1,165 @@
+/* Reductions of arrays in the private memory of other processes, which the kernel copies (process_vm_readv).
+ *
+ * This process only reads the memory of others. So a mistake in the protocol, or a rank that is stopped and goes on
+ * later, can spoil its own array, and never the memory of a rank that has withdrawn from the call. Python decides which
+ * rank reads what, and when: asyncoll/algorithms/dense/peers.py.
+ */
+#define _GNU_SOURCE /* process_vm_readv */
+#include "native.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/uio.h>
+
+/* An array at one rank. */
+typedef struct {
+    pid_t pid;
+    char *start;
+} Place;
+
+/* Copy `bytes` bytes at `from` in process `pid`. Returns 0, or the error number. Needs no GIL. */
+static int copy_from(pid_t pid, char *from, char *into, size_t bytes)
+{
+    while (bytes) {
+        const struct iovec here = {into, bytes}, there = {from, bytes};
+        ssize_t copied = process_vm_readv(pid, &here, 1, &there, 1, 0);
+        if (copied <= 0)
+            return copied < 0 ? errno : EFAULT;
+        into += copied;
+        from += copied;
+        bytes -= (size_t)copied;
+    }
+    return 0;
+}
+
+static PyObject *os_error(int number)
+{
+    errno = number;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+/* `read_memory(pid, address, into)` */
+PyObject *read_memory(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    long long pid, address;
+    PyObject *object;
+    Py_buffer into;
+    if (!PyArg_ParseTuple(arguments, "LLO:read_memory", &pid, &address, &object) ||
+        PyObject_GetBuffer(object, &into, PyBUF_WRITABLE) < 0)
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    int error =
+        pid > 0 && pid <= INT32_MAX ? copy_from((pid_t)pid, (char *)(intptr_t)address, into.buf, into.len) : ESRCH;
+    PyEval_RestoreThread(state);
+    PyBuffer_Release(&into);
+    return error ? os_error(error) : Py_NewRef(Py_None);
+}
+
+typedef struct {
+    Kernel kernel;
+    size_t element;
+    int64_t divisor;
+    Place *places;   /* by rank; that of this rank is not used */
+    void **operands; /* by rank */
+    int size, rank;
+    char *own;     /* the bytes to reduce, in this rank's array */
+    size_t bytes;  /* of them */
+    char *scratch; /* `block` bytes for each of the other ranks */
+    size_t block;
+} Job;
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Reduce, block by block: a block of each array stays in the cache until it is reduced. Returns 0 or an error number. */
+static int reduce_blocks_of(const Job *job)
+{
+    for (size_t at = 0; at < job->bytes; at += job->block) {
+        size_t length = least(job->block, job->bytes - at);
+        char *room = job->scratch;
+        for (int rank = 0; rank < job->size; rank++) {
+            job->operands[rank] = rank == job->rank ? job->own + at : room;
+            if (rank == job->rank)
+                continue;
+            int error = copy_from(job->places[rank].pid, job->places[rank].start + at, room, length);
+            if (error)
+                return error;
+            room += job->block;
+        }
+        job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
+        if (job->rank != 0)
+            memcpy(job->own + at, job->operands[0], length);
+    }
+    return 0;
+}
+
+/* The pids and addresses of all ranks. Returns 0, or -1 with an exception. */
+static int get_places(Job *job, PyObject *pids, PyObject *addresses, int64_t first)
+{
+    job->places = PyMem_Calloc((size_t)job->size, sizeof(Place));
+    job->operands = PyMem_Calloc((size_t)job->size, sizeof(void *));
+    if (!job->places || !job->operands) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int rank = 0; rank < job->size; rank++) {
+        long long pid = PyLong_AsLongLong(PyTuple_GetItem(pids, rank));
+        long long address = PyLong_AsLongLong(PyTuple_GetItem(addresses, rank));
+        if (PyErr_Occurred())
+            return -1;
+        if (pid < 1 || pid > INT32_MAX) {
+            os_error(ESRCH);
+            return -1;
+        }
+        job->places[rank] = (Place){(pid_t)pid, (char *)((uintptr_t)address + (uintptr_t)first)};
+    }
+    return 0;
+}
+
+static bool is_consistent(Job *job, const Py_buffer *own, const Py_buffer *scratch, int64_t first, int64_t last)
+{
+    job->block = job->size > 1 ? (size_t)scratch->len / (size_t)(job->size - 1) / 4096 * 4096 : 4096;
+    return job->kernel && job->divisor >= 1 && job->size >= 1 && job->rank >= 0 && job->rank < job->size &&
+           first >= 0 && first <= last && last <= own->len && first % (int64_t)job->element == 0 &&
+           last % (int64_t)job->element == 0 && job->block;
+}
+
+/* `reduce_from_peers(kernel, pids, addresses, rank, own, first, last, scratch, divisor)` */
+PyObject *reduce_from_peers(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    PyObject *pids, *addresses, *own_object, *scratch_object, *result = NULL;
+    long long first, last, divisor;
+    int kernel, rank, error = 0;
+    if (!PyArg_ParseTuple(arguments, "iO!O!iOLLOL:reduce_from_peers", &kernel, &PyTuple_Type, &pids, &PyTuple_Type,
+                          &addresses, &rank, &own_object, &first, &last, &scratch_object, &divisor))
+        return NULL;
+    Py_buffer own, scratch;
+    if (PyObject_GetBuffer(own_object, &own, PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(scratch_object, &scratch, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&own);
+        return NULL;
+    }
+    Job job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor, .rank = rank};
+    job.size = (int)PyTuple_Size(pids);
+    job.scratch = scratch.buf;
+    if (PyTuple_Size(addresses) != job.size || !is_consistent(&job, &own, &scratch, first, last)) {
+        PyErr_SetString(PyExc_ValueError, "this is no reduction of peers");
+    } else if (get_places(&job, pids, addresses, first) == 0) {
+        job.own = (char *)own.buf + first;
+        job.bytes = (size_t)(last - first);
+        PyThreadState *state = PyEval_SaveThread();
+        error = reduce_blocks_of(&job);
+        PyEval_RestoreThread(state);
+        result = error ? os_error(error) : Py_NewRef(Py_None);
+    }
+    PyMem_Free(job.places);
+    PyMem_Free(job.operands);
+    PyBuffer_Release(&own);
+    PyBuffer_Release(&scratch);
+    return result;
+}

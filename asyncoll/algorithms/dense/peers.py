@@ -1,0 +1,102 @@
+"""Arrays in the private memory of the other ranks of a host: the kernel copies them, if it allows that.
+
+The system call `process_vm_readv` reads the memory of another process without a copy in shared memory. The kernel
+allows it where it would allow a debugger: for processes of the same user, unless a security module or a filter of
+system calls forbids it. So each rank tries it: it reads a token of each other rank. All ranks show their private memory
+only if all of them can read all others. Otherwise the arrays go through slots (`pieces`).
+
+Ranks only read. To write the result into the memory of the others would save a wait, and is faster; but a rank that is
+stopped, and goes on when the others have given it up, would then write into memory that has another use by now.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncoll.forks import address_of
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport import ControlBlock
+
+# The cells of a rank. All are 0 until the rank has joined.
+#   PID, ADDRESS, TOKEN  its process, and where there is a token in its memory, and which one
+#   CAN_READ             1 if the rank can read the tokens of all ranks, -1 if not
+_PID, _ADDRESS, _TOKEN, _CAN_READ = range(4)
+PEER_CELLS = 4  # of each rank
+_SCRATCH = 1 << 19  # bytes: a block of the array of each other rank, in the cache of a core
+
+
+class Reduction(NamedTuple):
+    """The reduction of one array of each rank."""
+
+    pids: tuple[int, ...]  # by rank
+    addresses: tuple[int, ...]
+    kernel: int
+    divisor: int
+
+
+class Peers:
+    """The private memory of the ranks of a communicator, as seen by one of them. It has the compiled core."""
+
+    def __init__(self, native: ModuleType, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
+        """`first` is the first of PEER_CELLS cells for each rank."""
+        self._native = native
+        self._cells = control_block.cells
+        self._first = first
+        self._size = size
+        self._rank = rank
+        self._token = np.frombuffer(bytearray(os.urandom(8)), np.int64) >> 1 | 1
+        self._scratch: Array | None = None
+        mine = first + PEER_CELLS * rank
+        with control_block:
+            self._cells[mine + _PID] = os.getpid()
+            self._cells[mine + _ADDRESS] = address_of(self._token)
+            self._cells[mine + _TOKEN] = int(self._token[0])
+
+    def can_read(self) -> bool:
+        """Whether all ranks can read the memory of all others. A hint: the other ranks may decide otherwise now."""
+        mine = self._first + PEER_CELLS * self._rank + _CAN_READ
+        if not self._cells[mine] and all(self._column(_TOKEN)):
+            self._cells[mine] = 1 if self._has_read_all() else -1
+        return min(self._column(_CAN_READ)) == 1
+
+    def _has_read_all(self) -> bool:
+        found = np.zeros(1, np.int64)
+        for pid, address, token in zip(*map(self._column, (_PID, _ADDRESS, _TOKEN)), strict=True):
+            try:
+                self._native.read_memory(pid, address, found)
+            except OSError:
+                return False
+            if found[0] != token:  # a process of that number in another namespace
+                return False
+        return True
+
+    def _column(self, cell: int) -> list[int]:
+        last = self._first + PEER_CELLS * self._size
+        column: list[int] = self._cells[self._first + cell : last : PEER_CELLS].tolist()
+        return column
+
+    def reduction(self, addresses: Sequence[int], kernel: int, divisor: int) -> Reduction:
+        return Reduction(tuple(self._column(_PID)), tuple(addresses), kernel, divisor)
+
+    def reduce(self, reduction: Reduction, own: Array, chunk: slice) -> None:
+        """Reduce these bytes of all arrays, in the order of ranks, into those of `own`, the array of this rank.
+
+        Raises OSError if another rank has ended, or has returned its array. It is ProcessLookupError in the first case.
+        """
+        if self._scratch is None:
+            self._scratch = np.empty(max(_SCRATCH, 4096 * self._size), np.uint8)
+        pids, addresses, kernel, divisor = reduction
+        self._native.reduce_from_peers(
+            kernel, pids, addresses, self._rank, own, chunk.start, chunk.stop, self._scratch, divisor
+        )
+
+    def read(self, reduction: Reduction, rank: int, own: Array, chunk: slice) -> None:
+        """Copy these bytes of the array of `rank` into those of `own`. Raises OSError as `reduce` does."""
+        self._native.read_memory(
+            reduction.pids[rank], reduction.addresses[rank] + chunk.start, own[chunk.start : chunk.stop]
+        )

@@ -1,0 +1,195 @@
+"""Reductions of arrays in private memory, which the ranks read through the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pieces import interleave, staging_areas
+
+from asyncoll import AbortedError, Communicator, _core
+from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
+from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
+from asyncoll.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
+LONG = 1 << 18  # elements of float32 that are too many to be copied
+shared = pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
+
+
+def can_read(areas: list[StagingArea]) -> list[bool]:
+    """What each rank finds once all have tried."""
+    for staging in areas:
+        assert staging.peers is not None
+        staging.peers.can_read()
+    return [staging.peers.can_read() for staging in areas if staging.peers]
+
+
+def peer_cell(staging: StagingArea, rank: int, cell: int) -> int:
+    return len(staging.control_block.cells) + PEER_CELLS * (rank - staging.size) + cell
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13, 17]),
+    dtype=st.sampled_from(["float32", "float64", "int16", "uint8", "bfloat16"]),
+    kib=st.sampled_from([1, 511, 512, 513, 1100]),
+    op=st.sampled_from([ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD]),
+    unreadable=st.integers(-20, 16),
+    seed=st.integers(0, 2**32),
+)
+def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interleave(
+    size, dtype, kib, op, unreadable, seed
+):
+    """Of two calls, the second with as many bytes less one element. One rank may show a slot: it cannot read."""
+    if op is ReduceOp.AVG and dtype in ("int16", "uint8"):
+        op = ReduceOp.SUM
+    count, generator = kib * 1024 // storage(dtype).itemsize, np.random.default_rng(seed)
+    given = [[generator.integers(0, 99, count - less).astype(storage(dtype)) for _ in range(size)] for less in (0, 1)]
+    mine = [[x.copy() for x in call] for call in given]
+
+    async def rank(staging):
+        for number in range(2):
+            staging.begin(number)
+            await SharedCall(staging, number, 5).allreduce(mine[number][staging.rank], op, dtype)
+            staging.end(number)
+
+    with staging_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+        assert all(can_read(areas))
+        if 0 <= unreadable < size:
+            areas[unreadable].peers = None
+        interleave([rank(staging) for staging in areas], random.Random(seed))
+    for call, before in zip(mine, given, strict=True):
+        expected = np.empty_like(before[0])
+        reducer_in_python(op, dtype)(expected, before, size if op is ReduceOp.AVG else 1)
+        assert {x.tobytes() for x in call} == {expected.tobytes()}
+
+
+def test_no_rank_shows_private_memory_before_all_can_read_that_of_all():
+    with staging_areas(3, [_core.native], 1 << 12) as areas:
+        first, second, third = (staging.peers for staging in areas)
+        assert not first.can_read()
+        assert not second.can_read()
+        assert third.can_read()
+        assert first.can_read()
+
+
+@pytest.mark.parametrize("token", [7, -1])
+def test_a_process_without_the_token_is_not_read(token):
+    """It may have the number of a process in another namespace."""
+    with staging_areas(2, [_core.native], 1 << 12) as areas:
+        areas[0].control_block.cells[peer_cell(areas[0], 1, _TOKEN)] = token
+        assert can_read(areas) == [False, False]
+        assert areas[0].control_block.cells[peer_cell(areas[0], 0, _CAN_READ)] == -1
+
+
+def test_a_world_with_a_rank_without_the_core_uses_slots():
+    with staging_areas(2, [_core.native, None], 1 << 12) as (first, second):
+        assert second.peers is None
+        assert not first.peers.can_read()
+
+
+@shared
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_calls_of_long_arrays_follow_each_other(transport, size):
+    """Ranks change their arrays at once after a call; a rank that still read them would get other results."""
+
+    async def main(comm: Communicator) -> bool:
+        x, good = np.empty(LONG, np.float32), True
+        for call in range(12):
+            x[...] = np.arange(LONG) % 1021 + comm.rank * call
+            await comm.allreduce(x)
+            good &= bool((x == size * (np.arange(LONG) % 1021) + call * (size * (size - 1) // 2)).all())
+            x[...] = -1
+        return good
+
+    assert run_ranks(size, main, transport) == [True] * size
+
+
+@shared
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_cancelled_caller_gets_its_array_back(transport, leaver):
+    async def main(comm: Communicator) -> bool:
+        x = np.ones(LONG, np.float32)
+        for _ in range(2):
+            await comm.allreduce(x)
+        if comm.rank == leaver:
+            task = asyncio.ensure_future(comm.allreduce(x))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            x[...] = -7
+            return bool((x == -7).all())
+        with pytest.raises(AbortedError):
+            await comm.recv(x, leaver)
+        return True
+
+    assert run_ranks(2, main, transport) == [True] * 2
+
+
+def test_a_rank_that_reads_memory_that_was_withdrawn_waits_for_the_failure():
+    """It does not report the error of the system call: the other rank has returned its array to its caller."""
+    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+        can_read(areas)
+        x, wait = np.ones(LONG, np.float32), None
+
+        async def late() -> None:
+            await SharedCall(areas[1], 0, 5).allreduce(x, ReduceOp.SUM, "float32")
+
+        rendezvous = areas[0].rendezvous(0, 0, 5)
+        rendezvous.arrive(16, x.nbytes, private=True)  # no array is there
+        call = late()
+        with pytest.raises(OSError):  # noqa: PT011 (of any number: the kernel refuses the address)
+            call.send(None)
+        rendezvous = areas[0].rendezvous(1, 0, 5)
+        rendezvous.arrive(16, x.nbytes, private=True)
+        with pytest.raises(StopIteration):
+            rendezvous.withdraw(x.nbytes, lambda rank: False).send(None)
+        call = SharedCall(areas[1], 1, 5).allreduce(x, ReduceOp.SUM, "float32")
+        wait = call.send(None)
+        assert not wait.ready()
+        call.close()
+
+
+def test_the_compiled_functions_check_what_they_are_given():
+    number, x = _core.native.find_kernel("sum", "float32"), np.arange(4096, dtype=np.float32)
+    raw, scratch, pid, address = x.view(np.uint8), np.zeros(8192, np.uint8), os.getpid(), x.ctypes.data
+    reduce = _core.native.reduce_from_peers
+    good = [number, (pid, pid), (address, address), 1, raw, 0, raw.size, scratch, 1]
+    reduce(*good)
+    assert (x == 2 * np.arange(4096)).all()
+    for index, wrong in (
+        (0, 0),
+        (0, 10**6),
+        (1, (pid,)),
+        (2, ()),
+        (3, 2),
+        (3, -1),
+        (5, -4),
+        (5, 2),
+        (5, raw.size + 4),
+        (6, raw.size + 4),
+        (6, 6),
+        (7, scratch[:4095]),
+        (8, 0),
+    ):
+        with pytest.raises(ValueError, match="no reduction of peers"):
+            reduce(*good[:index], wrong, *good[index + 1 :])
+    for pids in ((0, pid), (-1, pid), (1 << 40, pid)):
+        with pytest.raises(ProcessLookupError):
+            reduce(number, pids, *good[2:])
+    with pytest.raises(OSError, match="Bad address"):
+        reduce(number, (pid, pid), (16, address), *good[3:])
+    with pytest.raises(ProcessLookupError):
+        _core.native.read_memory(0, address, raw)
+    with pytest.raises(TypeError):
+        reduce(number, [pid, pid], *good[2:])
+    assert (x == 2 * np.arange(4096)).all()
