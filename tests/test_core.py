@@ -20,7 +20,11 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from asyncoll import _core
+from asyncoll.algorithms.dense.meetings import meetings_of
+from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.errors import UsageError
+from asyncoll.testing import fuzz_core
 from asyncoll.transport.memory.arena import local_world
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +35,8 @@ COMPILER = """#!/bin/sh
 for argument; do [ "$last" = -o ] && echo "$@" > "$argument"; last=$argument; done
 """
 NOWHERE = "/nowhere/cc"
+
+needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
 
 # -- which core ---------------------------------------------------------------------------------
 
@@ -47,6 +53,12 @@ def test_the_environment_chooses_the_core():
         assert _core.load("c") == (native, "ASYNCOLL_CORE=c")
     with pytest.raises(UsageError, match="ASYNCOLL_CORE=rust: set it to c or to python"):
         _core.load("rust")
+
+
+def test_a_rank_that_is_forked_may_do_without_the_core_of_its_parent(monkeypatch):
+    assert _core.of_rank() is _core.native
+    monkeypatch.setenv("ASYNCOLL_CORE", "python")
+    assert _core.of_rank() is None
 
 
 @pytest.mark.slow
@@ -203,6 +215,31 @@ def test_a_wrong_setting_of_the_build_is_an_error(sources, value, monkeypatch):
     monkeypatch.setenv("ASYNCOLL_BUILD_CORE", value)
     with pytest.raises(SystemExit, match=f"ASYNCOLL_BUILD_CORE={value}: set it to 0 or to 1"):
         wheel(sources)
+
+
+# -- what it reads out of shared memory ------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_shared_memory_and_wrong_arguments_are_used_or_refused(seed):
+    """AddressSanitizer looks at this test, too. `python -m asyncoll.testing.fuzz_core --inputs 1000000` tries more."""
+    fuzz_core.fuzz(seed, 10_000)
+
+
+@needs_core
+def test_cells_that_change_meanwhile_are_used_or_refused():
+    fuzz_core.fuzz(1, 4_000, writers=True)
+
+
+@needs_core
+@pytest.mark.parametrize(("number", "address", "divisor"), [(-1, 0, 1), (1, -8, 1), (1, 0, 0)])
+def test_a_meeting_refuses_wrong_numbers(number, address, divisor):
+    with local_world(1) as (arena,):
+        meetings = meetings_of(StagingArea(arena, 1, 0, 7, choose(2, {})))
+        with pytest.raises(ValueError, match="negative"):
+            meetings.arrive(number, 5, None, address, 0, divisor, True)
+        del meetings
 
 
 # -- its lock -------------------------------------------------------------------------------------

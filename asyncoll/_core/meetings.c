@@ -347,6 +347,15 @@ static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divis
     return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
 }
 
+/* The number of a call, as an argument; negative with an exception. */
+static int64_t get_number(PyObject *argument)
+{
+    int64_t number = PyLong_AsLongLong(argument);
+    if (number < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a call has no negative number");
+    return number;
+}
+
 /* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -356,9 +365,11 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
     int64_t address = PyLong_AsLongLong(arguments[3]), divisor = PyLong_AsLongLong(arguments[5]);
     long kernel = PyLong_AsLong(arguments[4]);
+    if (!PyErr_Occurred() && (address < 0 || divisor < 1))
+        PyErr_SetString(PyExc_ValueError, "an address is not negative, and a divisor is positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
     if (bytes.len < self->shown_min)
@@ -379,7 +390,7 @@ static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_
         PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred())
         return NULL;
     if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
@@ -396,7 +407,7 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
         PyErr_SetString(PyExc_TypeError, "complete(number, done, array, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
     Record record = record_of(self, number);
@@ -463,7 +474,7 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
         PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     int64_t polls = PyLong_AsLongLong(arguments[2]), sleep_ns = PyLong_AsLongLong(arguments[3]);
     if (PyErr_Occurred())
         return NULL;
