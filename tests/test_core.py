@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
@@ -79,12 +80,14 @@ def test_commands_report_a_wrong_core_without_a_traceback(command):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with a core that cannot be loaded, and that is newer than its sources."""
-    for name, age_s in (("native.c", 20), ("native.h", 20), ("native.abi3.so", 10)):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (0, 1000 - age_s))
-    shutil.copy(_core.__file__, tmp_path)
-    return tmp_path
+    """The folder of the core in a checkout in which the core is older than a source."""
+    folder = tmp_path / "asyncoll" / "_core"
+    folder.mkdir(parents=True)
+    for name, changed_s in (("native.c", 980), ("native.h", 2000), ("native.abi3.so", 990)):
+        (folder / name).write_text("")
+        os.utime(folder / name, (0, changed_s))
+    shutil.copy(_core.__file__, folder)
+    return folder
 
 
 def load(file: Path, name: str):
@@ -97,11 +100,26 @@ def load(file: Path, name: str):
 
 def test_a_core_that_is_older_than_its_sources_is_not_used(checkout, monkeypatch):
     monkeypatch.delenv("ASYNCOLL_CORE", raising=False)
-    os.utime(checkout / "native.h", (0, 2000))
     with pytest.warns(RuntimeWarning, match=r"not used: it is older than native\.h; `make core` builds it again"):
         module = load(checkout / "__init__.py", "asyncoll._core")
     with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(UsageError, match=r"older than native\.h"):
         module.load("c")
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "1"}, {"RANK": "0", "ASYNCOLL_FOLDER": "/x"}, {}, {"RANK": "0"}])
+def test_one_process_of_a_job_warns_of_a_core_that_is_not_used(checkout, environment, monkeypatch):
+    """The launcher, which has neither variable; or rank 0 of another launcher. At the line that imports the package."""
+    for name in ("ASYNCOLL_CORE", "RANK", "ASYNCOLL_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = load(checkout / "__init__.py", "asyncoll._core")
+    is_first = environment in ({}, {"RANK": "0"})
+    assert [each.filename for each in caught] == [__file__] * is_first
+    assert module.native is None
+    assert "older" in module.reason
 
 
 # -- how it is built ------------------------------------------------------------------------------
