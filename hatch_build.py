@@ -23,7 +23,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 VARIABLE = "ASYNCOLL_BUILD_CORE"
 FOLDER = Path(__file__).parent / "asyncoll" / "_core"
 TARGET = FOLDER / "native.abi3.so"
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared", "-pthread")
+# -fwrapv: peers may have written any numbers into the cells that the core counts in.
+FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared", "-pthread")
 PURE = "asyncoll runs in pure Python, which is slower and gives the same results"
 
 

@@ -109,11 +109,16 @@ def doctor(as_json: bool) -> None:
 )
 @click.option(
     "--transport",
-    type=click.Choice(["simulated", "memory", "inproc", "zmq", "shm", "shm-mixed", "zmq-processes", "shm-processes"]),
+    type=click.Choice(
+        [
+            *("simulated", "memory", "inproc", "zmq", "shm", "shm-mixed"),
+            *("zmq-processes", "shm-processes", "shm-mixed-processes"),
+        ]
+    ),
     default="simulated",
     show_default=True,
     help="simulated, memory: virtual time; inproc, zmq, shm, shm-mixed: real time in one process; others: a process "
-    "each.",
+    "each. mixed: every second rank does without the compiled core.",
 )
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
     """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,7 +21,11 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from asyncoll import _core
+from asyncoll.algorithms.dense.meetings import meetings_of
+from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.errors import UsageError
+from asyncoll.testing import fuzz_core
 from asyncoll.transport.memory.arena import local_world
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +36,8 @@ COMPILER = """#!/bin/sh
 for argument; do [ "$last" = -o ] && echo "$@" > "$argument"; last=$argument; done
 """
 NOWHERE = "/nowhere/cc"
+
+needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
 
 # -- which core ---------------------------------------------------------------------------------
 
@@ -47,6 +54,12 @@ def test_the_environment_chooses_the_core():
         assert _core.load("c") == (native, "ASYNCOLL_CORE=c")
     with pytest.raises(UsageError, match="ASYNCOLL_CORE=rust: set it to c or to python"):
         _core.load("rust")
+
+
+def test_a_rank_that_is_forked_may_do_without_the_core_of_its_parent(monkeypatch):
+    assert _core.of_rank() is _core.native
+    monkeypatch.setenv("ASYNCOLL_CORE", "python")
+    assert _core.of_rank() is None
 
 
 @pytest.mark.slow
@@ -67,12 +80,14 @@ def test_commands_report_a_wrong_core_without_a_traceback(command):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with a core that cannot be loaded, and that is newer than its sources."""
-    for name, age_s in (("native.c", 20), ("native.h", 20), ("native.abi3.so", 10)):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (0, 1000 - age_s))
-    shutil.copy(_core.__file__, tmp_path)
-    return tmp_path
+    """The folder of the core in a checkout in which the core is older than a source."""
+    folder = tmp_path / "asyncoll" / "_core"
+    folder.mkdir(parents=True)
+    for name, changed_s in (("native.c", 980), ("native.h", 2000), ("native.abi3.so", 990)):
+        (folder / name).write_text("")
+        os.utime(folder / name, (0, changed_s))
+    shutil.copy(_core.__file__, folder)
+    return folder
 
 
 def load(file: Path, name: str):
@@ -85,11 +100,26 @@ def load(file: Path, name: str):
 
 def test_a_core_that_is_older_than_its_sources_is_not_used(checkout, monkeypatch):
     monkeypatch.delenv("ASYNCOLL_CORE", raising=False)
-    os.utime(checkout / "native.h", (0, 2000))
     with pytest.warns(RuntimeWarning, match=r"not used: it is older than native\.h; `make core` builds it again"):
         module = load(checkout / "__init__.py", "asyncoll._core")
     with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(UsageError, match=r"older than native\.h"):
         module.load("c")
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "1"}, {"RANK": "0", "ASYNCOLL_FOLDER": "/x"}, {}, {"RANK": "0"}])
+def test_one_process_of_a_job_warns_of_a_core_that_is_not_used(checkout, environment, monkeypatch):
+    """The launcher, which has neither variable; or rank 0 of another launcher. At the line that imports the package."""
+    for name in ("ASYNCOLL_CORE", "RANK", "ASYNCOLL_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = load(checkout / "__init__.py", "asyncoll._core")
+    is_first = environment in ({}, {"RANK": "0"})
+    assert [each.filename for each in caught] == [__file__] * is_first
+    assert module.native is None
+    assert "older" in module.reason
 
 
 # -- how it is built ------------------------------------------------------------------------------
@@ -203,6 +233,31 @@ def test_a_wrong_setting_of_the_build_is_an_error(sources, value, monkeypatch):
     monkeypatch.setenv("ASYNCOLL_BUILD_CORE", value)
     with pytest.raises(SystemExit, match=f"ASYNCOLL_BUILD_CORE={value}: set it to 0 or to 1"):
         wheel(sources)
+
+
+# -- what it reads out of shared memory ------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_shared_memory_and_wrong_arguments_are_used_or_refused(seed):
+    """AddressSanitizer looks at this test, too. `python -m asyncoll.testing.fuzz_core --inputs 1000000` tries more."""
+    fuzz_core.fuzz(seed, 10_000)
+
+
+@needs_core
+def test_cells_that_change_meanwhile_are_used_or_refused():
+    fuzz_core.fuzz(1, 4_000, writers=True)
+
+
+@needs_core
+@pytest.mark.parametrize(("number", "address", "divisor"), [(-1, 0, 1), (1, -8, 1), (1, 0, 0)])
+def test_a_meeting_refuses_wrong_numbers(number, address, divisor):
+    with local_world(1) as (arena,):
+        meetings = meetings_of(StagingArea(arena, 1, 0, 7, choose(2, {})))
+        with pytest.raises(ValueError, match="negative"):
+            meetings.arrive(number, 5, None, address, 0, divisor, True)
+        del meetings
 
 
 # -- its lock -------------------------------------------------------------------------------------

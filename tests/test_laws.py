@@ -60,7 +60,9 @@ def test_laws_over_real_sockets(kind, transport):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "sizes"), [("shm-processes", (2, 3, 5)), ("zmq-processes", (4,))])
+@pytest.mark.parametrize(
+    ("transport", "sizes"), [("shm-processes", (2, 5)), ("zmq-processes", (4,)), ("shm-mixed-processes", (3,))]
+)
 def test_laws_over_processes(transport, sizes, capfd):
     with ThreadPoolExecutor(4) as pool:
         done = [pool.submit(check_laws, kind, size, size, transport=transport) for kind in KINDS for size in sizes]

@@ -6,9 +6,11 @@ It is optional. Ranks with and without it work together in one world. `ASYNCOLL_
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import warnings
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from asyncoll.errors import UsageError
 
@@ -44,14 +46,26 @@ def _compiled(folder: str) -> tuple[ModuleType | None, str]:
     newer = sorted(name for name, time_s in changed_s.items() if name.endswith((".c", ".h")) and time_s > built_s)
     if newer:
         obstacle = f"it is older than {', '.join(newer)}; `make core` builds it again"
-        warnings.warn(f"the compiled core is not used: {obstacle}", RuntimeWarning, stacklevel=2)
+        _warn(f"the compiled core is not used: {obstacle}")
         return None, obstacle
     try:
         from asyncoll._core import native
     except ImportError as error:
-        warnings.warn(f"the compiled core is not used: it cannot be loaded ({error})", RuntimeWarning, stacklevel=2)
+        _warn(f"the compiled core is not used: it cannot be loaded ({error})")
         return None, f"it cannot be loaded ({error})"
     return native, ""
+
+
+def _warn(message: str) -> None:
+    """Warn at the line outside of this package that imports it. Once for a job: its launcher warns, or else rank 0."""
+    if "ASYNCOLL_FOLDER" in os.environ or os.environ.get("RANK", "0") != "0":
+        return
+    skipped = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(importlib.__file__), "<frozen importlib"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else (__file__, 1)
+    warnings.warn_explicit(message, RuntimeWarning, file, line)
 
 
 def of_rank() -> ModuleType | None:

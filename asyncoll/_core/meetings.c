@@ -485,6 +485,15 @@ static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divis
     return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
 }
 
+/* The number of a call, as an argument; negative with an exception. */
+static int64_t get_number(PyObject *argument)
+{
+    int64_t number = PyLong_AsLongLong(argument);
+    if (number < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a call has no negative number");
+    return number;
+}
+
 /* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -494,9 +503,11 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
     int64_t address = PyLong_AsLongLong(arguments[3]), divisor = PyLong_AsLongLong(arguments[5]);
     long kernel = PyLong_AsLong(arguments[4]);
+    if (!PyErr_Occurred() && (address < 0 || divisor < 1))
+        PyErr_SetString(PyExc_ValueError, "an address is not negative, and a divisor is positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
     if (bytes.len < self->shown_min)
@@ -517,7 +528,7 @@ static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_
         PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred())
         return NULL;
     if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
@@ -534,7 +545,7 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
         PyErr_SetString(PyExc_TypeError, "complete(number, done, array, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
     int is_over = leave_with_result(self, number, done, arguments[3] == Py_True, &bytes);
@@ -648,9 +659,11 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
         PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns, kernel, divisor)");
         return NULL;
     }
-    int64_t values[6];
-    for (int i = 0; i < 6; i++)
+    int64_t values[6] = {get_number(arguments[0])};
+    for (int i = 1; i < 6 && !PyErr_Occurred(); i++)
         values[i] = PyLong_AsLongLong(arguments[i]);
+    if (!PyErr_Occurred() && values[5] < 1)
+        PyErr_SetString(PyExc_ValueError, "a divisor is positive");
     if (PyErr_Occurred())
         return NULL;
     int is_there = await_result((Meetings *)object, values[0], values[1], values[2], values[3],

@@ -238,9 +238,9 @@ static bool is_consistent(const Pieces *self)
 {
     int64_t cells = self->block->cell_count;
     return self->size >= 1 && self->rank >= 0 && self->rank < self->size && self->piece > 0 &&
-           self->piece % ALIGNED == 0 && self->first >= 0 && self->stride >= 1 && self->first < cells &&
-           self->stride <= (cells - 1 - self->first) / (self->size > 1 ? self->size - 1 : 1) && self->kernel &&
-           self->array.len % self->element == 0 && self->divisor >= 1;
+           self->piece <= INT64_MAX / 4 && self->piece % ALIGNED == 0 && self->first >= 0 && self->stride >= 1 &&
+           self->first < cells && self->stride <= (cells - 1 - self->first) / (self->size > 1 ? self->size - 1 : 1) &&
+           self->kernel && self->array.len % self->element == 0 && self->divisor >= 1;
 }
 
 /* `Pieces(control_block, first, stride, rank, slots, array, piece, kernel, divisor, is_wanted, polls)` */

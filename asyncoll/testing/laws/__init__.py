@@ -35,7 +35,8 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -
     `transport` "simulated" (messages) and "memory" (shared memory) run the world in virtual time, with jitter, a slow
     rank, pauses of the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq", "shm"
     and "shm-mixed" (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time; "zmq-processes" and
-    "shm-processes" run them as processes of `asyncoll launch`. In real time there is neither a drawn network nor a
+    "shm-processes" run them as processes of `asyncoll launch`, and so does "shm-mixed-processes", where every second
+    rank does without the compiled core, as in "shm-mixed". In real time there is neither a drawn network nor a
     pause of a trainer. Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """
 

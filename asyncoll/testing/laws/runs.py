@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncoll import _core
 from asyncoll.algorithms.rounds.operations import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.testing.laws.story import AlarmError, Call, Cancelled, Case, Part, Story, draw, take_part
@@ -23,7 +24,9 @@ from asyncoll.world.join import run
 
 SIMULATED = "simulated"
 MEMORY = "memory"  # simulated ranks of one host
-PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq"}  # to the values of `asyncoll launch --transport`
+# To the values of `asyncoll launch --transport`. In MIXED every second rank does without the compiled core.
+MIXED = "shm-mixed-processes"
+PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
 _TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 
@@ -36,7 +39,7 @@ def tell(case: Case, transport: str) -> Story:
         return _story(case, report.results, report.messages)
     case = _in_real_time(case)
     if transport in PROCESSES:
-        return _story(case, _launch(case, PROCESSES[transport]), 0)
+        return _story(case, _launch(case, transport), 0)
     case = replace(case, alarmed=None, forking=None)
     return _story(case, run_ranks(case.size, lambda comm: take_part(comm, case), transport), 0)
 
@@ -58,8 +61,9 @@ def _launch(case: Case, transport: str) -> list[Part]:
     Each case needs a launch of its own, because a rank of a case may leave the world early.
     """
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
-        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder]
-        _run_job(["-n", str(case.size), "--transport", transport, "--timeout", str(_TIMEOUT_S), *program])
+        cores = "mixed" if transport == MIXED else "same"
+        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores]
+        _run_job(["-n", str(case.size), "--transport", PROCESSES[transport], "--timeout", str(_TIMEOUT_S), *program])
         return [read_record(_record(folder, rank)) for rank in range(case.size)]
 
 
@@ -82,7 +86,9 @@ def _run_job(arguments: list[str]) -> None:
 
 def rank_main() -> None:
     """The program of a rank."""
-    kind, seed, folder = sys.argv[1:]
+    kind, seed, folder, cores = sys.argv[1:]
+    if cores == "mixed" and int(os.environ["RANK"]) % 2:
+        os.environ[_core.VARIABLE] = "python"
     # The exception of the signal handler may come between the creation of a coroutine and its await.
     warnings.simplefilter("ignore", RuntimeWarning)
     sys.unraisablehook = _ignore_alarms
