@@ -15,6 +15,9 @@ FAST := $(addprefix tests/test_,architecture.py arena.py pending.py backend.py d
 SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoiding.py tests/test_rpc_in_memory.py \
 	tests/test_laws.py -k "arena or shm or few_worlds or (rpc_in_memory and not twin)"
 
+# The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-python check sanitize core format lint docs clean
 
 demo: core

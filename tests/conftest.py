@@ -7,7 +7,11 @@ import contextlib
 import functools
 import gc
 import inspect
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -19,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from asyncoll import testing
 from asyncoll.errors import AsyncollError
+from asyncoll.launch.environment import reserve_port
 from asyncoll.transport.messages import service_protocol
 
 # On a busy machine a deadline for each example makes tests flaky, and so does a different draw in each run. So there is
@@ -132,6 +137,73 @@ class Keeper:
         return taken
 
 
+class ForkedRank:
+    """A rank that the template of `tests/scripts/template.py` has forked. It has no launcher."""
+
+    def __init__(self, template, command, env, folder):
+        self._template = template
+        out, self._err = folder / "out", folder / "err"
+        os.mkfifo(out)
+        self._err.touch()
+        order = {"command": [*map(str, command)], "env": env, "out": str(out), "err": str(self._err)}
+        self.pid = self._ask(order)
+        self.stdout = out.open()
+        self.returncode = None
+
+    def _ask(self, order):
+        print(json.dumps(order), file=self._template.stdin, flush=True)
+        return int(self._template.stdout.readline())
+
+    def end(self):
+        """Wait for the end of the rank: its exit code, its output and its errors."""
+        timeout = threading.Timer(PATIENCE_S, os.kill, (self.pid, signal.SIGKILL))
+        timeout.start()
+        out = self.stdout.read()
+        self.returncode = self._ask(self.pid)
+        timeout.cancel()
+        timeout.join()
+        return self.returncode, out, self._err.read_text()
+
+    def kill(self):
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.end()
+        self.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def template():
+    """A process that has imported numpy, torch and asyncoll, and forks ranks."""
+    command = [sys.executable, "-W", "error", Path(__file__).parent / "scripts" / "template.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*map(str, command)], env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()  # tells it to end
+
+
+@pytest.fixture
+def forked_world(template, tmp_path):
+    """Starts `size` ranks that find each other by environment variables only: `forked_world(env, size, program, ...)`.
+
+    Each is a process of its own. All are killed in the end.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(env, size, *command):
+            port = stack.enter_context(reserve_port()).getsockname()[1]
+            place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            ranks = []
+            for rank in range(size):
+                folder = tmp_path / f"rank {rank} at port {port}"
+                folder.mkdir()
+                ranks.append(ForkedRank(template, command, env | place | {"RANK": str(rank)}, folder))
+                stack.callback(ranks[-1].kill)
+            return ranks
+
+        yield start
+
+
 def failures(size, act, run, survivors=0):
     """The errors of `act(comm)` by rank, in a world of `run(size, main)`. No rank leaves before all are done."""
     raised = {}
@@ -157,6 +229,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Exempt all modules and items from later collections, which follow many tests and would take 0.2 s each."""
+    _collect_and_exempt()
+
+
+def _collect_and_exempt() -> None:
+    """Remove garbage; later collections skip the objects that are alive now."""
     gc.collect()
     gc.freeze()
 
@@ -206,7 +283,10 @@ def nothing_is_left():
     """No descriptor, thread, process, shared memory or pending task outlives a test."""
     before = _state()
     yield
-    if _left(before):
-        gc.collect()  # objects in a reference cycle are garbage, not a leak
+    if _left(before):  # objects in a reference cycle are garbage, not a leak
+        _collect_and_exempt()
+    if _left(before):  # something that an earlier test kept alive may be garbage now
+        gc.unfreeze()
+        _collect_and_exempt()
 
     assert not _left(before), "the test leaked"

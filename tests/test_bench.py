@@ -153,8 +153,7 @@ def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-@pytest.mark.parametrize("benchmark", ["allreduce", "solo"])
+@pytest.mark.parametrize(("benchmark", "transport"), [("allreduce", "tcp"), ("solo", "ipc")])
 def test_real_processes(benchmark: str, transport: str) -> None:
     command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "bench", benchmark]
     more = ["--skew", "100us", "--iterations", "5"] if benchmark == "solo" else []
@@ -166,7 +165,9 @@ def test_real_processes(benchmark: str, transport: str) -> None:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert (finished.returncode, finished.stderr) == (0, "")
+    # Loops in development mode report each callback of more than 0.1 s, and a busy machine makes them.
+    told = [line for line in finished.stderr.splitlines() if "Executing <" not in line]
+    assert (finished.returncode, told) == (0, [])
     found = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [row["wrong"] for row in found] == [0] * len(found)
     assert {row["transport"] for row in found} == {transport}

@@ -17,7 +17,6 @@ from conftest import LIGHT, PATIENCE_S
 
 import asyncoll
 from asyncoll import Communicator, UsageError
-from asyncoll.launch.environment import reserve_port
 from asyncoll.testing import run_ranks
 from asyncoll.transport.memory import segment
 
@@ -67,23 +66,10 @@ def test_every_survivor_names_a_dead_rank_whose_child_lives(how, freeze_s, trans
 
 
 @pytest.mark.slow
-def test_a_dead_rank_of_another_host_is_named_although_its_child_lives():
+def test_a_dead_rank_of_another_host_is_named_although_its_child_lives(forked_world):
     """No rank can watch a process of another host, so the child must have closed its connections."""
-    with reserve_port() as port:
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
-        place["ASYNCOLL_FREEZE_S"] = "0"
-        command = [sys.executable, SCRIPTS / "hosts.py", SCRIPT, "dies", "python"]
-        ranks = [
-            subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-            for rank in range(3)
-        ]
-        try:
-            heard = [ranks[rank].communicate(timeout=PATIENCE_S)[0].split("\n")[0] for rank in (0, 2)]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-    assert heard == ["rank 1 is dead"] * 2
+    ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "0"}, 3, SCRIPTS / "hosts.py", SCRIPT, "dies", "python")
+    assert [ranks[rank].end()[1].split("\n")[0] for rank in (0, 2)] == ["rank 1 is dead"] * 2
 
 
 SERVICE = """

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from conftest import PATIENCE_S, case, looped
 
 import asyncoll
-from asyncoll.launch.environment import reserve_port
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.training import DCASGD, ParameterServerSGD
 from asyncoll.training.parameter_server import Server
@@ -730,19 +728,9 @@ def test_processes_end_with_one_model() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_an_error_at_the_survivor() -> None:
+def test_a_killed_process_is_an_error_at_the_survivor(forked_world) -> None:
     """The ranks have no launcher, because it would stop the others soon after the first death."""
-    with ExitStack() as stack:
-        port = stack.enter_context(reserve_port()).getsockname()[1]
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = []
-        for rank in range(2):
-            env = os.environ | place | {"RANK": str(rank), "ASYNCOLL_TRANSPORT": "shm"}
-            command = [sys.executable, "-W", "error", SCRIPT, "1"]
-            process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            ranks.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        ends = [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in ranks]
-    (out, err, code), killed = ends
-    assert (out, code) == ("rank 1 is lost\n", 0), err
-    assert killed[2] == -signal.SIGKILL
+    ranks = forked_world(os.environ | {"ASYNCOLL_TRANSPORT": "shm"}, 2, SCRIPT, "1")
+    (code, out, err), (killed, _, _) = [rank.end() for rank in ranks]
+    assert (code, out) == (0, "rank 1 is lost\n"), err
+    assert killed == -signal.SIGKILL

@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import DEBUG, LIGHT, PATIENCE_S
+from conftest import DEBUG, LIGHT, PATIENCE_S, ForkedRank
 
 from asyncoll.launch.environment import reserve_port
 from asyncoll.transport.keys import write_key
@@ -52,30 +52,16 @@ def launch(env: dict[str, str], size: int, script: str, *arguments: object) -> s
     return run(env, *command, *arguments)
 
 
-@contextmanager
-def world(env: dict[str, str], size: int, *command: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that find each other by environment variables only."""
-    with ExitStack() as stack:
-        port = stack.enter_context(reserve_port()).getsockname()[1]
-        place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = []
-        for rank in range(size):
-            process = subprocess.Popen(
-                [sys.executable, "-W", "error", *map(str, command)],
-                env=env | place | {"RANK": str(rank)},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            ranks.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        yield ranks
+@pytest.fixture
+def world(env, forked_world) -> Callable[..., list[ForkedRank]]:
+    """Starts processes that find each other by environment variables only."""
+    return lambda size, *command, **more: forked_world(env | more, size, *command)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, out, err
+def all_are_right(ranks: list[ForkedRank]) -> None:
+    for rank in ranks:
+        code, out, err = rank.end()
+        assert (code, out.endswith("all right\n")) == (0, True), err
 
 
 def test_every_collective_over_ipc(env):
@@ -95,55 +81,62 @@ def test_calls_from_other_threads_are_made_or_refused(env, transport):
     assert sorted(told.splitlines()) == [f"{rank}: all right" for rank in range(2)]
 
 
-def test_every_collective_between_hosts(env):
-    with world(env | DEBUG, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
-        for process in ranks:
-            code, out, err = finish(process)
-            assert (code, out.endswith("all right\n")) == (0, True), err
+def test_every_collective_between_hosts(world):
+    all_are_right(world(3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py", **DEBUG))
 
 
 @pytest.mark.parametrize("encrypt", ["control", "all"])
-def test_every_collective_between_hosts_with_a_key(env, encrypt, tmp_path):
+def test_every_collective_between_hosts_with_a_key(world, encrypt, tmp_path):
     write_key(tmp_path / "key")
     secure = {"ASYNCOLL_KEY_FILE": str(tmp_path / "key"), "ASYNCOLL_ENCRYPT": encrypt, "RANKS_PER_HOST": "2"}
-    with world(env | secure, 3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py") as ranks:
-        for process in ranks:
-            code, out, err = finish(process)
-            assert (code, out.endswith("all right\n")) == (0, True), err
+    all_are_right(world(3, SCRIPTS / "hosts.py", SCRIPTS / "every_collective.py", **secure))
 
 
-def test_a_rank_with_another_key_is_refused(env, tmp_path):
+def test_a_rank_with_another_key_is_refused(world, tmp_path):
     for name in ("key", "other"):
         write_key(tmp_path / name)
-    with world(env, 2, "-c", WITH_ANOTHER_KEY, tmp_path) as ranks:
-        for process in ranks:
-            code, _, err = finish(process)
-            assert (code, "is not sealed with the key of this job" in err) == (1, True), err
+    (tmp_path / "refused.py").write_text(WITH_ANOTHER_KEY)
+    for rank in world(2, tmp_path / "refused.py", tmp_path):
+        code, _, err = rank.end()
+        assert (code, "is not sealed with the key of this job" in err) == (1, True), err
 
 
 def test_every_collective_in_a_world_described_by_the_environment_only(env):
-    with world(env, 3, SCRIPTS / "every_collective.py") as ranks:
+    """Here each rank is an interpreter of its own. Elsewhere the ranks without a launcher are forks."""
+    with ExitStack() as stack:
+        port = stack.enter_context(reserve_port()).getsockname()[1]
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = []
+        for rank in range(3):
+            command = [sys.executable, "-W", "error", str(SCRIPTS / "every_collective.py")]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = subprocess.Popen(command, env=env | place | {"RANK": str(rank)}, cwd=ROOT, **pipes)
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
         for process in ranks:
-            code, out, err = finish(process)
-            assert (code, out.endswith("all right\n")) == (0, True), err
+            out, err = process.communicate(timeout=PATIENCE_S)
+            assert (process.returncode, out.endswith("all right\n")) == (0, True), err
 
 
-# No rank leaves before both have the result, because the store ends with rank 0.
+# No rank leaves the store before both have their result, because the store ends when rank 0 leaves it.
 WITH_ANOTHER_KEY = """
 import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 os.environ["ASYNCOLL_KEY_FILE"] = str(folder / ("key" if rank == "0" else "other"))
 import asyncoll
+from asyncoll.world.store import SealedStore
+
+def close_together(store, *failure):
+    (folder / rank).touch()
+    while not all((folder / other).exists() for other in "01"):
+        time.sleep(0.01)
+    close(store, *failure)
 
 async def main(comm):
     pass
 
-try:
-    asyncoll.run(main)
-finally:
-    (folder / rank).touch()
-    while not all((folder / other).exists() for other in "01"):
-        time.sleep(0.01)
+close, SealedStore.close = SealedStore.close, close_together
+asyncoll.run(main)
 """
 
 
@@ -191,32 +184,28 @@ def test_one_script_gives_the_same_sums_everywhere(env):
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("call", ["allreduce", "registered", "solo", "quorum", "between hosts"])
-def test_survivors_of_a_killed_rank_name_it(env, call, victim):
+def test_survivors_of_a_killed_rank_name_it(world, call, victim):
     script = SCRIPTS / "mourners.py"
-    with world(env, 3, *([SCRIPTS / "hosts.py", script] if call == "between hosts" else [script, call])) as ranks:
-        for rank, process in enumerate(ranks):
-            assert process.stdout is not None
-            assert process.stdout.readline() == f"{rank} is ready\n"
-        ranks[victim].send_signal(signal.SIGKILL)
-        for rank, process in enumerate(ranks):
-            code, out, err = finish(process)
-            if rank == victim:
-                assert code == -signal.SIGKILL
-            else:
-                assert (code, out) == (1, f"{rank} lost {victim}\n")
-                assert (
-                    f"PeerLostError: rank {victim} (host {socket.gethostname()}, pid {ranks[victim].pid}) is gone"
-                    in err
-                )
+    ranks = world(3, *([SCRIPTS / "hosts.py", script] if call == "between hosts" else [script, call]))
+    for number, rank in enumerate(ranks):
+        assert rank.stdout.readline() == f"{number} is ready\n"
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    lost = f"PeerLostError: rank {victim} (host {socket.gethostname()}, pid {ranks[victim].pid}) is gone"
+    for number, rank in enumerate(ranks):
+        code, out, err = rank.end()
+        if number == victim:
+            assert code == -signal.SIGKILL
+        else:
+            assert (code, out) == (1, f"{number} lost {victim}\n")
+            assert lost in err
 
 
-def test_survivors_of_an_error_raise_it(env):
-    with world(env, 3, SCRIPTS / "last_words.py") as ranks:
-        for rank, process in enumerate(ranks):
-            code, out, err = finish(process)
-            assert code == 1
-            assert out == ("" if rank == 1 else f"{rank} heard of 1: KeyError: 'lost it'\n")
-            assert ("KeyError: 'lost it'" if rank == 1 else "AbortedError: rank 1 aborted") in err
+def test_survivors_of_an_error_raise_it(world):
+    for number, rank in enumerate(world(3, SCRIPTS / "last_words.py")):
+        code, out, err = rank.end()
+        assert code == 1
+        assert out == ("" if number == 1 else f"{number} heard of 1: KeyError: 'lost it'\n")
+        assert ("KeyError: 'lost it'" if number == 1 else "AbortedError: rank 1 aborted") in err
 
 
 # -- memory that ranks share -----------------------------------------------------------------------
@@ -236,17 +225,15 @@ def test_every_collective_in_memory_and_by_message(env, how):
     assert told == [f"{rank}: {rank} of 3 on 1: local {rank} of 3, all right" for rank in range(3)]
 
 
-def test_memory_is_shared_inside_hosts_only(env):
-    with world(env | {"RANKS_PER_HOST": "2"}, 4, SCRIPTS / "hosts.py", SCRIPTS / "neighbours.py") as ranks:
-        told = [finish(process) for process in ranks]
+def test_memory_is_shared_inside_hosts_only(world):
+    told = [rank.end() for rank in world(4, SCRIPTS / "hosts.py", SCRIPTS / "neighbours.py", RANKS_PER_HOST="2")]
     assert [(code, out) for code, out, _ in told] == [
         (0, f"{rank} shares memory with {(0, 1) if rank < 2 else (2, 3)}\n") for rank in range(4)
     ], told
 
 
-def test_ranks_that_cannot_map_memory_go_on_by_message(env):
-    with world(env, 3, SCRIPTS / "cramped.py", SCRIPTS / "every_collective.py") as ranks:
-        told = [finish(process) for process in ranks]
+def test_ranks_that_cannot_map_memory_go_on_by_message(world):
+    told = [rank.end() for rank in world(3, SCRIPTS / "cramped.py", SCRIPTS / "every_collective.py")]
     assert [(code, out.endswith("all right\n")) for code, out, _ in told] == [(0, True)] * 3, told
     assert "share no memory and go on by messages: rank 1 cannot map" in told[0][2]
 
@@ -268,8 +255,7 @@ def test_calls_between_ranks(env, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_a_call_to_a_rank_that_dies_fails(env, transport):
+def test_a_call_to_a_rank_that_dies_fails(world, transport):
     """The ranks have no launcher, because it would stop the others soon after the first death."""
-    with world(env | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPTS / "rpc.py", "death") as ranks:
-        ends = [finish(process)[:2] for process in ranks]
+    ends = [rank.end()[:2] for rank in world(3, SCRIPTS / "rpc.py", "death", ASYNCOLL_TRANSPORT=transport)]
     assert ends == [(1, "told 0 of 1\n"), (-signal.SIGKILL, ""), (1, "told 2 of 1\n")]

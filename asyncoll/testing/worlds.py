@@ -181,9 +181,19 @@ def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
 
 
 def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on `loop`."""
+    """`asyncio.run` on `loop`.
+
+    The result is not that of the runner's task: as the runner restores the handler of SIGINT, `signal` formats the
+    handler and the task in it, which takes long if its result holds arrays.
+    """
+    results: list[T] = []
+
+    async def keep_result() -> None:
+        results.append(await work)
+
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(work)
+        runner.run(keep_result())
+    return results[0]
 
 
 def _outside_of_any_loop(work: Callable[[], T]) -> T:

@@ -1,0 +1,42 @@
+"""Forks ranks that know of no launcher: one import of torch serves all of them.
+
+Each line on the standard input orders one rank as JSON: its program, its environment, and files for its output. The
+answer is its pid. A line with a pid waits for the end of that rank; the answer is its exit code.
+"""
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+
+from asyncoll.launch import process_tree
+from asyncoll.launch.template import preload
+
+
+def serve() -> list[str]:
+    """In a process that has become a rank, return the arguments of its program. At the end of the input, exit."""
+    template = os.getpid()
+    while line := sys.stdin.buffer.raw.readline():  # a buffer would be copied into the ranks
+        order = json.loads(line)
+        if isinstance(order, int):
+            print(os.waitstatus_to_exitcode(os.waitpid(order, 0)[1]), flush=True)
+        elif pid := os.fork():
+            print(pid, flush=True)
+        else:
+            process_tree.die_with_parent(template)
+            os.environ.clear()
+            os.environ.update(order["env"])
+            tempfile.tempdir = None
+            for descriptor, path in enumerate([os.devnull, order["out"], order["err"]]):
+                file = os.open(path, os.O_WRONLY if descriptor else os.O_RDONLY)
+                os.dup2(file, descriptor)
+                os.close(file)
+            return order["command"]
+    sys.exit()
+
+
+assert preload()
+sys.argv = serve()
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
