@@ -31,6 +31,7 @@ _LONG_MAX = 4  # long messages under way to one peer at a time
 
 _WHOLE, _FIRST, _PART, _DROP, _CREDIT = range(5)
 _TABLE = struct.Struct("<II")  # number of arrays, bytes of the head; then the bytes of each array
+_SIZE = 8  # bytes of an entry of the table
 
 
 class Link(Protocol):
@@ -95,21 +96,23 @@ class Segments:
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
         """As `Carrier.send_nowait`."""
         peer = self._peers[dest]
-        cost = _TABLE.size + len(head) + _COST
-        if arrays or peer.outstanding + cost > WINDOW_BYTES:
+        nbytes = _TABLE.size + len(head)
+        if arrays:
+            nbytes += sum(array.size + _SIZE for array in arrays)
+            if nbytes > _SHORT_BYTES:
+                return False
+        if peer.outstanding + nbytes + _COST > WINDOW_BYTES:
             return False
-        peer.outstanding += cost
-        self._link.post(dest, _WHOLE, 0, _TABLE.pack(0, len(head)) + head)
+        peer.outstanding += nbytes + _COST
+        self._link.post(dest, _WHOLE, 0, _joined(_begin(head, arrays), arrays))
         return True
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
         """As `Carrier.send`."""
-        sizes = [array.size for array in arrays]
-        first = _TABLE.pack(len(sizes), len(head)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
+        first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
         peer = self._peers[dest]
-        if len(first) + sum(sizes) <= _SHORT_BYTES:
-            parts: list[Buffer] = [first, *arrays]
-            await self._post(peer, dest, _WHOLE, 0, b"".join(parts))
+        if len(first) + nbytes <= _SHORT_BYTES:
+            await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
         # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
         async with peer.long:
@@ -203,6 +206,18 @@ class Segments:
                 room.set_result(None)
 
 
+def _begin(head: bytes, arrays: Sequence[Array]) -> bytes:
+    """The begin of a message: the number and the sizes of its arrays, and its head."""
+    if not arrays:
+        return _TABLE.pack(0, len(head)) + head
+    return _TABLE.pack(len(arrays), len(head)) + struct.pack(f"<{len(arrays)}Q", *(a.size for a in arrays)) + head
+
+
+def _joined(first: bytes, arrays: Sequence[Array]) -> bytes:
+    parts: list[Buffer] = [first, *arrays]
+    return b"".join(parts)
+
+
 def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
     """The head of a message, the sizes of its arrays, and the offset of the first. Raises ProtocolError."""
     try:
@@ -212,7 +227,7 @@ def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
         sizes = struct.unpack_from(f"<{count}Q", data, _TABLE.size)
     except struct.error as error:
         raise ProtocolError(f"not the beginning of a message: {error}") from None
-    start = _TABLE.size + 8 * count
+    start = _TABLE.size + _SIZE * count
     if len(data) < start + length:
         raise ProtocolError("a message whose head is cut off")
     return bytes(data[start : start + length]), sizes, start + length
