@@ -40,8 +40,8 @@ class Link(Protocol):
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment of at most SEGMENT_BYTES, now or soon. The payload must not change before `flush` returns."""
 
-    async def flush(self) -> None:
-        """Wait until the payloads of all posted segments may be changed."""
+    async def flush(self, dest: int) -> None:
+        """Wait until the payloads of all segments that were posted to `dest` may be changed."""
 
 
 class _Peer:
@@ -64,13 +64,19 @@ class _Partial:
         self._empty = deque(array for array in arrays if array.size)  # arrays that are not full yet
         self._filled = 0  # bytes of the first of them
 
+    def room(self, nbytes: int) -> memoryview | None:
+        """Where the next `nbytes` bytes belong; None if they do not fit."""
+        target = self._empty[0][self._filled : self._filled + nbytes]
+        return target.data if target.size == nbytes else None
+
     def take(self, payload: Buffer) -> bool:
         """Consume the next segment; return whether the message is complete. Raises ProtocolError if it does not fit."""
         data = np.frombuffer(payload, np.uint8)
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
             raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
-        target[...] = data
+        if target.ctypes.data != data.ctypes.data:  # else it was received there: see `room`
+            target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:
             self._empty.popleft()
@@ -127,7 +133,7 @@ class Segments:
                 raise
             finally:
                 # Also if this is cancelled: the caller may change its arrays as soon as this returns.
-                await _to_the_end(self._link.flush())
+                await _to_the_end(self._link.flush(dest))
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
@@ -164,6 +170,12 @@ class Segments:
         if peer.earned >= WINDOW_BYTES // 4:  # the segment is consumed; credit goes out in batches
             self._link.post(source, _CREDIT, peer.earned, b"")
             peer.earned = 0
+
+    def room(self, source: int, kind: int, number: int, nbytes: int) -> memoryview | None:
+        """The memory for the payload of a segment, if the link can receive it there; it is `received` then."""
+        peer = self._peers.get(source)
+        partial = peer.partial.get(number) if peer is not None and kind == _PART else None
+        return None if partial is None else partial.room(nbytes)
 
     def forget(self, source: int) -> None:
         """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
