@@ -116,7 +116,7 @@ _POLL = "whether a wait polls or sleeps depends on the speed of the machine"
 _SPY = "it counts or records internal steps, whose results are the same"
 _LAW = "a broken collective, which the checker must notice"
 REPLACED = {
-    "conftest.py": {"service_sockets.FREEZE_S": "a service outside of a world has no setting for it"},
+    "conftest.py": {"service_protocol.FREEZE_S": "a service outside of a world has no setting for it"},
     "test_arena.py": {
         "arena_module._POLLS": _POLL,
         "arena_module._POLLS_OVERSUBSCRIBED": _POLL,
@@ -155,11 +155,13 @@ REPLACED = {
         "packing._PIECE": _FAR,
     },
     "test_rpc_outside.py": {
-        "service_sockets.FREEZE_S": "a service outside of a world has no setting for it",
+        "segment_stream.UNSENT_MAX": _FAR,
+        "service_protocol.CLIENTS_MAX": _FAR,
+        "service_protocol.FREEZE_S": "a service outside of a world has no setting for it",
+        "service_protocol.HANDSHAKE_S": "the real limit is 5 seconds",
         "service_sockets.Heartbeat._handle_event": _FAULT,
-        "service_sockets._CLIENTS_MAX": _FAR,
-        "service_sockets._HANDSHAKE_MS": "the real limit is 5 seconds",
         "service_sockets._UNSENT_MAX": _FAR,
+        "service_streams._UNGREETED_MAX": _FAR,
     },
     "test_security.py": {"connection_policy._HANDSHAKE_MS": "the real limit is 5 seconds"},
     "test_shared_memory.py": {

@@ -31,7 +31,7 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 SIZES = [1, 2, 3, 4, 5, 13]
 SCRIPT = Path(__file__).parent / "scripts" / "in_memory.py"
-TAIL, HEAD, RING = 0, 1, 4  # words of an inbox's control_block
+TAIL, HEAD, RING = 0, 1, 8  # words of an inbox's control_block
 
 
 class Mail(Keeper):

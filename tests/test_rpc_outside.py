@@ -9,6 +9,8 @@ import fcntl
 import gc
 import os
 import random
+import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -36,10 +38,13 @@ from asyncoll import (
     deadline,
 )
 from asyncoll.rpc import connect, outside, protocol, segments, serve
+from asyncoll.rpc.by_socket import dial, listen
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.transport import addresses
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import service_sockets
+from asyncoll.transport.messages import segment_stream, service_protocol, service_sockets, service_streams
+from asyncoll.transport.messages.segment_stream import HEADER, SegmentStream
+from asyncoll.transport.messages.service_protocol import BYE, HELLO, VERSION
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 pytestmark = pytest.mark.slow
@@ -95,12 +100,11 @@ class WrongService:
     async def plain(self, a: str) -> int: ...
 
 
-@pytest.fixture(params=["ipc", "tcp", "curve"])
+@pytest.fixture(params=["ipc", "tcp", "curve", "ipc, curve"])
 def place(request, tmp_path):
     """An address, and the arguments with its key."""
-    if request.param == "ipc":
-        return f"ipc://{tmp_path}/s", {}
-    return "tcp://127.0.0.1:0", {"key_file": a_key(tmp_path / "key")} if request.param == "curve" else {}
+    key = {"key_file": a_key(tmp_path / "key")} if "curve" in request.param else {}
+    return f"ipc://{tmp_path}/s" if "ipc" in request.param else "tcp://127.0.0.1:0", key
 
 
 @pytest.fixture
@@ -321,7 +325,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
 def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(service_sockets, "FREEZE_S", 0.5)
+    monkeypatch.setattr(service_protocol, "FREEZE_S", 0.5)
     url = f"ipc://{tmp_path}/s" if url == "ipc" else url
 
     async def main(address):
@@ -332,6 +336,48 @@ def test_a_service_that_freezes_is_lost(url, tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", FREEZING, url], stdout=subprocess.PIPE, text=True) as service:
         try:
             run(main(service.stdout.readline().strip()))
+        finally:
+            service.kill()
+
+
+FORKED = """
+import asyncio, ctypes, os, signal, sys
+from asyncoll.rpc import serve
+
+class Service:
+    async def fork(self) -> int:
+        child = ctypes.PyDLL(None).fork()  # without Python's hooks: the child keeps the connections
+        if not child:
+            signal.pause()
+        return child
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with serve(Service(), sys.argv[1]):
+        print(flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_service_that_dies_is_lost_although_a_child_keeps_its_connections(ipc, monkeypatch):
+    monkeypatch.setattr(service_protocol, "FREEZE_S", 0.5)
+
+    async def main():
+        async with connect(ipc) as client:
+            child = await client.call("fork")
+            try:
+                with pytest.raises(ServiceLostError, match="its process has ended"):
+                    await client.call("die")
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    with subprocess.Popen([sys.executable, "-c", FORKED, ipc], stdout=subprocess.PIPE, text=True) as service:
+        try:
+            service.stdout.readline()
+            run(main())
         finally:
             service.kill()
 
@@ -388,14 +434,17 @@ def test_notifications_begin_before_their_client_has_left_and_continue(ipc):
     run(main())
 
 
-def test_lost_clients_leave_no_state(ipc):
+@pytest.mark.parametrize("url", ["ipc", "tcp://127.0.0.1:0"])
+def test_lost_clients_leave_no_state(url, ipc):
+    url = ipc if url == "ipc" else url
+
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
-        server = outside._Server(registry, ipc, None)
+        server = outside._Server(registry, url, None)
         runs = server._exchange._server
         for _ in range(5):
-            async with connect(ipc) as client:
+            async with connect(server.url) as client:
                 hanging = [asyncio.ensure_future(client.call("hang")) for _ in range(3)]
                 await asyncio.sleep(0)
                 for call in hanging:
@@ -405,10 +454,10 @@ def test_lost_clients_leave_no_state(ipc):
                 client._exchange.client._tell(protocol.CANCEL, 0, 0)
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
-        while server._socket._clients or runs._calls or server._carrier._segments._peers:
+        socket = server._socket
+        while socket._clients or runs._calls or server._carrier._segments._peers:
             await asyncio.sleep(0)
-        assert not server._socket._names
-        assert not server._socket._descriptors
+        assert not (socket._others if url.startswith("ipc") else socket._names or socket._descriptors)
         assert not [*runs._streams, *runs._counts, *runs._answers, *runs._answering]
         await server.close()
 
@@ -456,15 +505,17 @@ from asyncoll.rpc import serve
 
 def come_and_go(count):
     for _ in range(count):
-        with socket.socket(socket.AF_UNIX) as hostile:
-            hostile.connect(sys.argv[1].removeprefix("ipc://"))
+        with socket.socket() as hostile:
+            hostile.connect(where)
 
 async def meet(count: int) -> None:
     come_and_go(count)
 
 async def main():
-    async with serve(meet, sys.argv[1]):
-        print(flush=True)
+    global where
+    async with serve(meet, "tcp://127.0.0.1:0") as url:
+        where = "127.0.0.1", int(url.rpartition(":")[2])
+        print(url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
         come_and_go(3000)
 
@@ -472,23 +523,41 @@ asyncio.run(main())
 """
 
 
-def test_a_service_that_computes_survives_many_unauthenticated_peers(ipc):
+def test_a_service_that_computes_survives_many_unauthenticated_peers():
     """The loop of the service is blocked, so it does not read the events of ZeroMQ."""
 
-    async def main():
-        async with connect(ipc) as client:
+    async def main(url):
+        async with connect(url) as client:
             await client.call("meet", 3000)
             assert await client.methods()
 
-    command = [sys.executable, "-c", CROWDED, ipc]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as service:
+    command = [sys.executable, "-c", CROWDED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
         try:
-            service.stdout.readline()
-            run(main())
+            run(main(service.stdout.readline().strip()))
             service.stdin.close()
             assert service.wait(PATIENCE_S) == 0
         finally:
             service.kill()
+
+
+def test_a_service_that_computes_finds_the_connections_that_came_meanwhile(ipc, caplog):
+    """A backlog full of connections, half of them closed and half silent, delays nobody else."""
+    path = ipc.removeprefix("ipc://")
+
+    async def main():
+        with contextlib.ExitStack() as crowd:
+            async with both(ipc) as (_, client, _):
+                for number in range(service_protocol.BACKLOG):  # the loop, which is blocked here, accepts none
+                    stranger = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                    stranger.connect(path)
+                    if number % 2:
+                        stranger.close()
+                assert await client.call("echo", 1) == 1
+                async with connect(ipc) as another:
+                    assert await another.call("echo", 2) == 2
+
+    run(main())
 
 
 def test_messages_to_a_lost_client_are_dropped(ipc):
@@ -539,20 +608,37 @@ def test_no_service_at_the_address(tmp_path):
     run(main())
 
 
-def test_a_silent_peer_at_the_address(tmp_path):
+def test_a_silent_peer_at_the_address(ipc):
     async def main():
-        with zmq.Context() as context, a_socket(context, zmq.ROUTER) as silent:
-            silent.bind(f"ipc://{tmp_path}/s")
-            with deadline(0.05), pytest.raises(ServiceLostError, match="no answer from"):
-                async with connect(f"ipc://{tmp_path}/s"):
-                    raise AssertionError
+        with zmq.Context() as context, a_socket(context, zmq.ROUTER) as silent, socket.socket(socket.AF_UNIX) as other:
+            silent.bind("tcp://127.0.0.1:*")
+            other.bind(ipc.removeprefix("ipc://"))
+            other.listen()
+            for url in (silent.last_endpoint.decode(), ipc):
+                with deadline(0.05), pytest.raises(ServiceLostError, match="no answer from"):
+                    async with connect(url):
+                        raise AssertionError
+
+    run(main())
+
+
+def test_a_client_and_a_service_of_which_one_has_a_key(ipc, tmp_path):
+    key = {"key_file": a_key(tmp_path / "key")}
+
+    async def main():
+        for own, other in ((key, {}), ({}, key)):
+            async with both(ipc, **own) as (_, client, _):
+                with pytest.raises(ServiceLostError, match="no service at"):
+                    async with connect(ipc, **other):
+                        raise AssertionError
+                assert await client.call("echo", 1) == 1
 
     run(main())
 
 
 def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
     """The kernel accepts connections for a stopped process."""
-    monkeypatch.setattr(service_sockets, "_HANDSHAKE_MS", 50)
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
 
     async def main():
         with socket.socket(socket.AF_UNIX) as stopped:
@@ -565,14 +651,14 @@ def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch)
     run(main())
 
 
-def test_connect_refuses_a_service_without_a_heartbeat(ipc, monkeypatch):
+def test_connect_refuses_a_service_without_a_heartbeat(monkeypatch):
     """Without a heartbeat, a service that freezes right after its answer would never be missed."""
     monkeypatch.setattr(service_sockets.Heartbeat, "_handle_event", lambda *_: None)
 
     async def main():
-        async with serve(Service(), ipc):
+        async with serve(Service(), "tcp://127.0.0.1:0") as url:
             with deadline(0.05), pytest.raises(ServiceLostError, match="no answer from"):
-                async with connect(ipc):
+                async with connect(url):
                     raise AssertionError
 
     run(main())
@@ -836,67 +922,120 @@ def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
 # -- hostile peers -------------------------------------------------------------------------------
 
 
-def hello(version=service_sockets.VERSION):
-    return service_sockets._FORM.pack(service_sockets._HELLO, version)
+def segment(kind: int, number: int, payload: bytes = b"") -> bytes:
+    """A segment over a unix socket."""
+    return HEADER.pack(len(payload), kind, number) + payload
 
 
-def whole(head: bytes) -> bytes:
-    return service_sockets._FORM.pack(segments._WHOLE, 0) + segments._TABLE.pack(0, len(head)) + head
+def whole(head: bytes) -> tuple[int, int, bytes]:
+    return segments._WHOLE, 0, segments._TABLE.pack(0, len(head)) + head
 
 
-async def with_hostile_client(ipc, act, caplog, expected):
-    """A service and a client continue while a hostile client sends invalid messages."""
-    async with both(ipc) as (_, client, _):
+def a_call(number: int, body: bytes, name: str) -> tuple[int, int, bytes]:
+    return whole(protocol.encode(protocol.CALL, number, body, name=name)[0])
+
+
+@contextlib.contextmanager
+def a_connection(url: str):
+    """A raw connection to the unix socket of a service."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(url.removeprefix("ipc://"))
+        peer.setblocking(False)
+        yield peer
+
+
+@contextlib.contextmanager
+def hostile_at(url: str):
+    """Yields a function that sends segments (kind, number and perhaps payload) to the service at `url`."""
+    if url.startswith("ipc"):
+        with a_connection(url) as peer:
+            yield lambda *messages: peer.sendall(b"".join(segment(*message) for message in messages))
+    else:
         with zmq.Context() as context, a_socket(context) as hostile:
-            hostile.connect(ipc)
-            act(hostile)
-            while expected not in caplog.text:
-                assert await client.call("echo", 1) == 1
+            hostile.connect(url)
+
+            def send(*messages):
+                for kind, number, *payload in messages:
+                    hostile.send(service_sockets._FORM.pack(kind, number) + b"".join(payload))
+
+            yield send
+
+
+async def heard(peer: socket.socket, client: Any, nbytes: int = 1 << 16) -> bytes:
+    """What comes over a raw connection next, and nothing at its end; the client of the service is served meanwhile."""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                return peer.recv(nbytes)
+            except ConnectionResetError:
+                return b""
         assert await client.call("echo", 1) == 1
 
 
+URLS = ["ipc", "tcp://127.0.0.1:0"]
+
+
+@pytest.fixture(params=URLS)
+def keyless(request, ipc):
+    return ipc if request.param == "ipc" else request.param
+
+
 HOSTILE = {
-    "no hello": [[b"hi"]],
-    "random bytes": [[hello()], [b"\xff" * 100]],
-    "too many frames": [[hello()], [b"x"], [b"x", b"y", b"z"], [service_sockets._FORM.pack(77, 0)]],
-    "a segment of nothing": [[hello()], [service_sockets._FORM.pack(segments._PART, 3) + b"x"]],
-    "credit for nothing": [[hello()], [service_sockets._FORM.pack(segments._CREDIT, 1 << 40)]],
-    "a lot of memory": [
-        [hello()],
-        [service_sockets._FORM.pack(segments._FIRST, 0) + b"\1\0\0\0\0\0\0\0" + b"\xff" * 8],
-    ],
-    "no message": [[hello()], [whole(b"\0" * 100)]],
-    "a bad call": [[hello()], [whole(protocol.encode(protocol.CALL, 1, b"\xc1", name="echo")[0])]],
-    "two of one number": [
-        [hello()],
-        *[[whole(protocol.encode(protocol.CALL, 1, b"\x92\x90\x80", name="hang")[0])]] * 2,
-    ],
+    "no hello": [(0, 0, b"hi")],
+    "random bytes": [(HELLO, VERSION), (255, 1, b"\xff" * 100), (0xFF, 1 << 60, b"\xff" * 100), (9, 9, b"\xff")],
+    "a segment of nothing": [(HELLO, VERSION), (segments._PART, 3, b"x")],
+    "credit for nothing": [(HELLO, VERSION), (segments._CREDIT, 1 << 40)],
+    "a lot of memory": [(HELLO, VERSION), (segments._FIRST, 0, b"\1\0\0\0\0\0\0\0" + b"\xff" * 8)],
+    "no message": [(HELLO, VERSION), whole(b"\0" * 100)],
+    "a bad call": [(HELLO, VERSION), a_call(1, b"\xc1", "echo")],
+    "two of one number": [(HELLO, VERSION), *[a_call(1, b"\x92\x90\x80", "hang")] * 2],
     "too many calls": [
-        [hello()],
-        *[
-            [whole(protocol.encode(protocol.CALL, n, b"\x92\x90\x80", name="hang")[0])]
-            for n in range(2 * protocol.CALLS_MAX + 1)
-        ],
+        (HELLO, VERSION),
+        *[a_call(number, b"\x92\x90\x80", "hang") for number in range(2 * protocol.CALLS_MAX + 1)],
     ],
 }
 
 
+async def with_hostile_client(url, messages, caplog):
+    """A service and a client continue while a hostile client sends invalid messages."""
+    async with both(url) as (_, client, address):
+        with hostile_at(address) as send:
+            send(*messages)
+            while "dropped" not in caplog.text:
+                assert await client.call("echo", 1) == 1
+        assert await client.call("echo", 1) == 1
+
+
 @pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_clients_are_dropped_and_logged(ipc, messages, caplog):
-    def act(hostile):
-        for message in messages:
-            hostile.send_multipart(message)
-
-    run(with_hostile_client(ipc, act, caplog, "dropped"))
+def test_hostile_clients_are_dropped_and_logged(keyless, messages, caplog):
+    run(with_hostile_client(keyless, messages, caplog))
 
 
-def test_frames_that_are_too_long_end_the_connection(ipc):
+def test_a_message_of_too_many_frames_is_ignored():
     async def main():
-        async with both(ipc) as (_, client, _):
+        async with both("tcp://127.0.0.1:0") as (_, client, url):
+            with zmq.Context() as context, a_socket(context) as hostile:
+                hostile.connect(url)
+                form = service_sockets._FORM
+                for message in ([form.pack(HELLO, VERSION)], [b"x"], [b"x", b"y", b"z"], [form.pack(77, 0)]):
+                    hostile.send_multipart(message)
+                while not hostile.poll(0):
+                    assert await client.call("echo", 1) == 1
+                assert hostile.recv()[0] == HELLO
+                while not hostile.poll(0):
+                    assert await client.call("echo", 1) == 1
+                assert b"kind 77" in hostile.recv()
+
+    run(main())
+
+
+def test_frames_that_are_too_long_end_the_connection():
+    async def main():
+        async with both("tcp://127.0.0.1:0") as (_, client, url):
             with zmq.Context() as context, a_socket(context) as hostile:
                 monitor = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                hostile.connect(ipc)
-                hostile.send(hello() + bytes(2 * SEGMENT_BYTES))
+                hostile.connect(url)
+                hostile.send(service_sockets._FORM.pack(HELLO, VERSION) + bytes(2 * SEGMENT_BYTES))
                 while not monitor.poll(0):
                     assert await client.call("echo", 1) == 1
                 hostile.disable_monitor()
@@ -905,31 +1044,178 @@ def test_frames_that_are_too_long_end_the_connection(ipc):
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_segments(ipc, seed, caplog):
-    draw = random.Random(seed)
+def test_a_segment_that_is_announced_too_long_ends_the_connection(ipc, monkeypatch, caplog):
+    """Its header is enough. The client is told, and is disconnected even if it stays."""
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
 
-    def act(hostile):
-        hostile.send(hello())
-        for _ in range(200):
-            kind = draw.choice([segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(256)])
-            hostile.send(service_sockets._FORM.pack(kind, draw.randrange(3)) + draw.randbytes(draw.randrange(60)))
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with a_connection(ipc) as hostile:
+                hostile.sendall(segment(HELLO, VERSION) + HEADER.pack(segment_stream.PAYLOAD_MAX + 1, 0, 0))
+                told = await heard(hostile, client)
+                while len(told) <= 2 * HEADER.size:
+                    told += await heard(hostile, client)
+                hostile.sendall(segment(0, 0, b"more"))  # which is ignored
+                while rest := await heard(hostile, client):
+                    told += rest
+        assert told.startswith(segment(HELLO, VERSION))
+        nbytes, kind, _ = HEADER.unpack_from(told, HEADER.size)
+        assert (nbytes, kind) == (len(told) - 2 * HEADER.size, BYE)
+        assert b"it dropped this client, which broke the protocol: a segment of" in told
 
-    run(with_hostile_client(ipc, act, caplog, "dropped"))
+    run(main())
+    assert caplog.text.count("dropped client 1, which broke the protocol") == 1
 
 
-def test_a_client_of_another_version(ipc):
+BEGINNINGS = {
+    "zeromq": b"\xff" + bytes(8) + b"\x7f",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(5),
+    "a hello with too much behind it": HEADER.pack(1 << 20, HELLO, VERSION),
+    "a hello with a payload": segment(HELLO, VERSION, b"x"),
+    "a farewell": segment(BYE, 0, b"x"),
+}
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_strangers_are_disconnected_at_their_first_bytes(ipc, beginning, caplog):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with a_connection(ipc) as stranger:
+                stranger.sendall(beginning)
+                assert await heard(stranger, client) == b""
+
+    run(main())
+    assert "dropped an unauthenticated peer: it does not begin with a hello" in caplog.text
+
+
+@pytest.mark.parametrize("beginning", [b"", segment(HELLO, VERSION)[:4], segment(HELLO, VERSION)[:-1]])
+def test_slow_strangers_are_disconnected_after_a_time(ipc, beginning, monkeypatch):
+    async def main():
+        async with serve(Service(), ipc), connect(ipc) as client:
+            monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
+            with a_connection(ipc) as stranger:
+                stranger.sendall(beginning)
+                assert await heard(stranger, client) == b""
+
+    run(main())
+
+
+def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monkeypatch):
+    monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
+
     async def main():
         async with serve(Service(), ipc):
+            monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
+            with contextlib.ExitStack() as crowd:
+                for _ in range(5):
+                    crowd.enter_context(a_connection(ipc))
+                monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 5.0)
+                async with connect(ipc) as client:
+                    assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+def test_a_service_without_free_descriptors_continues(ipc, caplog):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with a_connection(ipc) as late:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+                try:
+                    while "could not accept a connection: Too many open files" not in caplog.text:
+                        assert await client.call("echo", 1) == 1
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                late.sendall(segment(HELLO, VERSION))
+                assert await heard(late, client) == segment(HELLO, VERSION)
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_segments(keyless, seed, caplog):
+    draw = random.Random(seed)
+    kinds = [segments._WHOLE, segments._FIRST, segments._PART, segments._DROP, draw.randrange(254)]
+    drawn = [(draw.choice(kinds), draw.randrange(3), draw.randbytes(draw.randrange(60))) for _ in range(200)]
+    run(with_hostile_client(keyless, [(HELLO, VERSION), *drawn], caplog))
+
+
+def test_segments_that_come_in_pieces_are_joined(ipc):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with a_connection(ipc) as slow:
+                for byte in segment(HELLO, VERSION) + segment(*a_call(5, b"\x92\x91\x01\x80", "echo")):
+                    slow.sendall(bytes([byte]))
+                    assert await client.call("echo", 1) == 1
+                answer = b""
+                while len(answer) <= 2 * HEADER.size:
+                    answer += await heard(slow, client)
+                message = segment(*whole(protocol.encode(protocol.RESULT, 5, b"\x01")[0]))
+                assert answer == segment(HELLO, VERSION) + message
+
+    run(main())
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
+    draw = random.Random(seed)
+    lengths = [0, 1, 100, (1 << 14) - HEADER.size, (1 << 14) - HEADER.size + 1, 1 << 16, segment_stream.PAYLOAD_MAX]
+    sent = [(draw.randrange(256), number, draw.randbytes(draw.choice(lengths))) for number in range(100)]
+
+    async def main():
+        ends, came, done = socket.socketpair(), [], asyncio.Event()
+        streams = []
+        for end in ends:
+            end.setblocking(False)
+            streams.append(SegmentStream(end))
+
+        def received(kind, number, payload):
+            came.append((kind, number, bytes(payload)))
+
+        streams[0].use(None, lambda: None, lambda error: None)
+        streams[1].use(received, done.set, pytest.fail)
+        streams[0].send(HELLO, 0, b"")
+        for kind, number, payload in sent:
+            streams[0].send(kind, number, np.frombuffer(payload, np.uint8) if number % 2 else payload)
+            if draw.random() < 0.5:
+                await asyncio.sleep(0)
+        while len(came) <= len(sent):
+            await asyncio.sleep(0)
+        streams[0].close()
+        await done.wait()
+        streams[1].close()
+        assert came == [(HELLO, 0, b""), *sent]
+
+    run(main(), loop_factory)
+
+
+def test_a_client_of_another_version(keyless):
+    async def main():
+        async with serve(Service(), keyless) as url:
+            if url.startswith("ipc"):
+                with a_connection(url) as old, contextlib.nullcontext():
+                    old.sendall(segment(HELLO, 99))
+                    async with connect(url) as client:
+                        assert await heard(old, client) == segment(HELLO, VERSION)
+                        old.sendall(segment(HELLO, 99) * 5)
+                        assert await client.call("echo", 1) == 1
+                    with pytest.raises(BlockingIOError):  # it was not answered again
+                        old.recv(1)
+                return
             with zmq.Context() as context, a_socket(context) as old:
-                old.connect(ipc)
-                old.send(hello(99))
+                hello = service_sockets._FORM.pack
+                old.connect(url)
+                old.send(hello(HELLO, 99))
                 while not old.poll(0):
                     await asyncio.sleep(0)
-                assert old.recv() == hello()
+                assert old.recv() == hello(HELLO, VERSION)
                 for _ in range(5):
-                    old.send(hello(99))
-                async with connect(ipc) as client:
+                    old.send(hello(HELLO, 99))
+                async with connect(url) as client:
                     assert await client.call("echo", 1) == 1
                 assert not old.poll(0), "it was answered again"
 
@@ -937,20 +1223,31 @@ def test_a_client_of_another_version(ipc):
 
 
 def test_a_service_of_another_version(ipc):
+    async def refused(url):
+        with pytest.raises(ProtocolError, match="speaks version 99, expected 1"):
+            async with connect(url):
+                raise AssertionError
+
     async def answer(service):
         while not service.poll(0):
             await asyncio.sleep(0)
         client, _ = service.recv_multipart()
-        service.send_multipart([client, hello(99)])
+        service.send_multipart([client, service_sockets._FORM.pack(HELLO, 99)])
 
     async def main():
         with zmq.Context() as context, a_socket(context, zmq.ROUTER) as service:
-            service.bind(ipc)
+            service.bind("tcp://127.0.0.1:*")
             answering = asyncio.create_task(answer(service))
-            with pytest.raises(ProtocolError, match="speaks version 99, expected 1"):
-                async with connect(ipc):
-                    raise AssertionError
+            await refused(service.last_endpoint.decode())
             await answering
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(ipc.removeprefix("ipc://"))
+            listener.listen()
+            connecting = asyncio.create_task(refused(ipc))
+            connection, _ = await asyncio.to_thread(listener.accept)
+            with connection:
+                connection.sendall(segment(HELLO, 99))
+                await connecting
 
     run(main())
 
@@ -974,13 +1271,13 @@ def test_a_client_that_is_dropped_is_told_why(place):
     run(main())
 
 
-def test_a_client_above_the_limit_is_told_so(ipc, monkeypatch):
-    monkeypatch.setattr(service_sockets, "_CLIENTS_MAX", 1)
+def test_a_client_above_the_limit_is_told_so(keyless, monkeypatch):
+    monkeypatch.setattr(service_protocol, "CLIENTS_MAX", 1)
 
     async def main():
-        async with both(ipc) as (_, client, _):
+        async with both(keyless) as (_, client, url):
             with pytest.raises(ServiceLostError, match=r"no service at .*: it has 1 clients already"):
-                async with connect(ipc):
+                async with connect(url):
                     raise AssertionError
             assert await client.call("echo", 1) == 1
 
@@ -997,6 +1294,9 @@ class Losses:
     def received(self, peer: int, kind: int, number: int, payload: Any) -> None:
         self.came.set()
 
+    def room(self, peer: int, kind: int, number: int, nbytes: int) -> None:
+        return None
+
     def lost(self, peer: int, cause: str) -> None:
         self.lost_ones.append((peer, cause))
 
@@ -1011,17 +1311,15 @@ async def send_until_lost(socket, owner):
     assert owner.lost_ones == [(0, "it does not read what it is sent")]
 
 
-def test_a_client_that_never_reads_is_dropped(ipc, monkeypatch, caplog):
+def test_a_client_that_never_reads_is_dropped(keyless, monkeypatch, caplog):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
+    monkeypatch.setattr(segment_stream, "UNSENT_MAX", 8 * SEGMENT_BYTES)
 
     async def main():
         owner = Losses()
-        server = service_sockets.ServerSocket(owner, ipc, None)
-        with contextlib.closing(server), zmq.Context() as context, a_socket(context) as deaf:
-            deaf.rcvhwm = 1
-            deaf.connect(ipc)
-            deaf.send(hello())
-            deaf.send(hello())
+        server = listen(owner, keyless, None)
+        with contextlib.closing(server), hostile_at(server.url) as send:  # which never reads
+            send((HELLO, VERSION), (0, 0))
             await owner.came.wait()
             await send_until_lost(server, owner)
         assert caplog.text.count("dropped client 0: it does not read what it is sent") == 1
@@ -1031,23 +1329,29 @@ def test_a_client_that_never_reads_is_dropped(ipc, monkeypatch, caplog):
 
 def test_a_service_that_never_reads_is_lost(ipc, monkeypatch):
     monkeypatch.setattr(service_sockets, "_UNSENT_MAX", 8)
+    monkeypatch.setattr(segment_stream, "UNSENT_MAX", 8 * SEGMENT_BYTES)
+
+    async def is_noticed(url):
+        owner = Losses()
+        with contextlib.closing(dial(owner, url, None, lambda version: None)) as client:
+            await send_until_lost(client, owner)
 
     async def main():
-        owner = Losses()
         with zmq.Context() as context, a_socket(context, zmq.ROUTER) as deaf:
             deaf.rcvhwm = 1
-            deaf.bind(ipc)
-            with contextlib.closing(service_sockets.ClientSocket(owner, ipc, None, lambda version: None)) as client:
-                await send_until_lost(client, owner)
+            deaf.bind("tcp://127.0.0.1:*")
+            await is_noticed(deaf.last_endpoint.decode())
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.bind(ipc.removeprefix("ipc://"))
+            deaf.listen()
+            await is_noticed(ipc)
 
     run(main())
 
 
-def test_keepalive_probes_detect_dead_hosts(place):
-    url, key = place
-
+def test_keepalive_probes_detect_dead_hosts():
     async def main():
-        async with both(url, **key) as (_, client, _):
+        async with both("tcp://127.0.0.1:0") as (_, client, _):
             dealer = client._exchange._carrier.socket._socket
             assert [dealer.getsockopt(option) for option in service_sockets._KEEPALIVE] == list(
                 service_sockets._KEEPALIVE.values()

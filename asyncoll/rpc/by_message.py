@@ -65,7 +65,7 @@ class MessageCarrier:
             signal = self._router.signal
             self._post_to_runtime(lambda: signal(dest, self._context, number, kind, 0, payload))
 
-    async def flush(self) -> None:
+    async def flush(self, dest: int) -> None:
         """As `segments.Link.flush`: the router copies a payload when it sends it, on the runtime's loop, in order."""
         if self._is_closed:
             return

@@ -73,8 +73,12 @@ class SocketCarrier:
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         self.socket.send(dest, kind, number, payload)
 
-    async def flush(self) -> None:
-        """Nothing to wait for: the socket has copied all payloads."""
+    async def flush(self, dest: int) -> None:
+        await self.socket.flush(dest)
+
+    def room(self, peer: int, kind: int, number: int, nbytes: int) -> memoryview | None:
+        """The socket is about to receive a long segment."""
+        return self._segments.room(peer, kind, number, nbytes)
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """The socket has received a segment."""

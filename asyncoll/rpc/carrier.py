@@ -21,7 +21,7 @@ class Carrier(Protocol):
     peer, so `send` to a slow peer waits.
     """
 
-    # Whether `send_nowait` may be called in any thread.
+    # Whether `send_nowait` may be called in any thread for messages without arrays.
     sends_in_any_thread: bool
 
     def open(self, deliver: Deliver) -> None:

@@ -21,7 +21,7 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import as_operand, is_tensor
-from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_view
+from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_over, torch_view
 
 INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
 MAX_DEPTH = 64  # nested values
@@ -101,7 +101,9 @@ class Encoder:
         """Encode a value of a type that msgpack does not know."""
         kind = type(value)
         if kind is np.ndarray:
-            return self._array(value, _NUMPY)
+            return self._array(value, value, _NUMPY)
+        if kind is getattr(sys.modules.get("torch"), "Tensor", None):
+            return self._array(value, _as_numpy(value), _TORCH)
         if kind is tuple:
             return self._nested(_TUPLE, list(value))
         if kind is set:
@@ -111,29 +113,36 @@ class Encoder:
         if kind is OrderedDict:
             return dict(value)
         if isinstance(value, np.generic):
-            return self._array(np.asarray(value), _SCALAR)
-        if is_tensor(value):
-            return self._array(value, _NUMPY if isinstance(value, np.ndarray) else _TORCH)
+            scalar = np.asarray(value)
+            return self._array(scalar, scalar, _SCALAR)
+        if is_tensor(value):  # of a subclass
+            return self._array(value, None, _NUMPY if isinstance(value, np.ndarray) else _TORCH)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._nested(_DATACLASS, [kind.__qualname__, _fields(value)])
         raise UsageError(f"{kind} cannot be sent")
 
-    def _array(self, value: Any, family: int) -> msgpack.ExtType:
-        array = value if family != _TORCH else _as_numpy(value)
+    def _array(self, value: Any, array: Array | None, family: int) -> tuple[int, bytes]:
+        """Encode a tensor; `array` is its memory, or None if the tensor may be more than its memory."""
         if array is not None and array.nbytes <= INLINE_BYTES and (dtype := _NATIVE.get(array.dtype)) is not None:
             shape = array.shape
             form = _FORMS[len(shape)].pack(family, dtype, _INSIDE, len(shape), *shape)
-            return msgpack.ExtType(_ARRAY, form + array.tobytes())
+            return _extension(_ARRAY, form + array.tobytes())
         operand = as_operand(value)
         flat, shape = operand.flat.view(np.uint8), operand.shape
         where = _INSIDE if flat.size <= INLINE_BYTES else _OUTSIDE
         form = _FORMS[len(shape)].pack(family, DTYPES.index(operand.dtype), where, len(shape), *shape)
         if where == _INSIDE:
-            return msgpack.ExtType(_ARRAY, form + flat.tobytes())
+            return _extension(_ARRAY, form + flat.tobytes())
         if len(self._arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
             raise UsageError(f"{ARRAYS_MAX} arrays in one message are too many: stack them")
         self._arrays.append(flat)
-        return msgpack.ExtType(_ARRAY, form + _INDEX.pack(len(self._arrays) - 1))
+        return _extension(_ARRAY, form + _INDEX.pack(len(self._arrays) - 1))
+
+
+def _extension(code: int, data: bytes) -> tuple[int, bytes]:
+    """`msgpack.ExtType(code, data)` without its checks, which take as long as to encode a short array."""
+    extension: tuple[int, bytes] = tuple.__new__(msgpack.ExtType, (code, data))
+    return extension
 
 
 def _as_numpy(tensor: Any) -> Array | None:
@@ -141,12 +150,10 @@ def _as_numpy(tensor: Any) -> Array | None:
 
     `as_operand`, which handles all tensors, takes several times longer than the rest of a short message.
     """
-    if type(tensor) is not sys.modules["torch"].Tensor:
-        return None
     try:
-        array: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
-    except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have
-        return None
+        array: Array = tensor.numpy()
+    except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have; or a gradient
+        return _as_numpy(tensor.detach()) if tensor.requires_grad else None
     return array
 
 
@@ -254,13 +261,16 @@ class _Decoder:
             raise ProtocolError(f"an array of kind {family}, dtype {dtype}, {dimensions} dimensions")
         form = _FORMS[dimensions]
         shape, rest = form.unpack_from(body)[4:], body[form.size :]
-        flat: Array = np.frombuffer(bytearray(rest), np.uint8) if where == _INSIDE else self._take(rest)
+        memory: bytearray | Array = bytearray(rest) if where == _INSIDE else self._take(rest)
         storage = _STORAGE[dtype]
-        if math.prod(shape) * storage.itemsize != flat.size or (family == _SCALAR and shape):
-            raise ProtocolError(f"{flat.size} bytes for an array of shape {shape} and dtype {DTYPES[dtype]}")
+        if math.prod(shape) * storage.itemsize != len(memory) or (family == _SCALAR and shape):
+            raise ProtocolError(f"{len(memory)} bytes for an array of shape {shape} and dtype {DTYPES[dtype]}")
         if storage.kind == "b":
+            flat = np.frombuffer(memory, np.uint8)
             np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
-        array = flat.view(storage).reshape(shape)  # here, because torch's `reshape` takes several times longer
+        if family == _TORCH and len(memory):
+            return torch_over(memory, DTYPES[dtype], shape)
+        array = np.frombuffer(memory, storage).reshape(shape)  # not torch's `reshape`: it takes several times longer
         if family == _TORCH:
             return torch_view(array, DTYPES[dtype])
         return array[()] if family == _SCALAR else array

@@ -11,7 +11,8 @@ receiver keeps is not bounded, and delays no sender.
 
 *Polling.* After each message the reader polls its inbox for a short time, with a turn of its loop between two polls;
 then it sleeps until a sender wakes it. So two ranks that exchange messages find each other awake, and the other tasks
-of the loop are not delayed.
+of the loop are not delayed. The sender of a long message wakes the reader before the last part of its copy, so that the
+reader polls when the message comes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ from asyncoll.transport.memory.lending import Borrower, Lender
 from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, Message, encode, encode_head
 
 INLINE_BYTES = 1 << 15  # arrays that are copied into the inbox; from 50 KiB on, lending is faster
+AT_ONCE_BYTES = 1 << 22  # arrays that are copied without a turn for other tasks; at most about 0.4 ms
+ANNOUNCED_BYTES = 1 << 18  # arrays from this size on are announced: their copy takes as long as to wake a reader
 WINDOW_BYTES = 1 << 26  # memory that is lent to a peer and unread; or one message, however long
 _BATCH = 32  # messages to send or deliver before other tasks of the loop get a turn
 logger = logging.getLogger("asyncoll")
@@ -86,14 +89,14 @@ class MemoryCarrier:
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
         """As `Carrier.send_nowait`. The first message to a rank is not sent here.
 
-        In any thread, between processes: this reads what the loop's thread changes in single steps, and the lock of
-        the inbox guards the rest.
+        Without arrays, in any thread, between processes: this reads what the loop's thread changes in single steps, and
+        the lock of the inbox guards the rest.
         """
         outbox = self._outboxes.get(dest)
-        if arrays or outbox is None or len(head) > HEAD_BYTES or self._is_closed:
+        if outbox is None or len(head) > HEAD_BYTES or self._is_closed:
             return False
         try:
-            return outbox.put_head(head)
+            return outbox.send_nowait(head, arrays) if arrays else outbox.put_head(head)
         except InboxClosedError:
             return True
 
@@ -163,6 +166,7 @@ class MemoryCarrier:
             while True:
                 if not self._has_work():
                     await self._arena.wait(wait, self._check, lambda: "messages of other ranks", yielding=True)
+                self._inbox.hear()
                 self._borrower.give_back()
                 if self._inbox.has_messages():
                     self._receive()
@@ -176,7 +180,8 @@ class MemoryCarrier:
             self._broken(-1, ProtocolError(f"the inbox cannot be read: {error!r}"))
 
     def _has_work(self) -> bool:
-        return self._inbox.has_messages() or self._borrower.has_dropped()
+        inbox = self._inbox
+        return inbox.has_messages() or inbox.has_announcements() or self._borrower.has_dropped()
 
     def _receive(self) -> None:
         for message in self._inbox.take():
@@ -237,19 +242,60 @@ class _Outbox:
             await self._put(_OutgoingMessage(encode(Message(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
-            while self._unread and self._unread_bytes + packing.nbytes > WINDOW_BYTES:
-                end, oldest = self._unread[0]
-                await self._until(partial(self.inbox.is_read, end))
-                self._unread.popleft()
-                self._unread_bytes -= oldest
+            while not self._fits_window(packing.nbytes):
+                await self._until(partial(self.inbox.is_read, self._unread[0][0]))
             address = self._lender.take(packing.nbytes)
             try:
-                for _ in packing.fill(self._arena.view(address, packing.nbytes)):
+                for _ in self._copies(packing, address):
                     await asyncio.sleep(0)
-                raw = encode(Message(local_rank, head, len(arrays), b"", address, packing.nbytes))
-                await self._put(_OutgoingMessage(raw, address, packing.nbytes))
+                await self._put(self._lending(head, packing, address))
             finally:
                 self._lender.keep_unless_lent(address)
+
+    def send_nowait(self, head: bytes, arrays: Sequence[Array]) -> bool:
+        """As `send`, if the arrays are not too long and no wait is necessary; returns whether it was done."""
+        packing = Packing(arrays)
+        if packing.nbytes > AT_ONCE_BYTES or self._queue:
+            return False
+        if packing.nbytes <= INLINE_BYTES:
+            raw = encode(Message(self._arena.local_rank, head, len(arrays), packing.joined()))
+            with self.inbox.control_block:
+                return self.inbox.put(raw) is not None
+        if self._long.locked() or not self._fits_window(packing.nbytes):
+            return False
+        try:
+            address = self._lender.take(packing.nbytes)
+        except UsageError:  # no memory is left; `send` raises it to the caller
+            return False
+        try:
+            for _ in self._copies(packing, address):
+                pass
+            with self.inbox.control_block:
+                return self._try_put(self._lending(head, packing, address))
+        finally:
+            self._lender.keep_unless_lent(address)
+
+    def _fits_window(self, nbytes: int) -> bool:
+        """Whether a long message may be lent, which is so once the peer has read enough of those before it."""
+        while self._unread and self._unread_bytes + nbytes > WINDOW_BYTES:
+            end, oldest = self._unread[0]
+            if not self.inbox.is_read(end):
+                return False
+            self._unread.popleft()
+            self._unread_bytes -= oldest
+        return True
+
+    def _copies(self, packing: Packing, address: int) -> Iterator[None]:
+        """Copy the arrays into the block at `address`, and announce the message before the last part."""
+        for is_last in packing.fill(self._arena.view(address, packing.nbytes)):
+            if not is_last:
+                yield
+            elif packing.nbytes >= ANNOUNCED_BYTES:
+                self.inbox.announce()
+
+    def _lending(self, head: bytes, packing: Packing, address: int) -> _OutgoingMessage:
+        message = Message(self._arena.local_rank, head, packing.count, b"", address, packing.nbytes)
+        return _OutgoingMessage(encode(message), address, packing.nbytes)
 
     def put_head(self, head: bytes) -> bool:
         """Put a message without arrays into the inbox unless others wait or there is no room; return whether so."""

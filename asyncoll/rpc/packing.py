@@ -14,16 +14,17 @@ from asyncoll.transport.wire import Buffer
 _ALIGNMENT = 64
 _GAP = bytes(_ALIGNMENT)
 _LENGTH = 8  # bytes of an entry of the table
-_PIECE = 1 << 20  # bytes to copy before other tasks of the loop get a turn
+_PIECE = 1 << 20  # bytes that are copied at a time
 
 
 class Packing:
     """The layout of flat uint8 arrays in one block of `nbytes`."""
 
-    __slots__ = ("_arrays", "_starts", "_table", "nbytes")
+    __slots__ = ("_arrays", "_starts", "_table", "count", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = arrays
+        self.count = len(arrays)
         self._table = struct.pack(f"<{len(arrays)}q", *(array.nbytes for array in arrays))
         self._starts, end = [], len(self._table)
         for array in arrays:
@@ -36,20 +37,28 @@ class Packing:
         """The block as bytes."""
         parts: list[Buffer] = [self._table]
         end = len(self._table)
-        for array, start in zip(self._arrays, self._starts, strict=True):
+        for array, start in self._placed():
             parts += _GAP[: start - end], array
             end = start + array.nbytes
         return b"".join(parts)
 
-    def fill(self, memory: Array) -> Iterator[None]:
-        """Write the block into `memory`, a flat uint8 array of `nbytes`. Yields after each _PIECE, for other tasks."""
+    def fill(self, memory: Array) -> Iterator[bool]:
+        """Write the block into `memory`, a flat uint8 array of `nbytes`.
+
+        Yields before each part of at most _PIECE: whether it is the last one.
+        """
         memory.data[: len(self._table)] = self._table
-        for array, first in zip(self._arrays, self._starts, strict=True):
-            for start in range(0, array.nbytes, _PIECE):
-                piece = array[start : start + _PIECE]
-                memory[first + start : first + start + piece.nbytes] = piece
-                if piece.nbytes == _PIECE:
-                    yield
+        starts = ((array, first, start) for array, first in self._placed() for start in range(0, array.nbytes, _PIECE))
+        part = next(starts, None)
+        while part is not None:
+            array, first, start = part
+            part = next(starts, None)
+            yield part is None
+            piece = array[start : start + _PIECE]
+            memory[first + start : first + start + piece.nbytes] = piece
+
+    def _placed(self) -> Iterator[tuple[Array, int]]:
+        return zip(self._arrays, self._starts, strict=True)
 
 
 def unpack(memory: Buffer, count: int) -> list[Array]:

@@ -31,6 +31,7 @@ _LONG_MAX = 4  # long messages under way to one peer at a time
 
 _WHOLE, _FIRST, _PART, _DROP, _CREDIT = range(5)
 _TABLE = struct.Struct("<II")  # number of arrays, bytes of the head; then the bytes of each array
+_SIZE = 8  # bytes of an entry of the table
 
 
 class Link(Protocol):
@@ -39,8 +40,8 @@ class Link(Protocol):
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment of at most SEGMENT_BYTES, now or soon. The payload must not change before `flush` returns."""
 
-    async def flush(self) -> None:
-        """Wait until the payloads of all posted segments may be changed."""
+    async def flush(self, dest: int) -> None:
+        """Wait until the payloads of all segments that were posted to `dest` may be changed."""
 
 
 class _Peer:
@@ -63,13 +64,19 @@ class _Partial:
         self._empty = deque(array for array in arrays if array.size)  # arrays that are not full yet
         self._filled = 0  # bytes of the first of them
 
+    def room(self, nbytes: int) -> memoryview | None:
+        """Where the next `nbytes` bytes belong; None if they do not fit."""
+        target = self._empty[0][self._filled : self._filled + nbytes]
+        return target.data if target.size == nbytes else None
+
     def take(self, payload: Buffer) -> bool:
         """Consume the next segment; return whether the message is complete. Raises ProtocolError if it does not fit."""
         data = np.frombuffer(payload, np.uint8)
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
             raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
-        target[...] = data
+        if target.ctypes.data != data.ctypes.data:  # else it was received there: see `room`
+            target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:
             self._empty.popleft()
@@ -95,21 +102,23 @@ class Segments:
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
         """As `Carrier.send_nowait`."""
         peer = self._peers[dest]
-        cost = _TABLE.size + len(head) + _COST
-        if arrays or peer.outstanding + cost > WINDOW_BYTES:
+        nbytes = _TABLE.size + len(head)
+        if arrays:
+            nbytes += sum(array.size + _SIZE for array in arrays)
+            if nbytes > _SHORT_BYTES:
+                return False
+        if peer.outstanding + nbytes + _COST > WINDOW_BYTES:
             return False
-        peer.outstanding += cost
-        self._link.post(dest, _WHOLE, 0, _TABLE.pack(0, len(head)) + head)
+        peer.outstanding += nbytes + _COST
+        self._link.post(dest, _WHOLE, 0, _joined(_begin(head, arrays), arrays))
         return True
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
         """As `Carrier.send`."""
-        sizes = [array.size for array in arrays]
-        first = _TABLE.pack(len(sizes), len(head)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
+        first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
         peer = self._peers[dest]
-        if len(first) + sum(sizes) <= _SHORT_BYTES:
-            parts: list[Buffer] = [first, *arrays]
-            await self._post(peer, dest, _WHOLE, 0, b"".join(parts))
+        if len(first) + nbytes <= _SHORT_BYTES:
+            await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
         # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
         async with peer.long:
@@ -124,7 +133,7 @@ class Segments:
                 raise
             finally:
                 # Also if this is cancelled: the caller may change its arrays as soon as this returns.
-                await _to_the_end(self._link.flush())
+                await _to_the_end(self._link.flush(dest))
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
@@ -161,6 +170,12 @@ class Segments:
         if peer.earned >= WINDOW_BYTES // 4:  # the segment is consumed; credit goes out in batches
             self._link.post(source, _CREDIT, peer.earned, b"")
             peer.earned = 0
+
+    def room(self, source: int, kind: int, number: int, nbytes: int) -> memoryview | None:
+        """The memory for the payload of a segment, if the link can receive it there; it is `received` then."""
+        peer = self._peers.get(source)
+        partial = peer.partial.get(number) if peer is not None and kind == _PART else None
+        return None if partial is None else partial.room(nbytes)
 
     def forget(self, source: int) -> None:
         """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
@@ -203,6 +218,18 @@ class Segments:
                 room.set_result(None)
 
 
+def _begin(head: bytes, arrays: Sequence[Array]) -> bytes:
+    """The begin of a message: the number and the sizes of its arrays, and its head."""
+    if not arrays:
+        return _TABLE.pack(0, len(head)) + head
+    return _TABLE.pack(len(arrays), len(head)) + struct.pack(f"<{len(arrays)}Q", *(a.size for a in arrays)) + head
+
+
+def _joined(first: bytes, arrays: Sequence[Array]) -> bytes:
+    parts: list[Buffer] = [first, *arrays]
+    return b"".join(parts)
+
+
 def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
     """The head of a message, the sizes of its arrays, and the offset of the first. Raises ProtocolError."""
     try:
@@ -212,7 +239,7 @@ def _opened(data: memoryview) -> tuple[bytes, Sequence[int], int]:
         sizes = struct.unpack_from(f"<{count}Q", data, _TABLE.size)
     except struct.error as error:
         raise ProtocolError(f"not the beginning of a message: {error}") from None
-    start = _TABLE.size + 8 * count
+    start = _TABLE.size + _SIZE * count
     if len(data) < start + length:
         raise ProtocolError("a message whose head is cut off")
     return bytes(data[start : start + length]), sizes, start + length

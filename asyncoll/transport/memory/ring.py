@@ -23,9 +23,10 @@ _BATCH = 64  # messages that are taken at a time
 _SHORT_BYTES = _ALIGNMENT * _BATCH  # so many bytes are copied under the lock; they are at most a batch
 _SKIP = 0  # in place of the bytes of a message: the next message is at the start of the ring
 
-# Cells of the control block. RETURNED is for the borrowers of its owner: see `lending`.
-_TAIL, _HEAD, _CLOSED, RETURNED = range(4)
-_RING = 4  # the first cell of the ring
+# Cells of the control block. RETURNED is for the borrowers of its owner: see `lending`. ANNOUNCED counts the long
+# messages whose writers are about to finish the copy of their arrays.
+_TAIL, _HEAD, _CLOSED, RETURNED, _ANNOUNCED = range(5)
+_RING = 8  # the first cell of the ring
 
 # Bytes of head and inline body. At half the ring a message always fits into an empty ring, wherever the tail is.
 PAYLOAD_MAX = RING_BYTES // 2 - _ALIGNMENT - _HEADER.size
@@ -56,6 +57,7 @@ class Inbox:
         self._ring = self.control_block.cells[_RING:].cast("B")
         self._ranks = arena.ranks
         self._read = 0  # the owner's own copy of the head, which peers cannot change
+        self._heard = 0  # announcements that the owner knows
 
     # -- for writers ------------------------------------------------------------------------------
 
@@ -84,6 +86,12 @@ class Inbox:
         self.control_block.wake()
         return end
 
+    def announce(self) -> None:
+        """Wake the owner: a message will come within microseconds. Then it polls as the message comes."""
+        with self.control_block as control_block:
+            self._cells[_ANNOUNCED] += 1
+            control_block.wake()
+
     def has_room(self, nbytes: int) -> bool:
         """Whether an encoded message of `nbytes` bytes fits. Raises InboxClosedError."""
         cells, size = self._cells, nbytes + _ALIGNMENT - 1 & -_ALIGNMENT
@@ -103,6 +111,14 @@ class Inbox:
 
     def has_messages(self) -> bool:
         return self._cells[_TAIL] != self._read
+
+    def has_announcements(self) -> bool:
+        """Whether `announce` was called since `hear`."""
+        return self._cells[_ANNOUNCED] != self._heard
+
+    def hear(self) -> None:
+        """Note the announcements that have come."""
+        self._heard = self._cells[_ANNOUNCED]
 
     def take(self) -> list[Message]:
         """Remove and return the next messages, at most _BATCH. Raises ProtocolError for a malformed one."""

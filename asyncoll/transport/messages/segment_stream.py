@@ -5,18 +5,21 @@ is allocated for it. Each direction begins with a hello, or with the reason of a
 does not speak this protocol.
 
 *Sending.* The first segment of a turn of the loop is written at once, so a peer that waits is woken without delay. The
-others of that turn are joined, and written in the next turn. What the kernel does not take is copied, and written when
-the socket has room: `send` never waits.
+others of that turn are joined, and written in the next turn. What the kernel does not take is written when the socket
+has room: `send` never waits. Long payloads are not copied; `flush` tells when they may be changed.
 
-*Receiving.* One read of the socket for each event; short segments that came together are delivered from one buffer.
+*Receiving.* One read of the socket for each event; short segments that came together are delivered from one buffer. A
+long payload is read into the memory where its owner wants it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import struct
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncoll.errors import ProtocolError
@@ -29,9 +32,13 @@ UNSENT_MAX = 32 * SEGMENT_BYTES  # bytes that wait for room in the socket; four 
 _BEGIN = struct.Struct("<IB")  # the first fields of a header
 _BUFFER_BYTES = 1 << 14  # read at a time: about a hundred short segments, before other callbacks of the loop run
 _JOINED_BYTES = 1 << 13  # a payload of at most this size is copied behind its header: two buffers cost more
+_VECTOR = 64  # buffers of one write
+_SOCKET_BYTES = 1 << 20  # of the socket's buffer, if the host allows as many
+_FLUSH_S = 0.05  # for a peer to read; then the payloads that it has not read are copied
 
 
 Received = Callable[[int, int, Buffer], None]
+Room = Callable[[int, int, int], memoryview | None]
 
 
 class UnreadError(Exception):
@@ -49,27 +56,38 @@ class SegmentStream:
         self._loop = asyncio.get_running_loop()
         self._socket = connection
         self._received: Received | None = None
+        self._room: Room = _no_room
         self._ended: Callable[[], None] = _nothing
         self._malformed: Callable[[ProtocolError], None] = _ignored
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._end = 0  # of the bytes in the buffer, which begin with a header that is not delivered yet
         self._has_begun = False  # the peer has sent its first header
         self._long: _Long | None = None  # a payload that the buffer does not hold
-        self._unsent = bytearray()
+        self._unsent: deque[Buffer] = deque()  # what is to be written; a bytearray at the end may be extended
+        self._unsent_bytes = 0
+        self._lends = False  # payloads of callers are in there
+        self._flushed: list[asyncio.Future[None]] = []  # callers that wait until there are none
         self._is_corked = False  # a segment was written in this turn of the loop, and the next ones are joined
         self._waits_for_room = False
         self._is_closed = False
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self._loop.add_reader(connection.fileno(), self._read)
 
     def use(
-        self, received: Received | None, ended: Callable[[], None], malformed: Callable[[ProtocolError], None]
+        self,
+        received: Received | None,
+        ended: Callable[[], None],
+        malformed: Callable[[ProtocolError], None],
+        room: Room | None = None,
     ) -> None:
         """Set the callbacks, which may call all methods.
 
         `received` gets kind, number and payload of each segment; the payload is valid during that call only. Without
         it, segments are ignored. `ended` is called once, after the last segment; `malformed` for bytes that are no
-        segment, after which nothing more is delivered.
+        segment, after which nothing more is delivered. `room` returns the memory for a long payload, of which it gets
+        kind, number and bytes; None if there is none.
         """
+        self._room = room or _no_room
         self._received = received
         self._ended = ended
         self._malformed = malformed
@@ -92,42 +110,60 @@ class SegmentStream:
         if self._waits_for_room:
             self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
-        self._unsent.clear()
+        self._drop_unsent()
 
     # -- sending ----------------------------------------------------------------------------------
 
     def send(self, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment, or copy it to be sent later. It is dropped if the peer is gone. Raises UnreadError."""
-        nbytes = len(payload)
-        header = HEADER.pack(nbytes, kind, number)
+        """Send a segment, now or later. It is dropped if the peer is gone. Raises UnreadError.
+
+        A payload of more than 8 KiB must not change before `flush` returns.
+        """
         if self._is_closed:
             return
+        header = HEADER.pack(len(payload), kind, number)
+        parts = [header + bytes(payload)] if len(payload) <= _JOINED_BYTES else [header, payload]
         if self._is_corked or self._unsent:
-            self._queue(header, payload)
+            self._queue(parts, 0)
             return
         try:
-            if nbytes <= _JOINED_BYTES:
-                data = header + bytes(payload)
-                sent = self._socket.send(data)
-                if sent != len(data):
-                    self._queue(data[sent:], b"")
-            else:
-                sent = self._socket.sendmsg([header, payload])
-                behind = max(0, sent - HEADER.size)
-                self._queue(header[sent:], memoryview(payload)[behind:])
+            sent = self._socket.send(parts[0]) if len(parts) == 1 else self._socket.sendmsg(parts)
         except BlockingIOError:
-            self._queue(header, payload)
+            sent = 0
         except OSError:  # the peer is gone; the reader reports it after the last segments
             return
+        if sent < HEADER.size + len(payload):
+            self._queue(parts, sent)
         self._is_corked = True
         self._loop.call_soon(self._uncork)
 
-    def _queue(self, header: bytes, payload: Buffer) -> None:
-        self._unsent += header
-        self._unsent += memoryview(payload)
-        if len(self._unsent) > UNSENT_MAX:
+    async def flush(self) -> None:
+        """Wait until the payloads of all segments may be changed: at most a short time, whatever the peer does."""
+        if not self._lends:
+            return
+        flushed = self._loop.create_future()
+        self._flushed.append(flushed)
+        await asyncio.wait([flushed], timeout=_FLUSH_S)
+        if self._lends and not flushed.done():
+            self._unsent = deque(bytes(part) for part in self._unsent)
+            self._settle()
+
+    def _queue(self, parts: Sequence[Buffer], sent: int) -> None:
+        """Keep the segment of these parts, of which so many bytes are written, to be written later."""
+        for part in parts:
+            rest = memoryview(part)[sent:]
+            sent = max(0, sent - len(part))
+            if len(part) > _JOINED_BYTES + HEADER.size:
+                self._unsent.append(rest)
+                self._lends = True
+            elif self._unsent and type(self._unsent[-1]) is bytearray:
+                self._unsent[-1] += rest
+            else:
+                self._unsent.append(bytearray(rest))
+            self._unsent_bytes += len(rest)
+        if self._unsent_bytes > UNSENT_MAX:
             raise UnreadError
-        if not self._is_corked and self._unsent:
+        if not self._is_corked:
             self._await_room()
 
     def _uncork(self) -> None:
@@ -140,22 +176,43 @@ class SegmentStream:
         if self._is_closed:
             return
         try:
-            sent = self._socket.send(self._unsent)
+            self._written(self._socket.sendmsg(list(itertools.islice(self._unsent, _VECTOR))))
         except BlockingIOError:
-            sent = 0
+            pass
         except OSError:  # the peer is gone, which the reader reports
-            sent = len(self._unsent)
-        del self._unsent[:sent]
+            self._drop_unsent()
         if self._unsent:
             self._await_room()
-        elif self._waits_for_room:
+            return
+        self._settle()
+        if self._waits_for_room:
             self._waits_for_room = False
             self._loop.remove_writer(self._socket.fileno())
+
+    def _written(self, sent: int) -> None:
+        self._unsent_bytes -= sent
+        while self._unsent and sent >= len(self._unsent[0]):
+            sent -= len(self._unsent.popleft())
+        if sent:
+            self._unsent[0] = memoryview(self._unsent[0])[sent:]
 
     def _await_room(self) -> None:
         if not self._waits_for_room and not self._is_closed:
             self._waits_for_room = True
             self._loop.add_writer(self._socket.fileno(), self._write)
+
+    def _drop_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        self._settle()
+
+    def _settle(self) -> None:
+        """No payload of a caller is needed any more."""
+        self._lends = False
+        for flushed in self._flushed:
+            if not flushed.done():
+                flushed.set_result(None)
+        self._flushed.clear()
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -198,7 +255,8 @@ class SegmentStream:
                 elif nbytes > PAYLOAD_MAX:
                     self._reject(f"a segment of {nbytes} bytes, at most {PAYLOAD_MAX}")
                 elif HEADER.size + nbytes > _BUFFER_BYTES:
-                    self._long = _Long(kind, number, nbytes, view[first:end])
+                    payload = self._room(kind, number, nbytes) or memoryview(bytearray(nbytes))
+                    self._long = _Long(kind, number, payload, view[first:end])
                     start = end
                 else:
                     break
@@ -225,10 +283,10 @@ class SegmentStream:
 class _Long:
     """A segment that is longer than the buffer, while its payload comes."""
 
-    def __init__(self, kind: int, number: int, nbytes: int, begin: memoryview) -> None:
+    def __init__(self, kind: int, number: int, payload: memoryview, begin: memoryview) -> None:
         self.kind = kind
         self.number = number
-        self.payload = memoryview(bytearray(nbytes))
+        self.payload = payload
         self.payload[: len(begin)] = begin
         self._filled = len(begin)
 
@@ -243,6 +301,10 @@ class _Long:
 
 def _nothing() -> None:
     pass
+
+
+def _no_room(kind: int, number: int, nbytes: int) -> memoryview | None:
+    return None
 
 
 def _ignored(error: ProtocolError) -> None:

@@ -33,6 +33,9 @@ class Owner(Protocol):
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """Handle a segment from a peer. The payload may change once this has returned."""
 
+    def room(self, peer: int, kind: int, number: int, nbytes: int) -> memoryview | None:
+        """The memory for the payload of a segment, which is received as a whole then; None if there is none yet."""
+
     def lost(self, peer: int, cause: str) -> None:
         """Handle the loss of a peer. Called at most once for each peer."""
 
@@ -46,7 +49,13 @@ class ServiceEnd(Protocol):
         """Whether client `peer` is connected."""
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment to a client, or copy it to be sent later. It is dropped if the client is lost."""
+        """Send a segment to a client, now or later. It is dropped if the client is lost.
+
+        The payload must not change before `flush` returns.
+        """
+
+    async def flush(self, peer: int) -> None:
+        """Wait until the payloads that were sent to a client may be changed: a short time, whatever the client does."""
 
     def drop(self, peer: int, reason: str) -> None:
         """Disconnect a client: it loses the service for that reason, and its segments are ignored."""
@@ -62,7 +71,10 @@ class ClientEnd(Protocol):
         """Whether the service is not lost."""
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment to the service, or copy it to be sent later. It is dropped if the service is lost."""
+        """As `ServiceEnd.send`, to the service."""
+
+    async def flush(self, peer: int) -> None:
+        """As `ServiceEnd.flush`."""
 
     def close(self) -> None:
         """Close the socket at once; segments that are queued are dropped. Idempotent."""

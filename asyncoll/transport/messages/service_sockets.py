@@ -114,6 +114,9 @@ class _Socket(ABC):
         self._loop.remove_reader(self._socket.fileno())
         self._closing.close()
 
+    async def flush(self, peer: int) -> None:  # noqa: B027 (not abstract: it is complete)
+        """Nothing to wait for: ZeroMQ has copied all payloads."""
+
     def _send(self, to: tuple[bytes, ...], kind: int, number: int, payload: Buffer) -> None:
         for frame in to:
             self._socket.send(frame, _MORE)

@@ -112,6 +112,12 @@ class StreamServer:
             self.drop(peer, UNREAD)
             self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
 
+    async def flush(self, peer: int) -> None:
+        """As `ServiceEnd.flush`."""
+        stream = self._clients.get(peer)
+        if stream is not None:
+            await stream.flush()
+
     def drop(self, peer: int, reason: str) -> None:
         """As `ServiceEnd.drop`."""
         stream = self._clients.pop(peer, None)
@@ -267,6 +273,11 @@ class StreamClient:
         except UnreadError:
             self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
 
+    async def flush(self, peer: int) -> None:
+        """As `ClientEnd.flush`."""
+        if self._stream is not None:
+            await self._stream.flush()
+
     def close(self) -> None:
         """As `ClientEnd.close`."""
         if self._is_closed:
@@ -310,7 +321,7 @@ class StreamClient:
         """The service has answered: it is connected, and its process is watched."""
         assert self._stream is not None
         self._limit.cancel()
-        self._stream.use(self._received, self._ended, self._malformed)
+        self._stream.use(self._received, self._ended, self._malformed, partial(self._owner.room, 0))
         if kind != HELLO:
             self._received(kind, version, payload)
             return
