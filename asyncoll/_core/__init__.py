@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from types import ModuleType
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from asyncoll._core.native import ControlBlock, Meetings, Pieces, Rounds, ShortCalls
 
 VARIABLE = "ASYNCOLL_CORE"
 _NOT_BUILT = (
@@ -19,7 +25,36 @@ _NOT_BUILT = (
 )
 
 
-def load(wanted: str) -> tuple[ModuleType | None, str]:
+class Core(Protocol):
+    """The compiled module, `native.pyi`."""
+
+    __file__: str | None
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802
+
+    @property
+    def Meetings(self) -> type[Meetings]: ...  # noqa: N802
+
+    @property
+    def Pieces(self) -> type[Pieces]: ...  # noqa: N802
+
+    @property
+    def Rounds(self) -> type[Rounds]: ...  # noqa: N802
+
+    @property
+    def ShortCalls(self) -> type[ShortCalls]: ...  # noqa: N802
+
+    def find_kernel(self, op: str, dtype: str, portable: bool = False, /) -> int: ...
+
+    def reduce(
+        self, kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /
+    ) -> None: ...
+
+
+def load(wanted: str) -> tuple[Core | None, str]:
     """The compiled module, or None, and why. `wanted` is the value of ASYNCOLL_CORE.
 
     Raises UsageError if `wanted` is unknown, or demands a core that cannot be loaded.
@@ -34,7 +69,7 @@ def load(wanted: str) -> tuple[ModuleType | None, str]:
     return native, obstacle or (f"{VARIABLE}=c" if wanted else "it has been built")
 
 
-def _compiled(folder: str) -> tuple[ModuleType | None, str]:
+def _compiled(folder: str) -> tuple[Core | None, str]:
     """The compiled module; or None, and why it cannot be used."""
     changed_s = {entry.name: entry.stat().st_mtime for entry in os.scandir(folder)}
     built_s = changed_s.get("native.abi3.so")

@@ -21,13 +21,10 @@
 enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, HEAD };
 enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
 
-/* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
-enum { WAITING, LAST, NOT_FREE, OVER };
-
 /* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
 enum { COPIED_UNDER_LOCK = 4096 };
 
-typedef struct {
+struct Meetings {
     PyObject_HEAD
     ControlBlock *block;
     PyObject *view;    /* view(address, nbytes): the memory of any rank */
@@ -39,7 +36,7 @@ typedef struct {
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
     int64_t begun;      /* first of `size` cells: each rank's newest call */
     int64_t known_free; /* the tag of a meeting whose record is known to be free */
-} Meetings;
+};
 
 typedef struct {
     int64_t *cells; /* of the record */
@@ -169,17 +166,22 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
     return LAST;
 }
 
+int meetings_is_free(Meetings *self, int64_t number)
+{
+    Record record = record_of(self, number);
+    if (self->known_free == record.tag)
+        return 1;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    bool free = is_free(self, record);
+    control_block_unlock(self->block);
+    return free;
+}
+
+/* Arrive at a meeting whose record is free. */
 static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int64_t address, const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
-    if (self->known_free != record.tag) {
-        if (control_block_lock(self->block) < 0)
-            return -1;
-        bool free = is_free(self, record);
-        control_block_unlock(self->block);
-        if (!free)
-            return NOT_FREE;
-    }
     if (bytes->len && !address) {
         char *mine = short_array(self, self->rank, record.turn);
         if (!mine)
@@ -323,6 +325,17 @@ static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divis
     return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
 }
 
+int meetings_arrive(Meetings *self, int64_t number, const Meeting *meeting, int64_t address, const Py_buffer *bytes,
+                    bool is_clear)
+{
+    if (!check_length(self, bytes))
+        return -1;
+    int state = arrive_with(self, number, meeting->fingerprint, bytes->len < self->shown_min ? 0 : address, bytes);
+    if (state == LAST)
+        state = end_as_last(self, number, meeting->kernel, meeting->divisor, is_clear, bytes);
+    return state;
+}
+
 /* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -332,16 +345,17 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
         return NULL;
     }
-    int64_t number = PyLong_AsLongLong(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
-    int64_t address = PyLong_AsLongLong(arguments[3]), divisor = PyLong_AsLongLong(arguments[5]);
-    long kernel = PyLong_AsLong(arguments[4]);
+    int64_t number = PyLong_AsLongLong(arguments[0]), address = PyLong_AsLongLong(arguments[3]);
+    Meeting meeting = {.fingerprint = PyLong_AsLongLong(arguments[1]),
+                       .kernel = (int)PyLong_AsLong(arguments[4]),
+                       .divisor = PyLong_AsLongLong(arguments[5])};
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (bytes.len < self->shown_min)
-        address = 0;
-    int state = check_length(self, &bytes) ? arrive_with(self, number, fingerprint, address, &bytes) : -1;
-    if (state == LAST)
-        state = end_as_last(self, number, (int)kernel, divisor, arguments[6] == Py_True, &bytes);
+    int state = meetings_is_free(self, number);
+    if (state == 0)
+        state = NOT_FREE;
+    else if (state > 0)
+        state = meetings_arrive(self, number, &meeting, address, &bytes, arguments[6] == Py_True);
     free_bytes(&bytes);
     return state < 0 ? NULL : PyLong_FromLong(state);
 }
@@ -363,6 +377,38 @@ static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_
     Py_RETURN_NONE;
 }
 
+int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear)
+{
+    Record record = record_of(self, number);
+    char *result = NULL;
+    if (!check_length(self, bytes) || control_block_lock(self->block) < 0)
+        return -1;
+    if (record.cells[DONE] != done) {
+        control_block_unlock(self->block);
+        return 0;
+    }
+    bool is_shown = bytes->len && bytes->len >= self->shown_min;
+    bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
+    /* The result of copies is in the memory of rank 0. Elsewhere it is where this rank has shown its array. */
+    if (bytes->len && !is_in_place && !(result = short_array(self, is_shown ? self->rank : 0, record.turn))) {
+        control_block_unlock(self->block);
+        return -1;
+    }
+    if (result && bytes->len > COPIED_UNDER_LOCK) {
+        control_block_unlock(self->block);
+        memcpy(bytes->buf, result, bytes->len);
+        if (control_block_lock(self->block) < 0)
+            return -1;
+    } else if (result) {
+        memcpy(bytes->buf, result, bytes->len);
+    }
+    if (++record.cells[LEFT] == self->size)
+        control_block_wake(self->block, INT64_MAX);
+    look_ahead(self, number + 1, is_clear);
+    control_block_unlock(self->block);
+    return 1;
+}
+
 /* `complete(number, done, array, is_clear)`: copy the result into `array`, and leave. Returns False if it is not there. */
 static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -375,39 +421,9 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
     int64_t number = PyLong_AsLongLong(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    Record record = record_of(self, number);
-    char *result = NULL;
-    PyObject *answer = NULL;
-    if (!check_length(self, &bytes) || control_block_lock(self->block) < 0)
-        goto end;
-    if (record.cells[DONE] != done) {
-        control_block_unlock(self->block);
-        answer = Py_NewRef(Py_False);
-        goto end;
-    }
-    bool is_shown = bytes.len && bytes.len >= self->shown_min;
-    bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
-    /* The result of copies is in the memory of rank 0. Elsewhere it is where this rank has shown its array. */
-    if (bytes.len && !is_in_place && !(result = short_array(self, is_shown ? self->rank : 0, record.turn))) {
-        control_block_unlock(self->block);
-        goto end;
-    }
-    if (result && bytes.len > COPIED_UNDER_LOCK) {
-        control_block_unlock(self->block);
-        memcpy(bytes.buf, result, bytes.len);
-        if (control_block_lock(self->block) < 0)
-            goto end;
-    } else if (result) {
-        memcpy(bytes.buf, result, bytes.len);
-    }
-    if (++record.cells[LEFT] == self->size)
-        control_block_wake(self->block, INT64_MAX);
-    look_ahead(self, number + 1, arguments[3] == Py_True);
-    control_block_unlock(self->block);
-    answer = Py_NewRef(Py_True);
-end:
+    int is_over = meetings_complete(self, number, done, &bytes, arguments[3] == Py_True);
     free_bytes(&bytes);
-    return answer;
+    return is_over < 0 ? NULL : PyBool_FromLong(is_over);
 }
 
 /* -- waiting ---------------------------------------------------------------------------------- */
@@ -428,11 +444,36 @@ static bool poll_cell(const int64_t *cell, int64_t wanted, int64_t polls)
     return peek(cell) == wanted;
 }
 
+int meetings_look(Meetings *self, int64_t number, int64_t done, int64_t polls, int64_t sleep_ns)
+{
+    int64_t *cell = record_of(self, number).cells + DONE;
+    if (peek(cell) == done)
+        return 1;
+    PyThreadState *state = PyEval_SaveThread();
+    bool is_there = poll_cell(cell, done, polls);
+    PyEval_RestoreThread(state);
+    if (is_there || sleep_ns <= 0)
+        return is_there;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    uint32_t before = (uint32_t)*cell;
+    is_there = *cell == done;
+    /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
+    record_of(self, number).cells[SLEEPERS] += !is_there;
+    control_block_unlock(self->block);
+    if (is_there)
+        return 1;
+    const struct timespec time = {sleep_ns / 1000000000, sleep_ns % 1000000000};
+    state = PyEval_SaveThread();
+    syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0); /* a signal ends it, too */
+    PyEval_RestoreThread(state);
+    return peek(cell) == done;
+}
+
 /* `look(number, done, polls, sleep_ns)`: block for a short time until the result is there. Returns whether it seems to
  * be: `complete` knows. */
 static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
-    Meetings *self = (Meetings *)object;
     if (count != 4) {
         PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns)");
         return NULL;
@@ -441,28 +482,8 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
     int64_t polls = PyLong_AsLongLong(arguments[2]), sleep_ns = PyLong_AsLongLong(arguments[3]);
     if (PyErr_Occurred())
         return NULL;
-    int64_t *cell = record_of(self, number).cells + DONE;
-    if (peek(cell) == done)
-        Py_RETURN_TRUE;
-    PyThreadState *state = PyEval_SaveThread();
-    bool is_there = poll_cell(cell, done, polls);
-    PyEval_RestoreThread(state);
-    if (is_there || sleep_ns <= 0)
-        return PyBool_FromLong(is_there);
-    if (control_block_lock(self->block) < 0)
-        return NULL;
-    uint32_t before = (uint32_t)*cell;
-    is_there = *cell == done;
-    /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
-    record_of(self, number).cells[SLEEPERS] += !is_there;
-    control_block_unlock(self->block);
-    if (is_there)
-        Py_RETURN_TRUE;
-    const struct timespec time = {sleep_ns / 1000000000, sleep_ns % 1000000000};
-    state = PyEval_SaveThread();
-    syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0); /* a signal ends it, too */
-    PyEval_RestoreThread(state);
-    return PyBool_FromLong(peek(cell) == done);
+    int is_there = meetings_look((Meetings *)object, number, done, polls, sleep_ns);
+    return is_there < 0 ? NULL : PyBool_FromLong(is_there);
 }
 
 /* -- the type --------------------------------------------------------------------------------- */
@@ -564,3 +585,18 @@ PyType_Spec meetings_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
+
+bool is_meetings(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == create;
+}
+
+int64_t meetings_calls(const Meetings *self)
+{
+    return self->calls;
+}
+
+bool meetings_has_short_arrays(const Meetings *self)
+{
+    return self->block->cells[self->addresses + self->rank] != 0;
+}

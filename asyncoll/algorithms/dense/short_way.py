@@ -7,18 +7,26 @@ other call (`algorithms.calls`).
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncoll.algorithms.backend import Collectives, Plan
-from asyncoll.algorithms.dense.in_memory import SharedCall
+import numpy as np
+
+from asyncoll._core import Core
+from asyncoll.algorithms.backend import BegunCall, Entry, Host, Plan
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, kernel_number, reducer
+from asyncoll.tensors.reductions import BFLOAT16, Array, ReduceOp, kernel_number, reducer
+
+if TYPE_CHECKING:
+    from asyncoll._core.native import ShortCalls
 
 T = TypeVar("T")
 
@@ -29,8 +37,18 @@ _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after pollin
 class ShortWay:
     """Implements `ShortWay` in memory, for one communicator at one rank."""
 
-    def __init__(self, staging: StagingArea, check: Callable[[], None], note: Callable[[Signature], None]) -> None:
-        """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch."""
+    def __init__(
+        self,
+        staging: StagingArea,
+        check: Callable[[], None],
+        note: Callable[[Signature | Entry], None],
+        collectives: Callable[[Signature], BegunCall],
+    ) -> None:
+        """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch.
+
+        `collectives` makes those of a call.
+        """
+        self._collectives = collectives
         self.nbytes_max = staging.sizes.short
         self._native = staging.arena.native
         self.now_s = deadlines.clock()
@@ -40,6 +58,31 @@ class ShortWay:
         self._meetings = meetings_of(staging)
         self._polls = staging.arena.polls
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
+        self._compiled: ShortCalls | None = None
+
+    def compiled(self, core: Core, member: Member, host: Host) -> ShortCalls:
+        """The calls that the compiled core carries out by itself. They learn the plans of this object."""
+        runner, endpoint, staging = member.runner, member.endpoint, self._staging
+        assert isinstance(self._meetings, core.Meetings)
+        self._compiled = core.ShortCalls(
+            self._meetings,
+            host,
+            runner,
+            runner.home if runner.held is None else None,
+            runner.held,
+            endpoint,
+            endpoint.failures,
+            host.unused,
+            *staging.under_way,
+            staging.end,
+            self._note,
+            asyncio.get_running_loop,
+            deadlines.expiry.get,
+            np.ndarray,
+            self._polls,
+            _SLEEP_NS,
+        )
+        return self._compiled
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
         self._note(call)
@@ -62,9 +105,25 @@ class ShortWay:
         # An array that is shown where it is has to be withdrawn after an exception, which takes more than one step.
         is_copied = 0 < nbytes < self._staging.sizes.shown
         is_atomic = self._native is not None and ((kernel > 0 and is_copied) or not nbytes)
-        plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic)
+        plan = Plan(
+            key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic
+        )
         self._plans[key] = plan
+        if self._compiled is not None and is_atomic:
+            self._teach(plan, op, nbytes)
         return plan
+
+    def _teach(self, plan: Plan, op: ReduceOp, nbytes: int) -> None:
+        """From now on the compiled core carries out the calls of this plan."""
+        assert self._compiled is not None
+        meeting = plan.fingerprint, plan.divisor, plan.done, plan.kernel
+        dtype = plan.kind[1]
+        if not nbytes:
+            self._compiled.learn(None, None, 0, plan, *meeting)
+            return
+        self._compiled.learn(sys.intern(dtype), op, nbytes, plan, *meeting)  # of torch tensors
+        if dtype != BFLOAT16:
+            self._compiled.learn(np.dtype(dtype), op, nbytes, plan, *meeting)
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
@@ -97,13 +156,10 @@ class ShortWay:
         staging.end(number)
         return True
 
-    def rejoin(self, collectives: Collectives, x: Array | None) -> None:
-        assert isinstance(collectives, SharedCall)
+    def rest(self, call: Signature, x: Array | None) -> BegunCall:
+        collectives = self._collectives(call)
         collectives.rejoin(x)
-
-    async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
-        assert isinstance(collectives, SharedCall)
-        await collectives.finish_shortly(x, plan.done)
+        return collectives
 
     def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
         return Work(self._staging.arena, work, self._check, describe)

@@ -133,6 +133,14 @@ class StagingArea:
         """Whether no call but `number` is under way at this rank."""
         return self._unfinished <= {number}
 
+    @property
+    def under_way(self) -> tuple[set[int], dict[int, Turn]]:
+        """The numbers of the calls under way at this rank, and of those whose end another call waits for.
+
+        For the compiled core, which changes the set, and calls `end` if the dict is not empty.
+        """
+        return self._unfinished, self._turns
+
     def turn(self, number: int, count: int = 0) -> int:
         """The record of rendezvous number `count`, from 0, of call `number`."""
         return 2 * (number % self.sizes.calls) + count % 2
