@@ -21,7 +21,8 @@ from asyncoll.testing import run_ranks
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.arena import local_world
 
-SCRIPT = Path(__file__).parent / "scripts" / "short_calls.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+KINDS = ["c", "python", "mixed"] if _core.native else ["python"]
 shared = pytest.mark.parametrize("transport", ["inproc", "shm", "shm-mixed"])
 LENT = 1 << 14  # elements of float32: a registered array of this length is shown where it is
 
@@ -109,10 +110,18 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
         gc.enable()
 
 
+@pytest.mark.parametrize("core", KINDS)
+def test_a_call_keeps_its_promises_however_its_caller_treats_it(core):
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_call_ways.py"), core]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all is well") == 2
+
+
 @pytest.mark.slow
 def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_arrays():
     """The runtime carries out those that an exception of the handler could leave half done."""
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPT)]
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_calls.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all calls are over") == 2

@@ -101,8 +101,10 @@ class MemoryBackend:
         endpoint.membership.on_trace(self._trace)
 
     def short_calls(self, host: Host) -> ShortCalls | None:
-        core = self.memory.native
-        return None if core is None else self.short_way.compiled(core, self._member, host)
+        core, member = self.memory.native, self._member
+        if core is None:
+            return None
+        return self.short_way.compiled(core, host, member.runner, member.endpoint, member.endpoint.failures)
 
     def collectives(self, call: Signature) -> MemoryCall:
         self._recent.append(call)

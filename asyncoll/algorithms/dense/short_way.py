@@ -19,7 +19,7 @@ from asyncoll.algorithms.backend import BegunCall, Entry, Host, Plan
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.runtime import deadlines
-from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
@@ -60,9 +60,12 @@ class ShortWay:
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
         self._compiled: ShortCalls | None = None
 
-    def compiled(self, core: Core, member: Member, host: Host) -> ShortCalls:
-        """The calls that the compiled core carries out by itself. They learn the plans of this object."""
-        runner, endpoint, staging = member.runner, member.endpoint, self._staging
+    def compiled(self, core: Core, host: Host, runner: Runner, closing: object, failures: object) -> ShortCalls:
+        """The calls that the compiled core carries out by itself. They learn the plans of this object.
+
+        `closing.closed` says whether this rank has left, and `failures.any` whether anything has failed.
+        """
+        staging = self._staging
         assert isinstance(self._meetings, core.Meetings)
         self._compiled = core.ShortCalls(
             self._meetings,
@@ -70,8 +73,8 @@ class ShortWay:
             runner,
             runner.home if runner.held is None else None,
             runner.held,
-            endpoint,
-            endpoint.failures,
+            closing,
+            failures,
             host.unused,
             *staging.under_way,
             staging.end,
