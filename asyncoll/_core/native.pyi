@@ -81,7 +81,7 @@ class Meetings:
     def look(self, number: int, done: int, polls: int, sleep_ns: int, /) -> bool: ...
 
 class ShortCall:
-    """Implements `algorithms.backend.CompiledCall`; what the caller of a call awaits."""
+    """Implements `algorithms.backend.BegunShortCall`; what the caller of a call awaits."""
 
     array: np.ndarray[Any, Any] | None
     result: Any

@@ -122,7 +122,7 @@ class Plan(NamedTuple):
     is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
 
 
-# A call of the compiled core: its plan and number; the code and the instruction of its `Site`.
+# A call of `ShortCalls`: its plan and number; the code and the instruction of its `Site`.
 Entry = tuple[Plan, int, CodeType, int]
 
 
@@ -195,15 +195,18 @@ class Host(Protocol):
     def whole(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
         """The whole of a call whose way was not free."""
 
-    def general(self, call: CompiledCall, error: BaseException | None) -> Driven[Any]:
-        """`rest` for a call of the compiled core. Raises `error`, unless it is one of the package."""
+    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
+        """`rest` for a call of `ShortCalls`. Raises `error`, unless it is one of the package."""
 
-    def interrupted(self, call: CompiledCall) -> None:
+    def collect(self) -> None:
+        """Enter the calls that `ShortCalls.counts` tells."""
+
+    def interrupted(self, call: BegunShortCall) -> None:
         """End the communicator: an exception has come between the beginning of `call` and its rest."""
 
 
-class CompiledCall(Protocol):
-    """A short call of the compiled core that has begun: `ShortCall` in asyncoll/_core/short_calls.c."""
+class BegunShortCall(Protocol):
+    """A call that `ShortCalls` has begun."""
 
     @property
     def entry(self) -> Entry: ...

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import (
     Backend,
+    BegunShortCall,
     Body,
     Collectives,
-    CompiledCall,
     Plan,
     ShortCalls,
     signature_of,
@@ -59,7 +59,7 @@ class Calls:
         if self.short is not None:
             pending.newest = self._newest
             for ledger in (self.ledger, member.endpoint.in_memory):
-                ledger.sources.append(self._count_short)
+                ledger.sources.append(self.collect)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
@@ -183,7 +183,7 @@ class Calls:
         pending = self._pending.enter_late(call, call.number, since_s, expires_s)
         return way.work(self._carry_out(call, self._backend.collectives(call), body, pending), call.__str__)
 
-    def general(self, call: CompiledCall, error: BaseException | None) -> Driven[Any]:
+    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
         if error is not None and not isinstance(error, AsyncollError):
             raise error
         plan, result, array = call.entry[0], call.result, call.array
@@ -193,11 +193,10 @@ class Calls:
         x = None if array is None else array.reshape(-1)
         return self.rest(signature_of(call.entry), plan, x, lambda: result, since_s, expires_s, error)
 
-    def interrupted(self, call: CompiledCall) -> None:
+    def interrupted(self, call: BegunShortCall) -> None:
         self._member.abort(f"{signature_of(call.entry)} was interrupted")
 
-    def _count_short(self) -> None:
-        """Enter the calls that `ShortCalls` has counted."""
+    def collect(self) -> None:
         assert self.short is not None
         for plan, reduced, received in self.short.counts():
             for traffic, times in ((plan.reducing, reduced), (plan.receiving, received)):

@@ -100,11 +100,9 @@ class MemoryBackend:
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
 
-    def short_calls(self, host: Host) -> ShortCalls | None:
+    def short_calls(self, host: Host) -> ShortCalls:
         core, member = self.memory.native, self._member
-        if core is None:
-            return None
-        return self.short_way.compiled(core, host, member.runner, member.endpoint, member.endpoint.failures)
+        return self.short_way.calls(core, host, member.runner, member.endpoint, member.endpoint.failures)
 
     def collectives(self, call: Signature) -> MemoryCall:
         self._recent.append(call)

@@ -25,7 +25,7 @@ import uvloop
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.timer import Timer
-from asyncoll.runtime.work import Driven
+from asyncoll.runtime.work import Begun, Driven
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ SWITCH_INTERVAL_S = 0.0005
 # that computes before it awaits the call expects the work to be done meanwhile.
 TAKEOVER_S = 0.0005
 
-_CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
+CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
 
 _AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
 _ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
@@ -59,7 +59,7 @@ class Runner(Protocol):
     home: asyncio.AbstractEventLoop
 
     @property
-    def held(self) -> dict[Driven[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
+    def held(self) -> dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
         """Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began.
 
         Whoever removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to
@@ -73,7 +73,7 @@ class Runner(Protocol):
     def set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
 
-    def taken(self, work: Driven[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
         """A coroutine that waits for `work`, which the runtime has taken over."""
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
@@ -176,7 +176,7 @@ class _Turns:
     def is_due(self) -> bool:
         """Count a call that is over. Returns whether its caller has to let the loop turn."""
         self._calls += 1
-        if self._calls < _CALLS_PER_TURN:
+        if self._calls < CALLS_PER_TURN:
             return False
         self._calls = 0
         return True
@@ -284,7 +284,7 @@ class SharedLoop:
     def set_timer(self) -> None:
         raise AssertionError("nothing is held here")
 
-    def taken(self, work: Driven[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
         raise AssertionError("nothing is held here")
 
     def done(self, result: T) -> Coroutine[Any, Any, T]:
@@ -357,9 +357,9 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        self.held: dict[Driven[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self.held: dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
-        self._taken: weakref.WeakKeyDictionary[Driven[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[Begun[Any], _Crossing] = weakref.WeakKeyDictionary()
         self.turn = 0
         self._turns = _Turns()
         self._timer = Timer()
@@ -402,7 +402,7 @@ class ProgressThread:
             discarded()
             raise
 
-    def taken(self, work: Driven[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
         return self._taken.pop(work).outcome(_ignore)
 
     def set_timer(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from asyncoll._core import Core
 from asyncoll.algorithms.backend import BegunCall, Entry, Host, Plan
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
+from asyncoll.algorithms.dense.short_calls import Closing, Failures, PythonShortCalls
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.progress import Runner
@@ -59,13 +60,19 @@ class ShortWay:
         self._polls = staging.arena.polls
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
         self._compiled: ShortCalls | None = None
+        self._in_python: PythonShortCalls | None = None
 
-    def compiled(self, core: Core, host: Host, runner: Runner, closing: object, failures: object) -> ShortCalls:
-        """The calls that the compiled core carries out by itself. They learn the plans of this object.
+    def calls(
+        self, core: Core | None, host: Host, runner: Runner, closing: Closing, failures: Failures
+    ) -> ShortCalls | PythonShortCalls:
+        """What starts usual calls. It learns the plans of this object.
 
         `closing.closed` says whether this rank has left, and `failures.any` whether anything has failed.
         """
         staging = self._staging
+        if core is None:
+            self._in_python = PythonShortCalls(staging, host, runner, closing, failures, self._note)
+            return self._in_python
         assert isinstance(self._meetings, core.Meetings)
         self._compiled = core.ShortCalls(
             self._meetings,
@@ -112,21 +119,25 @@ class ShortWay:
             key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic
         )
         self._plans[key] = plan
-        if self._compiled is not None and is_atomic:
+        if (self._compiled is not None and is_atomic) or (self._in_python is not None and (is_copied or not nbytes)):
             self._teach(plan, op, nbytes)
         return plan
 
     def _teach(self, plan: Plan, op: ReduceOp, nbytes: int) -> None:
-        """From now on the compiled core carries out the calls of this plan."""
-        assert self._compiled is not None
-        meeting = plan.fingerprint, plan.divisor, plan.done, plan.kernel
-        dtype = plan.kind[1]
-        if not nbytes:
-            self._compiled.learn(None, None, 0, plan, *meeting)
-            return
-        self._compiled.learn(sys.intern(dtype), op, nbytes, plan, *meeting)  # of torch tensors
-        if dtype != BFLOAT16:
-            self._compiled.learn(np.dtype(dtype), op, nbytes, plan, *meeting)
+        """From now on the short calls of this plan begin with their arguments alone."""
+        _, dtype, elements, _ = plan.kind
+        keys: list[object] = [None]
+        if nbytes:
+            keys = [sys.intern(dtype)]  # of torch tensors
+            if dtype != BFLOAT16:
+                keys.append(np.dtype(dtype))
+        for key in keys:
+            reduction = op if nbytes else None
+            if self._compiled is not None:
+                meeting = plan.fingerprint, plan.divisor, plan.done, plan.kernel
+                self._compiled.learn(key, reduction, nbytes, plan, *meeting)
+            elif self._in_python is not None:
+                self._in_python.learn(key, reduction, elements if nbytes else 0, plan)
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging

@@ -49,6 +49,7 @@ _PART = 4
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
+_COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -279,6 +280,13 @@ class Rendezvous:
         cells, base = self._cells, self._base
         return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
 
+    def is_free_now(self) -> bool:
+        """`is_free`, without the lock."""
+        if self._staging.known_free == self.tag:
+            return True
+        with self._staging.control_block:
+            return self.is_free()
+
     def arrive(self, address: int, nbytes: int, *, direct: bool = False, helpers: int = sys.maxsize) -> None:
         """Show `nbytes` bytes of memory at `address`; `direct` if it is the memory of the caller, not a slot.
 
@@ -380,6 +388,29 @@ class Rendezvous:
         if not self.is_lent(x):
             source = self._staging.rank if self._is_shown(x) else 0
             x[...] = self._staging.short_array(source, self.turn, x.dtype, x.size)
+
+    def complete_shortly(self, done: int, x: Array | None) -> bool:
+        """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
+        staging, cells, left = self._staging, self._cells, self._base + _LEFT
+        array = None
+        if x is not None and not self.is_lent(x):  # before the lock, which this may take
+            array = staging.short_array(staging.rank if self._is_shown(x) else 0, self.turn, x.dtype, x.size)
+        is_copied_under_lock = x is None or x.nbytes <= _COPIED_UNDER_LOCK
+        with staging.control_block as control_block:
+            if cells[self._base + _DONE] != done:
+                return False
+            if is_copied_under_lock:
+                if x is not None and array is not None:
+                    x[...] = array
+                cells[left] += 1
+                if cells[left] == staging.size:
+                    control_block.wake()
+                staging.look_ahead(self._number + 1)
+                return True
+        if x is not None and array is not None:
+            x[...] = array
+        self.leave()
+        return True
 
     # -- neighbours: no rank waits for all ------------------------------------------------------------
 
