@@ -17,6 +17,7 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Immediate
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
@@ -98,7 +99,10 @@ class AloneBackend:
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
-        return self._member.runner.drive(Immediate(work), discarded)
+        if discarded is ignore:
+            return self._member.runner.drive(Immediate(work))
+        # The next call must know that the result was lost. So nothing is over before its caller has awaited it.
+        return self._member.runner.start(work, discarded)
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         text = f"{operation} at {site}"

@@ -23,6 +23,7 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
@@ -77,7 +78,7 @@ class Calls:
         return call
 
     def start(
-        self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = lambda: None
+        self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = ignore
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, which runs `body` with the collectives of this call.
 

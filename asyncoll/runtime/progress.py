@@ -45,8 +45,8 @@ _ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for 
 _abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
 
 
-def _ignore() -> None:
-    pass
+def ignore() -> None:
+    """For `discarded`: nothing is lost with the result."""
 
 
 class Runner(Protocol):
@@ -76,7 +76,7 @@ class Runner(Protocol):
     def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
         """A coroutine that waits for `work`, which the runtime has taken over."""
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
         Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
@@ -85,7 +85,7 @@ class Runner(Protocol):
         effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called, too.
         """
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
@@ -290,12 +290,12 @@ class SharedLoop:
     def done(self, result: T) -> Coroutine[Any, Any, T]:
         return _Done(result, self._turns)
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work, discarded)
         return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded)
         work.begin()
@@ -371,10 +371,10 @@ class ProgressThread:
     def done(self, result: T) -> Coroutine[Any, Any, T]:
         return _Done(result, self._turns)
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded)
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():
             return self.start(work.finish(), discarded)
         work.begin()
@@ -403,7 +403,7 @@ class ProgressThread:
             raise
 
     def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
-        return self._taken.pop(work).outcome(_ignore)
+        return self._taken.pop(work).outcome(ignore)
 
     def set_timer(self) -> None:
         if not self.is_timer_set:
