@@ -22,6 +22,7 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import CALLS_PER_TURN, Runner
 from asyncoll.tensors.reductions import Array, ReduceOp
 
+_KINDS_MAX = 192
 _UNCOUNTED_MAX = 256  # calls that have ended and are not counted yet
 _ABOVE = 2  # frames between a function here and the caller of the public method
 
@@ -63,8 +64,12 @@ class PythonShortCalls:
         self._unfinished, _ = staging.under_way
 
     def learn(self, key: object, op: object, elements: int, plan: Plan) -> None:
-        """The next calls with these arguments begin here. A barrier has the key None."""
-        self._kinds[key, op, elements] = plan
+        """The next calls with these arguments begin here. A barrier has the key None.
+
+        Without effect if too many kinds are known.
+        """
+        if len(self._kinds) < _KINDS_MAX:
+            self._kinds[key, op, elements] = plan
 
     def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None:
         if type(x) is not np.ndarray or type(op) is not ReduceOp:
