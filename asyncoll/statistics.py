@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 WORD_BYTES = 4  # the papers count words of a float32 or an int32
@@ -73,25 +74,31 @@ class Ledger:
     """Totals of the calls of one communicator, by operation. Calls may end on any thread."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[str, Traffic]] = deque()  # not in the totals yet: appending takes no lock
+        self._ended: deque[tuple[str, Traffic, int]] = deque()  # not in the totals yet: appending takes no lock
+        self.sources: list[Callable[[], None]] = []  # called before the totals are told: they enter what they counted
         self._totals: dict[str, CallStatistics] = {}
         self._lock = threading.Lock()
 
-    def enter(self, operation: str, traffic: Traffic) -> None:
-        """Count a call of `operation` that has ended with `traffic`."""
-        self._ended.append((operation, traffic))
+    def enter(self, operation: str, traffic: Traffic, times: int = 1) -> None:
+        """Count so many calls of `operation` that have ended with `traffic` each."""
+        self._ended.append((operation, traffic, times))
         if len(self._ended) > _UNCOUNTED_MAX:
-            self.totals()
+            self._add_up()
 
     def totals(self) -> dict[str, CallStatistics]:
         """Copies of the totals, by operation. From any thread."""
+        for source in self.sources:
+            source()
+        return self._add_up()
+
+    def _add_up(self) -> dict[str, CallStatistics]:
         with self._lock:
             # Short calls of one kind share one `Traffic`: they are counted first, because adding takes longer.
             ended: dict[tuple[str, int], tuple[Traffic, int]] = {}
             while self._ended:
-                operation, traffic = self._ended.popleft()
+                operation, traffic, times = self._ended.popleft()
                 key = operation, id(traffic)
-                ended[key] = traffic, ended[key][1] + 1 if key in ended else 1
+                ended[key] = traffic, ended[key][1] + times if key in ended else times
             for (operation, _), (traffic, times) in ended.items():
                 self._totals.setdefault(operation, CallStatistics()).add(traffic, times)
             return {operation: dataclasses.replace(total) for operation, total in self._totals.items()}

@@ -26,14 +26,14 @@ PACKAGES: dict[str, set[str]] = {
     "forks": {"errors"},
     "tensors": {"_core", "arguments", "errors", "forks"},
     # what moves bytes
-    "transport": {"errors", "tensors"},
+    "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
     # what ranks do together
     "rpc": {"arguments", "errors", "runtime", "tensors", "transport", "transport.memory", "transport.messages"},
-    "algorithms": {"arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
+    "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
     # what users hold
     "communicator": {
         "algorithms",

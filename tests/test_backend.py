@@ -11,6 +11,7 @@ import pytest
 from toy_backend import ToyBackend
 
 from asyncoll import AVG, AbortedError
+from asyncoll.algorithms.alone import AloneBackend
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.in_memory import MemoryBackend
@@ -109,4 +110,4 @@ def test_ranks_that_share_an_arena_use_it(transport, kind):
         alone = await comm.split(comm.rank)
         return type(comm._core.backend), type(alone._core.backend)
 
-    assert run_ranks(2, main, transport) == [(kind, MessageBackend)] * 2
+    assert run_ranks(2, main, transport) == [(kind, AloneBackend)] * 2

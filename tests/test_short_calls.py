@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import PATIENCE_S
 from test_meetings import cores, ranks
 
-from asyncoll import AVG, AbortedError, Communicator, _core
+from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
 from asyncoll.algorithms.dense.meetings import WAITING
 from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.testing import run_ranks
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.arena import local_world
 
-SCRIPT = Path(__file__).parent / "scripts" / "short_calls.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+KINDS = ["c", "python", "mixed"] if _core.native else ["python"]
 shared = pytest.mark.parametrize("transport", ["inproc", "shm", "shm-mixed"])
 LENT = 1 << 14  # elements of float32: a registered array of this length is shown where it is
 LONG = 1 << 18  # one of this length is too long to be copied
@@ -151,6 +156,90 @@ def test_a_call_that_is_never_awaited_writes_its_result_into_a_tensor_that_is_no
     assert run_ranks(3, main, transport) == [[3.0] * 4] * 3
 
 
+@shared
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_calls_that_differ_in_one_argument_do_not_mix(transport, size):
+    """The second call of each kind is one that its rank knows."""
+
+    async def main(comm: Communicator) -> None:
+        rank, size = comm.rank, comm.size
+        for _ in range(3):
+            for dtype in ("float32", "int32", "uint32", ">i4", "int8", "complex64"):
+                x = np.full((2, 4), rank + 1).astype(dtype)
+                assert (await comm.allreduce(x) == size * (size + 1) // 2).all()
+                assert (await comm.allreduce(np.full(8, rank + 1).astype(dtype), PROD) == math.factorial(size)).all()
+            assert (await comm.allreduce(np.full((2, 2), rank), MAX)).tolist() == [[size - 1] * 2] * 2
+            assert (await comm.allreduce(np.array(rank), MIN)) == 0
+            assert (await comm.allreduce(np.full(4, rank, np.float16), AVG) == (size - 1) / 2).all()
+            assert (await comm.allreduce(torch.full((4,), rank + 1.0, dtype=torch.bfloat16), MAX) == size).all()
+            assert (await comm.allreduce(np.full(4, rank + 1, np.uint16), MAX) == size).all()
+            assert (await comm.allreduce(torch.full((4,), rank + 1.0), MAX) == size).all()
+            assert (await comm.allreduce(np.empty(0))).size == 0
+            assert await comm.barrier() is None
+            await comm.broadcast(x)
+
+    run_ranks(size, main, transport)
+
+
+@shared
+def test_an_unusual_call_is_refused_without_a_number(transport):
+    """The number of the next call is that at the other ranks, or it would be a mismatch."""
+
+    async def main(comm: Communicator) -> None:
+        fixed = np.ones(4)
+        fixed.flags.writeable = False
+        unusual: list[tuple[Any, Any]] = [(fixed, SUM), (np.ones(4), []), (np.ones(4), "SUM"), ([1.0] * 4, SUM)]
+        unusual += [(np.ma.ones(4), SUM), (np.ones(4, bool), AVG), (torch.ones(4).expand(3, 4), SUM)]
+        for number in range(5):
+            if number % comm.size == comm.rank:
+                for x, op in unusual:
+                    with pytest.raises(UsageError):
+                        comm.allreduce(x, op)
+                with pytest.raises(UsageError, match="running event loop"):
+                    await asyncio.to_thread(comm.allreduce, np.ones(4))
+                with pytest.raises(UsageError, match="running event loop"):
+                    await asyncio.to_thread(comm.barrier)
+            assert (await comm.allreduce(np.ones(4)) == comm.size).all()
+            assert (await comm.allreduce(np.ones((4, 2))[:, 0]) == comm.size).all()
+            await comm.barrier()
+
+    for size in (1, 2, 3):
+        run_ranks(size, main, transport)
+
+
+@shared
+def test_any_number_of_kinds_is_served(transport):
+    async def main(comm: Communicator) -> int:
+        for _ in range(2):
+            for length in range(1, 220):
+                assert (await comm.allreduce(np.ones(length)) == comm.size).all()
+        return comm.statistics().calls["allreduce"].calls
+
+    assert run_ranks(2, main, transport) == [438] * 2
+
+
+async def endless(start: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await start()
+
+
+@shared
+def test_a_known_call_after_the_end_of_its_communicator_raises(transport):
+    async def main(comm: Communicator) -> None:
+        part = await comm.split(0)
+        for _ in range(2):
+            await part.allreduce(np.ones(4))
+            await part.barrier()
+        if comm.rank == 0:
+            part.abort("a test")
+        for start in (lambda: part.allreduce(np.ones(4)), part.barrier):
+            with pytest.raises(AbortedError, match="a test"):
+                await endless(start)
+        await comm.barrier()
+
+    run_ranks(3, main, transport)
+
+
 def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
     async def main(comm: Communicator) -> None:
         for _ in range(5):
@@ -168,13 +257,43 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
         gc.enable()
 
 
+@pytest.mark.parametrize("core", KINDS)
+def test_a_call_keeps_its_promises_however_its_caller_treats_it(core):
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_call_ways.py"), core]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all is well") == 2
+
+
 @pytest.mark.slow
 def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_arrays():
     """The runtime carries out those that an exception of the handler could leave half done."""
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPT)]
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_calls.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all calls are over") == 2
+
+
+@pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
+@pytest.mark.parametrize(
+    ("key", "nbytes", "divisor", "done", "kernel"),
+    [
+        ("float64", 8, 1, 8, 0),
+        ("float64", 8, 1, 8, 1 << 20),
+        ("float64", 8, 1, 8, -1),
+        ("float64", 8, 0, 8, 1),
+        ("float64", 8, 1, 16, 1),
+        ("float64", 0, 1, 0, 1),
+        ("float64", -8, 1, -8, 1),
+        (None, 8, 1, 8, 1),
+    ],
+)
+def test_the_compiled_core_refuses_kinds_that_make_no_sense(key, nbytes, divisor, done, kernel):
+    async def main(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="no kind of short calls"):
+            comm._short.learn(key, SUM, nbytes, None, 5, divisor, done, kernel)
+
+    run_ranks(2, main, "shm")
 
 
 @pytest.mark.skipif(_core.native is None, reason="needs the compiled core")

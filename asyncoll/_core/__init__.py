@@ -10,9 +10,16 @@ import importlib
 import os
 import sys
 import warnings
-from types import FrameType, ModuleType
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from asyncoll._core.native import ControlBlock, Meetings, Pieces, Rounds, ShortCalls
 
 VARIABLE = "ASYNCOLL_CORE"
 _NOT_BUILT = (
@@ -21,7 +28,59 @@ _NOT_BUILT = (
 )
 
 
-def load(wanted: str) -> tuple[ModuleType | None, str]:
+class Core(Protocol):
+    """The compiled module, `native.pyi`."""
+
+    __file__: str | None
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802
+
+    @property
+    def Meetings(self) -> type[Meetings]: ...  # noqa: N802
+
+    @property
+    def Pieces(self) -> type[Pieces]: ...  # noqa: N802
+
+    @property
+    def Rounds(self) -> type[Rounds]: ...  # noqa: N802
+
+    @property
+    def ShortCalls(self) -> type[ShortCalls]: ...  # noqa: N802
+
+    def find_kernel(self, op: str, dtype: str, portable: bool = False, /) -> int: ...
+
+    def reduce(
+        self, kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /
+    ) -> None: ...
+
+    def reduce_to_all(self, kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None: ...
+
+    def read_memory(self, pid: int, address: int, into: np.ndarray[Any, Any], /) -> None: ...
+
+    def reduce_from_peers(
+        self,
+        kernel: int,
+        pids: tuple[int, ...],
+        addresses: tuple[int, ...],
+        rank: int,
+        own: np.ndarray[Any, Any],
+        first: int,
+        last: int,
+        scratch: np.ndarray[Any, Any],
+        divisor: int,
+        /,
+    ) -> None: ...
+
+    @property
+    def points(self) -> tuple[str, ...]: ...
+
+    def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None: ...
+
+
+def load(wanted: str) -> tuple[Core | None, str]:
     """The compiled module, or None, and why. `wanted` is the value of ASYNCOLL_CORE.
 
     Raises UsageError if `wanted` is unknown, or demands a core that cannot be loaded.
@@ -36,7 +95,7 @@ def load(wanted: str) -> tuple[ModuleType | None, str]:
     return native, obstacle or (f"{VARIABLE}=c" if wanted else "it has been built")
 
 
-def _compiled(folder: str) -> tuple[ModuleType | None, str]:
+def _compiled(folder: str) -> tuple[Core | None, str]:
     """The compiled module; or None, and why it cannot be used."""
     changed_s = {entry.name: entry.stat().st_mtime for entry in os.scandir(folder)}
     built_s = changed_s.get("native.abi3.so")
@@ -68,7 +127,7 @@ def _warn(message: str) -> None:
     warnings.warn_explicit(message, RuntimeWarning, file, line)
 
 
-def of_rank() -> ModuleType | None:
+def of_rank() -> Core | None:
     """The core of a rank that joins a world: a rank that was forked may have another ASYNCOLL_CORE than its parent."""
     wanted = os.environ.get(VARIABLE, "")
     return native if wanted == _wanted else load(wanted)[0]

@@ -24,9 +24,6 @@
 enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
 enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
 
-/* What `arrive` returns: asyncoll/algorithms/dense/meetings.py. */
-enum { WAITING, LAST, NOT_FREE, OVER };
-
 /* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
 enum { COPIED_UNDER_LOCK = 4096 };
 
@@ -43,7 +40,7 @@ typedef struct {
     PyObject *memory; /* or NULL */
 } Known;
 
-typedef struct {
+struct Meetings {
     PyObject_HEAD
     ControlBlock *block;
     PyObject *view;    /* view(address, nbytes): the memory of any rank */
@@ -56,7 +53,7 @@ typedef struct {
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
     int64_t begun;      /* first of `size` cells: each rank's newest call */
     int64_t known_free; /* the tag of a meeting whose record is known to be free */
-} Meetings;
+};
 
 typedef struct {
     int64_t *cells; /* of the record */
@@ -226,17 +223,22 @@ static void wake_some(const int64_t *cell, int64_t count)
         syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAKE, (int)least(count, INT_MAX), NULL, NULL, 0);
 }
 
+int meetings_is_free(Meetings *self, int64_t number)
+{
+    Record record = record_of(self, number);
+    if (self->known_free == record.tag)
+        return 1;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    bool free = is_free(self, record);
+    control_block_unlock(self->block);
+    return free;
+}
+
+/* Arrive at a meeting whose record is free. */
 static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int64_t address, const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
-    if (self->known_free != record.tag) {
-        if (control_block_lock(self->block) < 0)
-            return -1;
-        bool free = is_free(self, record);
-        control_block_unlock(self->block);
-        if (!free)
-            return NOT_FREE;
-    }
     if (bytes->len && !address) {
         char *mine = short_array(self, self->rank, record.turn);
         if (!mine)
@@ -431,8 +433,91 @@ static int reduce_together(Meetings *self, Record record, int64_t total, int ker
     return (int)chunk;
 }
 
-/* Copy the result of `done` bytes into `bytes`, and leave. Returns 1, or 0 if there is none, or -1 with an exception. */
-static int leave_with_result(Meetings *self, int64_t number, int64_t done, bool is_clear, const Py_buffer *bytes)
+/* What the last rank does. Returns LAST if the reduction is left to Python, WAITING if another rank still reduces a
+ * chunk, -1 with an exception, and else OVER. */
+static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
+                       const Py_buffer *bytes)
+{
+    Record record = record_of(self, number);
+    if (bytes->len && !kernel_at(kernel))
+        return LAST;
+    if (bytes->len && bytes->len >= self->shown_min) {
+        if (reduce_together(self, record, bytes->len, kernel, divisor) < 0)
+            return -1;
+        int is_over = meetings_complete(self, number, bytes->len, bytes, is_clear);
+        return is_over < 0 ? -1 : is_over ? OVER : WAITING;
+    }
+    if (bytes->len && reduce_copies(self, record, kernel, divisor, bytes) < 0)
+        return -1;
+    return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
+}
+
+/* The number of a call, as an argument; negative with an exception. */
+static int64_t get_number(PyObject *argument)
+{
+    int64_t number = PyLong_AsLongLong(argument);
+    if (number < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a call has no negative number");
+    return number;
+}
+
+int meetings_arrive(Meetings *self, int64_t number, const Meeting *meeting, int64_t address, const Py_buffer *bytes,
+                    bool is_clear)
+{
+    if (!check_length(self, bytes, address != 0))
+        return -1;
+    int state = arrive_with(self, number, meeting->fingerprint, address, bytes);
+    if (state == LAST)
+        state = end_as_last(self, number, meeting->kernel, meeting->divisor, is_clear, bytes);
+    return state;
+}
+
+/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
+static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    Py_buffer bytes;
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
+        return NULL;
+    }
+    int64_t number = get_number(arguments[0]), address = PyLong_AsLongLong(arguments[3]);
+    Meeting meeting = {.fingerprint = PyLong_AsLongLong(arguments[1]),
+                       .kernel = (int)PyLong_AsLong(arguments[4]),
+                       .divisor = PyLong_AsLongLong(arguments[5])};
+    if (!PyErr_Occurred() && (address < 0 || meeting.divisor < 1))
+        PyErr_SetString(PyExc_ValueError, "an address is not negative, and a divisor is positive");
+    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (bytes.len < self->shown_min)
+        address = 0;
+    int state = meetings_is_free(self, number);
+    if (state == 0)
+        state = NOT_FREE;
+    else if (state > 0)
+        state = meetings_arrive(self, number, &meeting, address, &bytes, arguments[6] == Py_True);
+    free_bytes(&bytes);
+    return state < 0 ? NULL : PyLong_FromLong(state);
+}
+
+/* `publish(number, done, is_clear)`: the last rank has put the result of all into the memory of rank 0. It reports
+ * `done`, which the others wait for, and leaves. */
+static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    Meetings *self = (Meetings *)object;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
+        return NULL;
+    }
+    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear)
 {
     Record record = record_of(self, number);
     bool is_shown = bytes->len && bytes->len >= self->shown_min;
@@ -466,76 +551,6 @@ static int leave_with_result(Meetings *self, int64_t number, int64_t done, bool 
     return 1;
 }
 
-/* What the last rank does. Returns LAST if the reduction is left to Python, WAITING if another rank still reduces a
- * chunk, -1 with an exception, and else OVER. */
-static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
-                       const Py_buffer *bytes)
-{
-    Record record = record_of(self, number);
-    if (bytes->len && !kernel_at(kernel))
-        return LAST;
-    if (bytes->len && bytes->len >= self->shown_min) {
-        if (reduce_together(self, record, bytes->len, kernel, divisor) < 0)
-            return -1;
-        int is_over = leave_with_result(self, number, bytes->len, is_clear, bytes);
-        return is_over < 0 ? -1 : is_over ? OVER : WAITING;
-    }
-    if (bytes->len && reduce_copies(self, record, kernel, divisor, bytes) < 0)
-        return -1;
-    return publish_result(self, number, bytes->len ? bytes->len : 1, is_clear) < 0 ? -1 : OVER;
-}
-
-/* The number of a call, as an argument; negative with an exception. */
-static int64_t get_number(PyObject *argument)
-{
-    int64_t number = PyLong_AsLongLong(argument);
-    if (number < 0 && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "a call has no negative number");
-    return number;
-}
-
-/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
-static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
-{
-    Meetings *self = (Meetings *)object;
-    Py_buffer bytes;
-    if (count != 7) {
-        PyErr_SetString(PyExc_TypeError, "arrive(number, fingerprint, array, address, kernel, divisor, is_clear)");
-        return NULL;
-    }
-    int64_t number = get_number(arguments[0]), fingerprint = PyLong_AsLongLong(arguments[1]);
-    int64_t address = PyLong_AsLongLong(arguments[3]), divisor = PyLong_AsLongLong(arguments[5]);
-    long kernel = PyLong_AsLong(arguments[4]);
-    if (!PyErr_Occurred() && (address < 0 || divisor < 1))
-        PyErr_SetString(PyExc_ValueError, "an address is not negative, and a divisor is positive");
-    if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
-        return NULL;
-    if (bytes.len < self->shown_min)
-        address = 0;
-    int state = check_length(self, &bytes, address != 0) ? arrive_with(self, number, fingerprint, address, &bytes) : -1;
-    if (state == LAST)
-        state = end_as_last(self, number, (int)kernel, divisor, arguments[6] == Py_True, &bytes);
-    free_bytes(&bytes);
-    return state < 0 ? NULL : PyLong_FromLong(state);
-}
-
-/* `publish(number, done, is_clear)`: the last rank has put the result of all into the memory of rank 0. It reports
- * `done`, which the others wait for, and leaves. */
-static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
-{
-    Meetings *self = (Meetings *)object;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
-        return NULL;
-    }
-    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
 /* `complete(number, done, array, is_clear)`: copy the result into `array`, and leave. Returns False if it is not there. */
 static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -548,7 +563,7 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
     int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    int is_over = leave_with_result(self, number, done, arguments[3] == Py_True, &bytes);
+    int is_over = meetings_complete(self, number, done, &bytes, arguments[3] == Py_True);
     free_bytes(&bytes);
     return is_over < 0 ? NULL : PyBool_FromLong(is_over);
 }
@@ -626,19 +641,17 @@ static int sleep_until(Meetings *self, Record record, int64_t done, bool can_red
     return !is_interrupted;
 }
 
-/* Block for a short time, and reduce meanwhile. Returns whether there seems to be a result, or -1 with an exception. */
-static int await_result(Meetings *self, int64_t number, int64_t done, int64_t polls, int64_t sleep_ns, int kernel,
-                        int64_t divisor)
+int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
 {
     Record record = record_of(self, number);
-    bool can_reduce = kernel_at(kernel) != NULL;
-    int64_t until_ns = 0;
+    bool can_reduce = kernel_at(meeting->kernel) != NULL;
+    int64_t done = meeting->done, until_ns = 0;
     for (;;) {
         Sight sight = poll_meeting(self, record, done, can_reduce, polls);
         if (sight == RESULT || sight == NO_USE)
             return sight == RESULT;
         if (sight == CHUNK) {
-            if (reduce_together(self, record, done, kernel, divisor) < 0)
+            if (reduce_together(self, record, done, meeting->kernel, meeting->divisor) < 0)
                 return -1;
             until_ns = now_ns() + WORK_NS;
             continue;
@@ -659,15 +672,16 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
         PyErr_SetString(PyExc_TypeError, "look(number, done, polls, sleep_ns, kernel, divisor)");
         return NULL;
     }
-    int64_t values[6] = {get_number(arguments[0])};
-    for (int i = 1; i < 6 && !PyErr_Occurred(); i++)
-        values[i] = PyLong_AsLongLong(arguments[i]);
-    if (!PyErr_Occurred() && values[5] < 1)
+    int64_t number = get_number(arguments[0]), polls = PyLong_AsLongLong(arguments[2]);
+    int64_t sleep_ns = PyLong_AsLongLong(arguments[3]);
+    Meeting meeting = {.done = PyLong_AsLongLong(arguments[1]),
+                       .kernel = (int)PyLong_AsLong(arguments[4]),
+                       .divisor = PyLong_AsLongLong(arguments[5])};
+    if (!PyErr_Occurred() && meeting.divisor < 1)
         PyErr_SetString(PyExc_ValueError, "a divisor is positive");
     if (PyErr_Occurred())
         return NULL;
-    int is_there = await_result((Meetings *)object, values[0], values[1], values[2], values[3],
-                                values[4] < 0 || values[4] > INT_MAX ? 0 : (int)values[4], values[5]);
+    int is_there = meetings_look((Meetings *)object, number, &meeting, polls, sleep_ns);
     return is_there < 0 ? NULL : PyBool_FromLong(is_there);
 }
 
@@ -777,3 +791,18 @@ PyType_Spec meetings_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
+
+bool is_meetings(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == create;
+}
+
+int64_t meetings_calls(const Meetings *self)
+{
+    return self->calls;
+}
+
+bool meetings_has_short_arrays(const Meetings *self)
+{
+    return self->block->cells[self->addresses + self->rank] != 0;
+}

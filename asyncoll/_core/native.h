@@ -3,6 +3,7 @@
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
  *   meetings.c        short meetings of all ranks of a communicator
  *   peers.c           reductions of arrays in the memory of other processes
+ *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds
  *   reductions.c      elementwise reductions of several arrays
@@ -132,6 +133,49 @@ bool is_control_block(PyObject *object);
 /* -- meetings.c ------------------------------------------------------------------------------ */
 
 extern PyType_Spec meetings_spec;
+
+/* What an arrival at a meeting has told: asyncoll/algorithms/dense/meetings.py. */
+enum { WAITING, LAST, NOT_FREE, OVER };
+
+/* The short meetings of one communicator at one rank. The caller of all functions holds the GIL. */
+typedef struct Meetings Meetings;
+
+/* What all meetings of one kind of call have in common. */
+typedef struct {
+    int64_t fingerprint;
+    int64_t divisor;
+    int64_t done; /* bytes of the result; 1 for a barrier */
+    int kernel;   /* 0: the reduction is left to Python */
+} Meeting;
+
+/* Whether `object` is a Meetings of this module. */
+bool is_meetings(PyObject *object);
+
+/* The number of calls that may be under way; call `number` uses the record of call `number - meetings_calls()`. */
+int64_t meetings_calls(const Meetings *self);
+
+/* Whether this rank has allocated its memory for short arrays. */
+bool meetings_has_short_arrays(const Meetings *self);
+
+/* Whether the record of call `number` is free: 1, 0, or -1 with an exception. */
+int meetings_is_free(Meetings *self, int64_t number);
+
+/* Arrive at meeting `number`, whose record is free, with `bytes` (of length 0 for a barrier), which are shown at
+ * `address` unless that is 0. Returns WAITING, LAST or OVER, or -1 with an exception. */
+int meetings_arrive(Meetings *self, int64_t number, const Meeting *meeting, int64_t address, const Py_buffer *bytes,
+                    bool is_clear);
+
+/* Copy the result into `bytes`, and leave: 1. Without a result: 0. -1 with an exception. */
+int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear);
+
+/* Block for a short time until there seems to be a result, and reduce meanwhile what all ranks show: 1, 0, or -1 with an
+ * exception. */
+int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_t polls, int64_t sleep_ns);
+
+/* -- short_calls.c --------------------------------------------------------------------------- */
+
+extern PyType_Spec short_calls_spec;
+extern PyType_Spec short_call_spec;
 
 /* -- rounds.c --------------------------------------------------------------------------------- */
 

@@ -1,10 +1,12 @@
 """The compiled module. Memory is writable, of one dimension and contiguous."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
+from asyncoll import transport
 from asyncoll.transport.control_block import Mutex
 from asyncoll.transport.memory.mutex import RobustMutex
 
@@ -37,7 +39,7 @@ class Rounds:
 
     def __new__(
         cls,
-        control_block: ControlBlock,
+        control_block: transport.ControlBlock,
         view: Callable[[int, int], Any],
         size: int,
         rank: int,
@@ -62,7 +64,7 @@ class Meetings:
 
     def __new__(
         cls,
-        control_block: ControlBlock,
+        control_block: transport.ControlBlock,
         view: Callable[[int, int], Any],
         differs: type[Exception],
         size: int,
@@ -76,9 +78,58 @@ class Meetings:
     def arrive(
         self, number: int, fingerprint: int, array: Any, address: int, kernel: int, divisor: int, is_clear: bool, /
     ) -> int: ...
-    def publish(self, number: int, done: int, is_clear: bool) -> None: ...
-    def complete(self, number: int, done: int, array: Any, is_clear: bool) -> bool: ...
+    def publish(self, number: int, done: int, is_clear: bool, /) -> None: ...
+    def complete(self, number: int, done: int, array: Any, is_clear: bool, /) -> bool: ...
     def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool: ...
+
+class ShortCall:
+    """Implements `algorithms.backend.BegunShortCall`; what the caller of a call awaits."""
+
+    array: np.ndarray[Any, Any] | None
+    result: Any
+    entry: Any
+    since_s: float
+    expires_s: float | None
+    def __await__(self) -> Generator[Any, None, Any]: ...
+    def send(self, value: Any, /) -> Any: ...
+    def throw(self, error: Any, /, *more: Any) -> Any: ...
+    def close(self) -> None: ...
+    def finish(self) -> Coroutine[Any, Any, Any]: ...
+
+class ShortCalls:
+    """Implements `algorithms.backend.ShortCalls`."""
+
+    last: int
+    def __new__(
+        cls,
+        meetings: Meetings,
+        host: Any,
+        runner: Any,
+        home: asyncio.AbstractEventLoop | None,
+        held: dict[Any, Any] | None,
+        endpoint: Any,
+        failures: Any,
+        unused: Any,
+        unfinished: set[int],
+        turns: dict[int, Any],
+        end: Callable[[int], None],
+        note: Callable[[Any], None],
+        running_loop: Callable[[], asyncio.AbstractEventLoop],
+        expiry: Callable[[], float | None],
+        array_type: type,
+        polls: int,
+        sleep_ns: int,
+    ) -> ShortCalls: ...
+    def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None: ...
+    def allreduce_view(
+        self, x: Any, op: object, array: np.ndarray[Any, Any], key: str, /
+    ) -> Coroutine[Any, Any, Any] | None: ...
+    def barrier(self) -> Coroutine[Any, Any, Any] | None: ...
+    def learn(
+        self, key: object, op: object, nbytes: int, plan: Any, fingerprint: int, divisor: int, done: int, kernel: int, /
+    ) -> None: ...
+    def counts(self) -> list[tuple[Any, int, int]]: ...
+    def latest(self) -> tuple[Any, float] | None: ...
 
 class Pieces:
     """The steps of `algorithms.dense.pieces` at one rank."""

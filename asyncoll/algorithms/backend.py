@@ -7,17 +7,17 @@ every backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
+from collections.abc import Callable, Coroutine, Sequence, Sized
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Driven
-from asyncoll.statistics import Traffic
+from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp
 from asyncoll.tensors.registered import SharedMemory
 
@@ -98,9 +98,20 @@ class Collectives(Protocol):
 Body = Callable[[Collectives], Coroutine[Any, Any, T]]
 
 
+class BegunCall(Collectives, Protocol):
+    """The collectives of an allreduce of a short array, or of a barrier, that this rank has begun already."""
+
+    def rejoin(self, x: Array | None) -> None:
+        """First of all: this rank has begun with `x`."""
+
+    async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
+        """The rest of the call."""
+
+
 class Plan(NamedTuple):
     """What all short calls of one operation, dtype, length and reduction have in common."""
 
+    kind: tuple[str, str, int, str]  # operation, dtype, elements and detail of `Signature`
     fingerprint: int  # signed
     reduce: Reduce | None  # None for a barrier
     kernel: int  # of the compiled core, 0 for none: `tensors.reductions.kernel_number`
@@ -109,6 +120,17 @@ class Plan(NamedTuple):
     reducing: Traffic  # of the rank that reduces
     receiving: Traffic  # of each other rank
     is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
+
+
+# A call of `ShortCalls`: its plan and number; the code and the instruction of its `Site`.
+Entry = tuple[Plan, int, CodeType, int]
+
+
+def signature_of(entry: Entry) -> Signature:
+    """The call that is described there."""
+    plan, number, code, instruction = entry
+    operation, dtype, elements, detail = plan.kind
+    return Signature(operation, number, dtype, elements, detail, Site(code, instruction))
 
 
 class ShortWay(Protocol):
@@ -136,14 +158,103 @@ class ShortWay(Protocol):
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
         """Block for a short time. Returns whether call `number`, which has begun, is over, with the result in `x`."""
 
-    def rejoin(self, collectives: Collectives, x: Array | None) -> None:
-        """Tell the collectives of a call that it has begun: if it fails, they give `x` back. First of all."""
+    def rest(self, call: Signature, x: Array | None) -> BegunCall:
+        """The collectives of a call that has begun. If it fails, they give `x` back. Called once."""
 
-    async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
-        """The rest of the call of these collectives, which has begun. It may sleep."""
+    async def finish(self, begun: BegunCall, plan: Plan, number: int, x: Array | None) -> None:
+        """The rest of call `number`, whose collectives are `begun`."""
 
     def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
         """A coroutine that uses collectives of this backend, as work that a runner can drive."""
+
+
+class Host(Protocol):
+    """What the short calls of a communicator need of it."""
+
+    unstarted: Signature | None  # a call that is numbered and not yet started: no other call may begin
+    unused: Sized  # registered memory to give back before the next call, unless it is empty
+    ledger: Ledger
+
+    def check(self) -> None:
+        """Raise the error of the communicator if it or the world has failed."""
+
+    def count(self, call: Signature, traffic: Traffic) -> None:
+        """Count a call that has ended on the short way."""
+
+    def rest(
+        self,
+        call: Signature,
+        plan: Plan,
+        x: Array | None,
+        result: Callable[[], T],
+        since_s: float,
+        expires_s: float | None,
+        error: AsyncollError | None = None,
+    ) -> Driven[T]:
+        """The rest of a call that has begun with `x`, with a record for deadlines; `error` is raised in it.
+
+        It began at `since_s`, and is overdue at `expires_s`. `result` is called once `x` has the result.
+        """
+
+    def whole(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
+        """The whole of a call whose way was not free."""
+
+    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
+        """`rest` for a call of `ShortCalls`. Raises `error`, unless it is one of the package."""
+
+    def collect(self) -> None:
+        """Enter the calls that `ShortCalls.counts` tells."""
+
+    def interrupted(self, call: BegunShortCall) -> None:
+        """End the communicator: an exception has come between the beginning of `call` and its rest."""
+
+
+class BegunShortCall(Protocol):
+    """A call that `ShortCalls` has begun."""
+
+    @property
+    def entry(self) -> Entry: ...
+
+    @property
+    def array(self) -> Array | None: ...
+
+    @property
+    def result(self) -> Any:
+        """What the caller gets."""
+
+    @property
+    def since_s(self) -> float:
+        """When it began, as a time of `runtime.deadlines`; 0 if it has failed at once."""
+
+    @property
+    def expires_s(self) -> float | None:
+        """The end of its deadline."""
+
+
+class ShortCalls(Protocol):
+    """Starts calls of usual arguments and in usual circumstances, at the least cost. It leaves all others alone.
+
+    A call is left alone if it returns None: it has no number then, nothing has changed, and it is to be started in the
+    general way, which raises all errors. The other calls keep what that promises: see `Communicator`. Each method must
+    be called by a public method of the communicator, directly.
+    """
+
+    last: int  # the number of the last call that was numbered, here or in the general way
+
+    def counts(self) -> list[tuple[Plan, int, int]]:
+        """The calls that have ended here since the last time: how many this rank, and another one, has reduced."""
+
+    def latest(self) -> tuple[Entry, float] | None:
+        """The newest call that was numbered here, and when one last ended. None before the first call."""
+
+    def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None:
+        """Start an allreduce of `x`, if it is a numpy array. The coroutine returns `x`, which has the result."""
+
+    def allreduce_view(self, x: Any, op: object, array: Array, key: str, /) -> Coroutine[Any, Any, Any] | None:
+        """The same for a tensor `x` of dtype `key`, whose elements `array` shows; `key` is interned."""
+
+    def barrier(self) -> Coroutine[Any, Any, None] | None:
+        """Start a barrier."""
 
 
 class Backend(Protocol):
@@ -160,6 +271,9 @@ class Backend(Protocol):
     @property
     def short_way(self) -> ShortWay | None:
         """The way of short calls. None: they go like all others."""
+
+    def short_calls(self, host: Host) -> ShortCalls | None:
+        """Make what starts usual calls for `host`. None: all calls go the general way."""
 
     def collectives(self, call: Signature) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of their numbers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from asyncoll.algorithms.backend import Host
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
@@ -28,6 +29,9 @@ class MessageBackend:
         self.short_way = None
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = AnnouncedOperations(member, self.operations)
+
+    def short_calls(self, host: Host) -> None:
+        """None: a call by message needs the runtime's loop."""
 
     def collectives(self, call: Signature) -> MessageCall:
         return MessageCall(self._member, call, self._member.communicator)

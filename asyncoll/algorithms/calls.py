@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sized
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Backend, Body, Collectives
-from asyncoll.algorithms.dense.alone import Alone
+from asyncoll.algorithms.backend import (
+    Backend,
+    BegunShortCall,
+    Body,
+    Collectives,
+    Plan,
+    ShortCalls,
+    signature_of,
+)
 from asyncoll.algorithms.short_calls import ShortCall
 from asyncoll.arguments import digest
-from asyncoll.errors import describe
+from asyncoll.errors import AsyncollError, describe
+from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.work import Driven, Immediate
+from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
@@ -29,18 +38,29 @@ def _pair_context(communicator: int, source: int, dest: int, tag: int) -> int:
     return digest(communicator, "pair", source, dest, tag)
 
 
-class Calls:
-    """Starts the collective and pair calls of one rank."""
+class _Numbers:
+    """The number of the last call, for backends without `ShortCalls`."""
 
-    def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
+    last = 0
+
+
+class Calls:
+    """Starts the collective and pair calls of one rank. Implements `backend.Host`."""
+
+    def __init__(self, member: Member, backend: Backend, pending: PendingCalls, unused: Sized) -> None:
         self._member = member
         self._backend = backend
-        self._number = 0
-        self._unstarted: Signature | None = None  # the call that is numbered and not yet started
+        self.unstarted: Signature | None = None
+        self.unused = unused
         self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # by (source, dest)
         self._pending = pending
-        self._is_alone = member.group.size == 1
         self.ledger = Ledger()
+        self.short = backend.short_calls(self)
+        self._numbers: ShortCalls | _Numbers = self.short or _Numbers()
+        if self.short is not None:
+            pending.newest = self._newest
+            for ledger in (self.ledger, member.endpoint.in_memory):
+                ledger.sources.append(self.collect)
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
@@ -51,25 +71,23 @@ class Calls:
         self._member.check_caller()
         # A signal handler may raise between the number of a call and its start. The other ranks wait for that call, so
         # this rank cannot go on with the next one.
-        if self._unstarted is not None:
-            self._member.abort(f"{self._unstarted} was interrupted before it had begun")
-        self._number += 1
-        self._unstarted = call = Signature(operation, self._number, dtype, count, detail, site)
+        if self.unstarted is not None:
+            self._member.abort(f"{self.unstarted} was interrupted before it had begun")
+        self._numbers.last += 1
+        self.unstarted = call = Signature(operation, self._numbers.last, dtype, count, detail, site)
         return call
 
     def start(
-        self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = lambda: None
+        self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = ignore
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, which runs `body` with the collectives of this call.
 
         Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
         aborts the communicator.
         """
-        if self._is_alone:
-            return self._start_alone(call, body)
         pending = self._pending.enter(call, call.number)
         try:
-            self._unstarted = None  # inside the try: from here on an interruption is reported below
+            self.unstarted = None  # inside the try: from here on an interruption is reported below
             work = self._carry_out(call, self._backend.collectives(call), body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
         except BaseException as error:
@@ -89,36 +107,12 @@ class Calls:
         if way is None or (operand is not None and not way.takes(operand.flat)):
             return self.start(call, body, nbytes)
         try:
-            self._unstarted = None  # inside the try, as in `start`
+            self.unstarted = None  # inside the try, as in `start`
             short = ShortCall(self, way, way.plan(call, op, nbytes), call, body, operand, result)
             return self._member.runner.drive(short)
         except BaseException as error:
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
-
-    def end_alone(self, operation: str) -> bool:
-        """Whether a call of `operation` is over now, because one rank has nothing to do for it. It is counted then.
-
-        Raises UsageError as `number` does.
-        """
-        if not self._is_alone or self._member.has_failed:
-            return False
-        self._member.check_caller()
-        self._number += 1
-        self.ledger.enter(operation, Alone.traffic)
-        return True
-
-    def _start_alone(self, call: Signature, body: Body[T]) -> Coroutine[Any, Any, T]:
-        """Carry out a call of one rank, which is over at once."""
-
-        async def work() -> T:
-            self._member.check()
-            result = await body(Alone())
-            self.count(call, Alone.traffic)
-            return result
-
-        self._unstarted = None
-        return self._member.runner.drive(Immediate(work()))
 
     def start_pair(self, call: Signature, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start a call of the two ranks `source` and `dest`.
@@ -159,26 +153,72 @@ class Calls:
         """
         return self._pairs[source, dest].next(tag)
 
-    def general(
-        self, call: Signature, body: Body[T], since_s: float, expires_s: float | None, arrived: Operand | None
+    # -- `backend.Host` -------------------------------------------------------------------------------
+
+    def rest(
+        self,
+        call: Signature,
+        plan: Plan,
+        x: Array | None,
+        result: Callable[[], T],
+        since_s: float,
+        expires_s: float | None,
+        error: AsyncollError | None = None,
     ) -> Driven[T]:
-        """Implements `short_calls.Host`."""
         way = self._backend.short_way
         assert way is not None
         pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        collectives = self._backend.collectives(call)
-        if arrived is not None:
-            way.rejoin(collectives, arrived.flat)
-        return way.work(self._carry_out(call, collectives, body, pending), call.__str__)
+        begun = way.rest(call, x)
+
+        async def body(collectives: Collectives) -> T:
+            if error is not None:
+                raise error
+            await way.finish(begun, plan, call.number, x)
+            return result()
+
+        return way.work(self._carry_out(call, begun, body, pending), call.__str__)
+
+    def whole(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
+        way = self._backend.short_way
+        assert way is not None
+        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
+        return way.work(self._carry_out(call, self._backend.collectives(call), body, pending), call.__str__)
+
+    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
+        if error is not None and not isinstance(error, AsyncollError):
+            raise error
+        plan, result, array = call.entry[0], call.result, call.array
+        since_s, expires_s = call.since_s, call.expires_s
+        if not since_s:  # it has failed when it was made
+            since_s, expires_s = deadlines.now_s(), deadlines.expires_s()
+        x = None if array is None else array.reshape(-1)
+        return self.rest(signature_of(call.entry), plan, x, lambda: result, since_s, expires_s, error)
+
+    def interrupted(self, call: BegunShortCall) -> None:
+        self._member.abort(f"{signature_of(call.entry)} was interrupted")
+
+    def collect(self) -> None:
+        assert self.short is not None
+        for plan, reduced, received in self.short.counts():
+            for traffic, times in ((plan.reducing, reduced), (plan.receiving, received)):
+                if times:
+                    self.ledger.enter(plan.kind[0], traffic, times)
+                    self._member.endpoint.in_memory.enter(plan.kind[0], traffic, times)
+
+    def _newest(self) -> tuple[Signature, int, float] | None:
+        assert self.short is not None
+        latest = self.short.latest()
+        if latest is None:
+            return None
+        call = signature_of(latest[0])
+        return call, call.number, latest[1]
 
     def count(self, call: Signature, traffic: Traffic) -> None:
-        """Implements `short_calls.Host`."""
         self._pending.note(call, call.number)
         self.ledger.enter(call.operation, traffic)
         self._member.endpoint.in_memory.enter(call.operation, traffic)
 
     def check(self) -> None:
-        """Implements `short_calls.Host`."""
         self._member.check()
 
     async def _carry_out(self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall) -> T:

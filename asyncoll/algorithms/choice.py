@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncoll.algorithms.alone import AloneBackend
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.in_memory import MemoryBackend
@@ -9,11 +10,13 @@ from asyncoll.runtime.member import Member
 
 
 def choose_backend(member: Member) -> Backend:
-    """Memory if all ranks of the communicator share an arena, otherwise messages.
+    """Nothing if there is one rank, memory if all ranks share an arena, otherwise messages.
 
     All ranks make the same choice, because it depends only on the ranks of the communicator and of the host.
     """
     arena, ranks = member.endpoint.arena, member.group.ranks
-    if arena is not None and len(ranks) > 1 and set(ranks) <= set(arena.ranks):
+    if len(ranks) == 1:
+        return AloneBackend(member)
+    if arena is not None and set(ranks) <= set(arena.ranks):
         return MemoryBackend(member, arena)
     return MessageBackend(member)

@@ -35,8 +35,8 @@ class Core:
         self._choose = choose
         self.backend = choose(member)
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
-        self.calls = Calls(member, self.backend, pending)
         self.memory = RegisteredMemory(self.backend.memory)
+        self.calls = Calls(member, self.backend, pending, self.memory.unused)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.

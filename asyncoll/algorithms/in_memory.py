@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.short_way import ShortWay
@@ -92,12 +93,16 @@ class MemoryBackend:
         sizes = choose(group.size, os.environ)
         self._staging = StagingArea(arena, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
         self._registry = OperationRegistry(arena, group.size, group.rank, group.communicator)
-        self._recent: deque[Signature] = deque(maxlen=_RECENT)
+        self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
-        self.short_way = ShortWay(self._staging, self._check, self._recent.append)
+        self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
+
+    def short_calls(self, host: Host) -> ShortCalls:
+        core, member = self.memory.native, self._member
+        return self.short_way.calls(core, host, member.runner, member.endpoint, member.endpoint.failures)
 
     def collectives(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
@@ -152,16 +157,19 @@ class MemoryBackend:
 
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
         """The members of call `number` and its description; None if it is not among the recent calls."""
-        # A copy, because the caller's thread may append meanwhile. So does `_trace`.
-        recent = {call.number: call for call in list(self._recent)}
+        recent = {call.number: call for call in self._newest()}
         return (self._member.group.ranks, str(recent[number])) if number in recent else None
 
     def _trace(self, rank: int) -> str:
         """The last call that world rank `rank` has begun, as this rank describes it; empty if unknown."""
         ranks = self._member.group.ranks
         number = self._staging.begun(ranks.index(rank)) if rank in ranks else 0
-        begun = [call for call in list(self._recent) if call.number <= number]
+        begun = [call for call in self._newest() if call.number <= number]
         return str(begun[-1]) if begun else ""
+
+    def _newest(self) -> list[Signature]:
+        """The recent calls. A copy, because the caller's thread may append meanwhile."""
+        return [call if isinstance(call, Signature) else signature_of(call) for call in list(self._recent)]
 
 
 def _dispute(member: Member, context: int, number: int, description: str, rank: int) -> None:

@@ -7,36 +7,17 @@ which the runner calls where no handler runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from asyncoll.algorithms.backend import Body, Collectives, Plan, ShortWay
+from asyncoll.algorithms.backend import Body, Host, Plan, ShortWay
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.signature import Signature
-from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array
 
 T = TypeVar("T")
-
-
-class Host(Protocol):
-    """What a short call needs of the calls of its communicator."""
-
-    def check(self) -> None:
-        """Raise the error of the communicator if it or the world has failed."""
-
-    def count(self, call: Signature, traffic: Traffic) -> None:
-        """Count a call that has ended on the short way."""
-
-    def general(
-        self, call: Signature, body: Body[T], since_s: float, expires_s: float | None, arrived: Operand | None
-    ) -> Driven[T]:
-        """`call` with `body`, and with a record for deadlines: it began at `since_s`, and is overdue at `expires_s`.
-
-        `arrived` is what this rank has shown to the others already.
-        """
 
 
 class ShortCall(Generic[T]):
@@ -118,15 +99,13 @@ class ShortCall(Generic[T]):
             self.begin()
         if self.is_over:
             return self.result()
-        arrived = self._operand if self._has_arrived else None
         since_s, expires_s = self._since_s, self._expires_s
-        general: Driven[T] = self._host.general(self._call, self._rest(), since_s, expires_s, arrived)
-        return await general.finish()
-
-    def _rest(self) -> Body[T]:
-        if self._error is not None:
-            return _raising(self._error)
-        return self._receive if self._has_arrived else self._body
+        if self._has_arrived:
+            x, result = self._array, self._result
+            rest = self._host.rest(self._call, self._plan, x, result, since_s, expires_s, self._error)
+        else:
+            rest = self._host.whole(self._call, self._body, since_s, expires_s)
+        return await rest.finish()
 
     def result(self) -> T:
         return self._outcome
@@ -135,14 +114,3 @@ class ShortCall(Generic[T]):
         self._outcome = self._result()
         self.is_over = True
         self._host.count(self._call, traffic)
-
-    async def _receive(self, collectives: Collectives) -> T:
-        await self._way.finish(self._plan, collectives, self._array)
-        return self._result()
-
-
-def _raising(error: AsyncollError) -> Body[T]:
-    async def body(collectives: Collectives) -> T:
-        raise error
-
-    return body

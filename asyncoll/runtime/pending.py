@@ -61,6 +61,8 @@ class PendingCalls:
         self._pending: dict[PendingCall, None] = {}  # an ordered set
         self._calls = 0  # the number of the last numbered call
         self._last: Call | None = None  # the last call of this rank
+        # Of calls that are not told here one by one: the newest, its number, and when one last ended. None before it.
+        self.newest: Callable[[], tuple[Call, int, float] | None] = lambda: None
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
@@ -185,6 +187,7 @@ class PendingCalls:
 
     def _on_question(self, source: int, question: Where) -> None:
         """A Where message: answer with the calls that this rank is in, or its last call."""
+        self._catch_up()
         pending, now_s = tuple(self._pending), self._now_s()
         if pending:
             doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
@@ -193,6 +196,15 @@ class PendingCalls:
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
         inside = "\n".join(pending.call.key for pending in pending)
         self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
+
+    def _catch_up(self) -> None:
+        newest = self.newest()
+        if newest is None:
+            return
+        call, number, ended_s = newest
+        if number > self._calls:
+            self._last, self._calls = call, number
+        self._idle_since_s = max(self._idle_since_s, ended_s)
 
 
 def _listed(ranks: Iterable[int]) -> str:

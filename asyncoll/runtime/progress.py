@@ -25,7 +25,7 @@ import uvloop
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.timer import Timer
-from asyncoll.runtime.work import Driven
+from asyncoll.runtime.work import Begun, Driven
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -38,15 +38,15 @@ SWITCH_INTERVAL_S = 0.0005
 # that computes before it awaits the call expects the work to be done meanwhile.
 TAKEOVER_S = 0.0005
 
-_CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
+CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
 
 _AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
 _ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
 _abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
 
 
-def _ignore() -> None:
-    pass
+def ignore() -> None:
+    """For `discarded`: nothing is lost with the result."""
 
 
 class Runner(Protocol):
@@ -58,7 +58,25 @@ class Runner(Protocol):
 
     home: asyncio.AbstractEventLoop
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    @property
+    def held(self) -> dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
+        """Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began.
+
+        Whoever removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to
+        twice TAKEOVER_S. After an entry has been added, `set_timer` must be called unless `is_timer_set`. None: work
+        that is not over at once is left to `start`, on the loop `home`.
+        """
+
+    turn: int  # how often the timer has expired
+    is_timer_set: bool
+
+    def set_timer(self) -> None:
+        """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
+
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+        """A coroutine that waits for `work`, which the runtime has taken over."""
+
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
         Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
@@ -67,7 +85,7 @@ class Runner(Protocol):
         effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called, too.
         """
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
@@ -158,7 +176,7 @@ class _Turns:
     def is_due(self) -> bool:
         """Count a call that is over. Returns whether its caller has to let the loop turn."""
         self._calls += 1
-        if self._calls < _CALLS_PER_TURN:
+        if self._calls < CALLS_PER_TURN:
             return False
         self._calls = 0
         return True
@@ -255,19 +273,29 @@ class _Ended(Coroutine[Any, Any, T]):
 class SharedLoop:
     """A runner for in-process worlds: the runtime and the program share the loop on which this object is made."""
 
+    held = None
+    turn = 0
+    is_timer_set = False
+
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
         self._turns = _Turns()
 
+    def set_timer(self) -> None:
+        raise AssertionError("nothing is held here")
+
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+        raise AssertionError("nothing is held here")
+
     def done(self, result: T) -> Coroutine[Any, Any, T]:
         return _Done(result, self._turns)
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work, discarded)
         return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded)
         work.begin()
@@ -329,14 +357,13 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        # Work that has begun and that its caller has not awaited yet: the caller's loop, and `_turn` when it began.
-        self._unclaimed: dict[Driven[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self.held: dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
-        self._taken: weakref.WeakKeyDictionary[Driven[Any], _Crossing] = weakref.WeakKeyDictionary()
-        self._turn = 0  # how often the timer has expired
+        self._taken: weakref.WeakKeyDictionary[Begun[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self.turn = 0
         self._turns = _Turns()
         self._timer = Timer()
-        self._is_timer_set = False
+        self.is_timer_set = False
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
         forks.register(self)
@@ -344,22 +371,22 @@ class ProgressThread:
     def done(self, result: T) -> Coroutine[Any, Any, T]:
         return _Done(result, self._turns)
 
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded)
 
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = _ignore) -> Coroutine[Any, Any, T]:
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
             return _Ended(work, discarded, self._loop, self._turns)
-        self._unclaimed[work] = asyncio.get_running_loop(), self._turn
-        self._set_timer()
+        self.held[work] = asyncio.get_running_loop(), self.turn
+        self.set_timer()
         return _Begun(self._claim(work, discarded), discarded, self._loop)
 
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
-        claimed = self._unclaimed.pop(work, None) is not None
+        claimed = self.held.pop(work, None) is not None
         if claimed and may_interrupt():  # also if the program has set a signal handler since the call
             return await self.start(work.finish(), discarded)
         try:
@@ -369,37 +396,36 @@ class ProgressThread:
                 return work.result()
             if claimed:
                 return await work.finish()
-            outcome: T = await self._taken.pop(work).outcome(_ignore)
-            return outcome
+            return await self.taken(work)
         except asyncio.CancelledError:
             # In the caller's thread, not on the runtime's loop: the next call may begin before that loop turns.
             discarded()
             raise
 
-    def _set_timer(self) -> None:
-        """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
-        if not self._is_timer_set:
+    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+        return self._taken.pop(work).outcome(ignore)
+
+    def set_timer(self) -> None:
+        if not self.is_timer_set:
             self._timer.set(TAKEOVER_S)
-            self._is_timer_set = (
-                True  # last: a signal handler may raise before, and an unarmed timer takes nothing over
-            )
+            self.is_timer_set = True  # last: a signal handler may raise before, and an unarmed timer takes nothing over
 
     def _take_over(self) -> None:
         """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""
         self._timer.read()
-        self._is_timer_set = False
-        for work, (caller, turn) in list(self._unclaimed.items()):
-            if turn < self._turn:
+        self.is_timer_set = False
+        for work, (caller, turn) in list(self.held.items()):
+            if turn < self.turn:
                 crossing = self._taken[work] = _Crossing(self._loop, caller)
                 # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so
                 # the crossing must be in `_taken` before: a caller that loses the race looks there.
-                if self._unclaimed.pop(work, None) is None:
+                if self.held.pop(work, None) is None:
                     del self._taken[work]
                 else:
                     crossing.begin_here(work.finish())
-        self._turn += 1
-        if self._unclaimed:
-            self._set_timer()
+        self.turn += 1
+        if self.held:
+            self.set_timer()
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)

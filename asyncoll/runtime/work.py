@@ -19,6 +19,13 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Begun(Protocol[T_co]):
+    """Work in shared memory that has begun, and that any loop can drive to its end."""
+
+    def finish(self) -> Coroutine[Any, Any, T_co]:
+        """Run to the end, on the running loop of the calling thread, and return the result."""
+
+
 class Driven(Protocol[T_co]):
     """Work in shared memory. Only one thread may drive it at a time. `Runner.drive` drives it."""
 

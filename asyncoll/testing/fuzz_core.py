@@ -45,7 +45,9 @@ from asyncoll.transport.control_block import DOORBELLS, control_block_bytes
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
 
-_SIZES = Sizes(shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, calls=2)
+_SIZES = Sizes(
+    shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private=1 << 62, calls=2
+)
 _ALLOWED = (AsyncollError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
 _CANARY = bytes(range(200, 232))
 _BATCH = 200  # inputs on one world

@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
 
 from asyncoll import _core
+from asyncoll._core import Core
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
@@ -51,7 +51,7 @@ def _zmq(size: int) -> Iterator[Carriers]:
 
 
 @contextlib.contextmanager
-def _shm(size: int, natives: Sequence[ModuleType | None] = (_core.native,)) -> Iterator[Carriers]:
+def _shm(size: int, natives: Sequence[Core | None] = (_core.native,)) -> Iterator[Carriers]:
     with zeromq.local_world(size) as transports, arena.local_world(size, natives) as arenas:
         yield list(map(SlottedTransport, transports, arenas)), arenas
 

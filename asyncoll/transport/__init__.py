@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Protocol
 
+from asyncoll._core import Core
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import ControlBlock, Turn, Wait
@@ -129,7 +129,7 @@ class Arena(Protocol):
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
     @property
-    def native(self) -> ModuleType | None:
+    def native(self) -> Core | None:
         """The compiled core that this rank uses; None without one."""
 
     @property

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import Copy, Rendezvous, StagingArea, signed
 from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, into_all, kernel_number, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
@@ -164,14 +165,14 @@ class SharedCall:
         if x is not None:
             self._lend_shortly(rendezvous, x)
 
-    async def finish_shortly(self, x: Array | None, reduce: Reduce | None, kernel: int, divisor: int) -> None:
-        """The rest of that call, at a rank that was not the last. `reduce` and `kernel` are those of its plan."""
+    async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
+        """The rest of that call, at a rank that was not the last."""
         rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
-        if x is None or reduce is None or x.nbytes <= self._staging.sizes.short:
-            await self._receive_shortly(rendezvous, x, 1 if x is None else x.nbytes)
+        if x is None or plan.reduce is None or x.nbytes <= self._staging.sizes.short:
+            await self._receive_shortly(rendezvous, x, plan.done)
         else:
             self.traffic.sent(x.nbytes)
-            what = Operand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted=True)
+            what = Operand(x.view(np.uint8), x.dtype, plan.reduce, plan.divisor, plan.kernel, is_wanted=True)
             await self._reduce_shown(rendezvous, what)
 
     def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:

@@ -86,10 +86,8 @@ class PythonMeetings:
         del kernel, divisor, is_clear
         staging = self._staging
         rendezvous = staging.rendezvous(number, 0, fingerprint)
-        if staging.known_free != rendezvous.tag:
-            with staging.control_block:
-                if not rendezvous.is_free():
-                    return NOT_FREE
+        if not rendezvous.is_free_now():
+            return NOT_FREE
         staging.note(number)
         return LAST if rendezvous.arrive_shortly(array, address) else WAITING
 
@@ -100,14 +98,7 @@ class PythonMeetings:
     def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
         del is_clear
         staging = self._staging
-        rendezvous = staging.rendezvous(number, 0, 0)
-        with staging.control_block:
-            if not rendezvous.is_reduced(done):
-                return False
-        if array is not None:
-            rendezvous.receive_shortly(array)
-        rendezvous.leave()
-        return True
+        return staging.rendezvous(number, 0, 0).complete_shortly(done, array)
 
     def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
         del polls, sleep_ns, kernel, divisor  # the arena's own numbers

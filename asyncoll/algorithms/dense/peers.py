@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll._core import Core
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import ControlBlock
@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 class Peers:
     """The private memory of the ranks of a communicator, as seen by one of them. It has the compiled core."""
 
-    def __init__(self, native: ModuleType, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
+    def __init__(self, native: Core, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
         """`first` is the first of PEER_CELLS cells for each rank."""
         self._native = native
         self._cells = control_block.cells

@@ -7,20 +7,27 @@ other call (`algorithms.calls`).
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives, Plan
-from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll._core import Core
+from asyncoll.algorithms.backend import BegunCall, Entry, Host, Plan
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
+from asyncoll.algorithms.dense.short_calls import Closing, Failures, PythonShortCalls
 from asyncoll.algorithms.dense.staging import Copy, StagingArea, signed
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
+from asyncoll.tensors.reductions import BFLOAT16, Array, ReduceOp, into_all, kernel_number, reducer
+
+if TYPE_CHECKING:
+    from asyncoll._core.native import ShortCalls
 
 T = TypeVar("T")
 
@@ -31,8 +38,18 @@ _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after pollin
 class ShortWay:
     """Implements `ShortWay` in memory, for one communicator at one rank."""
 
-    def __init__(self, staging: StagingArea, check: Callable[[], None], note: Callable[[Signature], None]) -> None:
-        """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch."""
+    def __init__(
+        self,
+        staging: StagingArea,
+        check: Callable[[], None],
+        note: Callable[[Signature | Entry], None],
+        collectives: Callable[[Signature], BegunCall],
+    ) -> None:
+        """`check` raises if the communicator has failed. `note` is told of each call, for reports of a mismatch.
+
+        `collectives` makes those of a call.
+        """
+        self._collectives = collectives
         self._native = staging.arena.native
         self.now_s = deadlines.clock()
         self._check = check
@@ -44,6 +61,40 @@ class ShortWay:
         self._sleep_ns = _SLEEP_NS * -(-staging.size // staging.arena.cores)
         self._copies: dict[int, Copy] = {}  # by the number of the call: those that are under way, or have failed
         self._plans: dict[tuple[str, str, int, str], Plan] = {}
+        self._compiled: ShortCalls | None = None
+        self._in_python: PythonShortCalls | None = None
+
+    def calls(
+        self, core: Core | None, host: Host, runner: Runner, closing: Closing, failures: Failures
+    ) -> ShortCalls | PythonShortCalls:
+        """What starts usual calls. It learns the plans of this object.
+
+        `closing.closed` says whether this rank has left, and `failures.any` whether anything has failed.
+        """
+        staging = self._staging
+        if core is None:
+            self._in_python = PythonShortCalls(staging, host, runner, closing, failures, self._note)
+            return self._in_python
+        assert isinstance(self._meetings, core.Meetings)
+        self._compiled = core.ShortCalls(
+            self._meetings,
+            host,
+            runner,
+            runner.home if runner.held is None else None,
+            runner.held,
+            closing,
+            failures,
+            host.unused,
+            *staging.under_way,
+            staging.end,
+            self._note,
+            asyncio.get_running_loop,
+            deadlines.expiry.get,
+            np.ndarray,
+            self._polls,
+            self._sleep_ns,
+        )
+        return self._compiled
 
     def takes(self, x: Array) -> bool:
         sizes = self._staging.sizes
@@ -73,9 +124,29 @@ class ShortWay:
         # An array that is shown where it is has to be withdrawn after an exception, which takes more than one step.
         is_copied = 0 < nbytes < self._staging.sizes.shown
         is_atomic = self._native is not None and ((kernel > 0 and is_copied) or not nbytes)
-        plan = Plan(signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic)
+        plan = Plan(
+            key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic
+        )
         self._plans[key] = plan
+        if (self._compiled is not None and is_atomic) or (self._in_python is not None and (is_copied or not nbytes)):
+            self._teach(plan, op, nbytes)
         return plan
+
+    def _teach(self, plan: Plan, op: ReduceOp, nbytes: int) -> None:
+        """From now on the short calls of this plan begin with their arguments alone."""
+        _, dtype, elements, _ = plan.kind
+        keys: list[object] = [None]
+        if nbytes:
+            keys = [sys.intern(dtype)]  # of torch tensors
+            if dtype != BFLOAT16:
+                keys.append(np.dtype(dtype))
+        for key in keys:
+            reduction = op if nbytes else None
+            if self._compiled is not None:
+                meeting = plan.fingerprint, plan.divisor, plan.done, plan.kernel
+                self._compiled.learn(key, reduction, nbytes, plan, *meeting)
+            elif self._in_python is not None:
+                self._in_python.learn(key, reduction, elements if nbytes else 0, plan)
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         if x is None or x.nbytes <= self._staging.sizes.short or self._staging.arena.locate(x) is not None:
@@ -137,16 +208,15 @@ class ShortWay:
         staging.end(number)
         return True
 
-    def rejoin(self, collectives: Collectives, x: Array | None) -> None:
-        assert isinstance(collectives, SharedCall)
+    def rest(self, call: Signature, x: Array | None) -> BegunCall:
+        collectives = self._collectives(call)
         collectives.rejoin(x)
+        return collectives
 
-    async def finish(self, plan: Plan, collectives: Collectives, x: Array | None) -> None:
-        assert isinstance(collectives, SharedCall)
-        copy = self._copies.get(collectives.number)
-        array = x if copy is None or x is None else copy.raw.view(x.dtype)
-        await collectives.finish_shortly(array, plan.reduce, plan.kernel, plan.divisor)
-        self._end_copy(collectives.number, x)
+    async def finish(self, begun: BegunCall, plan: Plan, number: int, x: Array | None) -> None:
+        copy = self._copies.get(number)
+        await begun.finish_shortly(x if copy is None or x is None else copy.raw.view(x.dtype), plan)
+        self._end_copy(number, x)
 
     def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
         return Work(self._staging.arena, work, self._check, describe)

@@ -53,6 +53,7 @@ _BITS = 62  # chunks of private memory, at most
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
+_COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
 _PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
 _PAGE = 4096
@@ -151,6 +152,14 @@ class StagingArea:
     def is_alone(self, number: int) -> bool:
         """Whether no call but `number` is under way at this rank."""
         return self._unfinished <= {number}
+
+    @property
+    def under_way(self) -> tuple[set[int], dict[int, Turn]]:
+        """The numbers of the calls under way at this rank, and of those whose end another call waits for.
+
+        For the compiled core, which changes the set, and calls `end` if the dict is not empty.
+        """
+        return self._unfinished, self._turns
 
     def turn(self, number: int, count: int = 0) -> int:
         """The record of rendezvous number `count`, from 0, of call `number`."""
@@ -311,6 +320,13 @@ class Rendezvous:
         cells, base = self._cells, self._base
         return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
 
+    def is_free_now(self) -> bool:
+        """`is_free`, without the lock."""
+        if self._staging.known_free == self.tag:
+            return True
+        with self._staging.control_block:
+            return self.is_free()
+
     def arrive(
         self,
         address: int,
@@ -418,6 +434,29 @@ class Rendezvous:
         if not self.is_lent(x):
             source = self._staging.rank if self.is_shown(x.nbytes) else 0
             x[...] = self._staging.short_array(source, self.turn, x.dtype, x.size)
+
+    def complete_shortly(self, done: int, x: Array | None) -> bool:
+        """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
+        staging, cells, left = self._staging, self._cells, self._base + _LEFT
+        array = None
+        if x is not None and not self.is_lent(x):  # before the lock, which this may take
+            array = staging.short_array(staging.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
+        is_copied_under_lock = x is None or x.nbytes <= _COPIED_UNDER_LOCK
+        with staging.control_block as control_block:
+            if cells[self._base + _DONE] != done:
+                return False
+            if is_copied_under_lock:
+                if x is not None and array is not None:
+                    x[...] = array
+                cells[left] += 1
+                if cells[left] == staging.size:
+                    control_block.wake()
+                staging.look_ahead(self._number + 1)
+                return True
+        if x is not None and array is not None:
+            x[...] = array
+        self.leave()
+        return True
 
     # -- neighbours: no rank waits for all ------------------------------------------------------------
 

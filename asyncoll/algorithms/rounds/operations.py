@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 from asyncoll.algorithms.backend import Backend
-from asyncoll.algorithms.rounds.alone import LoneRounds
 from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -235,12 +234,7 @@ class Operations:
         known = operations.find(spec, self.member.group.rank, site)
         if known is not None:
             return known
-        if self.member.group.size > 1:
-            return await self._backend.open(spec, site)
-        text = f"{spec} at {site}"
-        alone = LoneRounds(spec, lambda: text)
-        operations.add(alone)
-        return alone
+        return await self._backend.open(spec, site)
 
     def join(self, name: str, x: object, site: Site) -> Coroutine[Any, Any, Reduction | None]:
         """Start the call by which this rank joins the operation `name`. Returns a coroutine that waits for the others.

@@ -14,11 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 
 import numpy as np
 
 from asyncoll import _core, forks
+from asyncoll._core import Core
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
@@ -59,7 +59,7 @@ _NO_POLLING_S = 0.1
 
 
 @contextlib.contextmanager
-def local_world(size: int, natives: Sequence[ModuleType | None] = (_core.native,)) -> Iterator[list[HostArena]]:
+def local_world(size: int, natives: Sequence[Core | None] = (_core.native,)) -> Iterator[list[HostArena]]:
     """One arena for each rank of a world inside this process, over real shared memory.
 
     The ranks take the compiled cores of `natives` in turn.
@@ -93,7 +93,7 @@ class HostArena:
         local_rank: int,
         ranks: tuple[int, ...],
         segments: Sequence[Segment],
-        native: ModuleType | None = _core.native,
+        native: Core | None = _core.native,
     ) -> None:
         """`segments` has one entry for each rank, by local rank. Their descriptors are copied. `native` is the compiled
         core, or None to do without it.

@@ -1,0 +1,890 @@
+/* Whole short calls, an allreduce or a barrier, from the arguments of the caller to the end of its `await`.
+ *
+ * The types behind `ShortCalls` and `ShortCall` of asyncoll/algorithms/short_calls.py, which says what they do. A call
+ * that is unusual in any way is left to Python before it has a number: nothing has changed then. A call that has begun,
+ * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
+ *
+ * No signal handler of Python runs here, except while this calls Python: before the call has a number, or after it has
+ * arrived. Then `Host.interrupted` ends the communicator.
+ */
+#include "native.h"
+
+#include <stddef.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
+ * asyncoll/runtime/progress.py. */
+enum { CALLS_PER_TURN = 64 };
+
+/* Entries of the table of kinds, a power of two, and how many of them are used. */
+enum { KINDS = 256, KINDS_MAX = 192 };
+
+/* What all calls with the same arguments have in common. */
+typedef struct {
+    PyObject *key; /* names the dtype; compared by identity, as `op`. NULL for barriers */
+    PyObject *op;
+    Py_ssize_t nbytes;
+    PyObject *plan; /* asyncoll.algorithms.backend.Plan; NULL in an empty entry */
+    Meeting meeting;
+    int64_t reduced;  /* since `counts`: calls that ended here, and that this rank has reduced */
+    int64_t received; /* calls that another rank has reduced */
+} Kind;
+
+/* Names of attributes, as Python strings in ShortCalls.names. */
+enum { ANY, CLOSED, CODE, DRIVE, DTYPE, BACK, FILENAME, INSTRUCTION, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
+static const char *const names[NAMES] = {"any",         "closed",  "f_code",       "drive",     "dtype", "f_back",
+                                         "co_filename", "f_lasti", "is_timer_set", "set_timer", "turn",  "unstarted"};
+
+typedef struct {
+    PyObject_HEAD
+    Meetings *meetings;
+    PyObject *host;         /* asyncoll.algorithms.short_calls.Host */
+    PyObject *runner;       /* asyncoll.runtime.progress.Runner */
+    PyObject *home;         /* the only loop that may make calls; None: any loop may */
+    PyObject *held;         /* the calls that have begun and wait for their callers: a dict of the runner, or None */
+    PyObject *endpoint;     /* `closed` if this rank has left */
+    PyObject *failures;     /* `any` if something has failed */
+    PyObject *unused;       /* registered memory to give back before the next call, if not empty */
+    PyObject *unfinished;   /* a set: the numbers of the calls under way */
+    PyObject *turns;        /* a dict, empty unless a call waits for the end of another one */
+    PyObject *end;          /* end(number): tells that call */
+    PyObject *note;         /* note(entry): for reports; plan, number, code, instruction */
+    PyObject *running_loop; /* asyncio.get_running_loop */
+    PyObject *expiry;       /* the end of the deadline of the current context, or None */
+    PyObject *array_type;   /* numpy.ndarray */
+    PyObject *call_type;    /* ShortCall */
+    PyObject *entry;        /* of the newest call, or NULL */
+    PyObject *names[NAMES];
+    long long last; /* the number of the last call */
+    long long polls, sleep_ns;
+    double ended_s; /* when the last call ended */
+    int turn;       /* calls since the caller's loop has turned */
+    int known;      /* entries of `kinds` that are used */
+    Kind barriers;
+    Kind *kinds;
+} ShortCalls;
+
+/* The states of a call. */
+enum {
+    BEGUN,   /* this rank has arrived; its caller, or the runtime, is to go on */
+    ENDED,   /* its caller has not got the result yet */
+    RESTING, /* its caller drives the coroutine `rest` */
+    AWAITED, /* its caller has the result or an exception, or has closed it */
+};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *weak_references;
+    ShortCalls *calls;
+    Kind *kind;
+    PyObject *array;  /* None for a barrier */
+    PyObject *result; /* what the caller gets */
+    PyObject *entry;
+    PyObject *expires_s;
+    PyObject *rest;
+    Py_buffer bytes;
+    long long number;
+    double since_s;
+    int state;
+} ShortCall;
+
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now); /* `time.monotonic`, the clock of `runtime.deadlines` */
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* -- what a call is ----------------------------------------------------------------------------- */
+
+/* The entry for these arguments, or the empty one to put them in. */
+static Kind *entry_of(ShortCalls *self, PyObject *key, PyObject *op, Py_ssize_t nbytes)
+{
+    uintptr_t hash = ((uintptr_t)key >> 4) * 31 + ((uintptr_t)op >> 4) * 17 + (uintptr_t)nbytes * 2654435761u;
+    for (hash ^= hash >> 15;; hash++) { /* ends: there are always empty entries */
+        Kind *kind = &self->kinds[hash % KINDS];
+        if (!kind->plan || (kind->key == key && kind->op == op && kind->nbytes == nbytes))
+            return kind;
+    }
+}
+
+static void fill(Kind *kind, PyObject *plan, const Meeting *meeting)
+{
+    kind->meeting = *meeting;
+    kind->plan = Py_NewRef(plan);
+}
+
+/* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)`: the next calls with these arguments begin here. A
+ * barrier has the key None. Without effect if too many kinds are known. */
+static PyObject *learn(PyObject *object, PyObject *arguments)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    PyObject *key, *op, *plan;
+    long long nbytes, fingerprint, divisor, done;
+    int kernel;
+    if (!PyArg_ParseTuple(arguments, "OOLOLLLi:learn", &key, &op, &nbytes, &plan, &fingerprint, &divisor, &done,
+                          &kernel))
+        return NULL;
+    const Meeting meeting = {.fingerprint = fingerprint, .divisor = divisor, .done = done, .kernel = kernel};
+    bool fits = key == Py_None ? nbytes == 0 && done == 1
+                               : nbytes > 0 && nbytes == done && kernel > 0 && kernel_at(kernel) && divisor > 0;
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "this is no kind of short calls");
+        return NULL;
+    }
+    if (key == Py_None) {
+        if (!self->barriers.plan)
+            fill(&self->barriers, plan, &meeting);
+        Py_RETURN_NONE;
+    }
+    Kind *kind = entry_of(self, key, op, (Py_ssize_t)nbytes);
+    if (!kind->plan && self->known < KINDS_MAX) {
+        self->known++;
+        kind->key = Py_NewRef(key); /* so no other object gets its address */
+        kind->op = Py_NewRef(op);
+        kind->nbytes = (Py_ssize_t)nbytes;
+        fill(kind, plan, &meeting);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Put `value` in the place of an object. */
+static void replace(PyObject **place, PyObject *value)
+{
+    PyObject *before = *place;
+    *place = value;
+    Py_XDECREF(before);
+}
+
+static int is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    int truth = value ? PyObject_IsTrue(value) : -1;
+    Py_XDECREF(value);
+    return truth;
+}
+
+/* Whether the call is left to Python, which raises an error or does something first. -1 with an exception. */
+static int is_unusual(ShortCalls *self)
+{
+    int is = is_true(self->endpoint, self->names[CLOSED]);
+    if (!is)
+        is = is_true(self->failures, self->names[ANY]);
+    if (!is)
+        is = is_true(self->host, self->names[UNSTARTED]);
+    if (!is)
+        is = PyObject_IsTrue(self->unused);
+    return is;
+}
+
+/* The running loop, if a call may be made on it; None if not. */
+static PyObject *loop_of(ShortCalls *self)
+{
+    PyObject *loop = PyObject_CallNoArgs(self->running_loop);
+    if (!loop && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    if (loop && self->home != Py_None && loop != self->home) {
+        Py_DECREF(loop);
+        Py_RETURN_NONE;
+    }
+    return loop;
+}
+
+/* The entry of a call for reports: its plan, its number, and the place of the call, as
+ * asyncoll/runtime/signature.py::site_outside finds it. The frame on top is that of the public method. */
+static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
+{
+    PyObject *frame = (PyObject *)PyEval_GetFrame(), *entry = NULL, *inside = NULL;
+    if (!frame) {
+        PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
+        return NULL;
+    }
+    Py_INCREF(frame);
+    PyObject *code = PyObject_GetAttr(frame, self->names[CODE]);
+    PyObject *file = inside = code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL;
+    Py_XINCREF(file);
+    while (file && PyObject_RichCompareBool(file, inside, Py_EQ) == 1) {
+        PyObject *back = PyObject_GetAttr(frame, self->names[BACK]);
+        if (!back || back == Py_None) {
+            Py_XDECREF(back);
+            break;
+        }
+        replace(&frame, back);
+        replace(&code, PyObject_GetAttr(frame, self->names[CODE]));
+        replace(&file, code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL);
+    }
+    PyObject *instruction = file ? PyObject_GetAttr(frame, self->names[INSTRUCTION]) : NULL;
+    if (instruction)
+        entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
+    Py_XDECREF(instruction);
+    Py_XDECREF(file);
+    Py_XDECREF(inside);
+    Py_XDECREF(code);
+    Py_DECREF(frame);
+    return entry;
+}
+
+/* -- the end of a call ---------------------------------------------------------------------------- */
+
+/* The call uses its array no longer. */
+static void forget(ShortCall *call)
+{
+    if (call->bytes.obj)
+        PyBuffer_Release(&call->bytes);
+    Py_CLEAR(call->array);
+}
+
+/* The result is in the array. Returns 0, or -1 with an exception. */
+static int end(ShortCall *call, bool is_last)
+{
+    ShortCalls *self = call->calls;
+    call->state = ENDED;
+    forget(call);
+    *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
+    self->ended_s = now_s();
+    PyObject *number = PyTuple_GetItem(call->entry, 1);
+    if (PySet_Discard(self->unfinished, number) < 0)
+        return -1;
+    if (PyDict_Size(self->turns) == 0)
+        return 0;
+    PyObject *told = PyObject_CallFunctionObjArgs(self->end, number, NULL);
+    Py_XDECREF(told);
+    return told ? 0 : -1;
+}
+
+/* The rest of a call, with the exception that is set, as a coroutine. NULL with an exception. */
+static PyObject *go_on(ShortCall *call)
+{
+    ShortCalls *self = call->calls;
+    PyObject *type, *error, *trace, *coroutine = NULL;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *work = PyObject_CallMethod(self->host, "general", "OO", call, error ? error : Py_None);
+    if (work)
+        coroutine = PyObject_CallMethodObjArgs(self->runner, self->names[DRIVE], work, NULL);
+    Py_XDECREF(work);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    if (coroutine)
+        return coroutine;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *told = PyObject_CallMethod(self->host, "interrupted", "O", call);
+    if (!told)
+        PyErr_WriteUnraisable(self->host);
+    Py_XDECREF(told);
+    PyErr_Restore(type, error, trace);
+    return NULL;
+}
+
+/* -- the beginning of a call ---------------------------------------------------------------------- */
+
+/* Note when the call began, and its deadline: the rest of it may run in another context. 0, or -1 with an exception. */
+static int date(ShortCalls *self, ShortCall *call)
+{
+    call->since_s = now_s();
+    call->expires_s = PyObject_CallNoArgs(self->expiry);
+    return call->expires_s ? 0 : -1;
+}
+
+/* Keep a call that has begun for its caller. Returns 0, or -1 with an exception. */
+static int hold(ShortCalls *self, ShortCall *call, PyObject *loop)
+{
+    PyObject *turn = PyObject_GetAttr(self->runner, self->names[TURN]);
+    PyObject *where = turn ? PyTuple_Pack(2, loop, turn) : NULL;
+    int failed = where ? PyDict_SetItem(self->held, (PyObject *)call, where) : -1;
+    Py_XDECREF(where);
+    Py_XDECREF(turn);
+    int is_set = failed ? -1 : is_true(self->runner, self->names[IS_TIMER_SET]);
+    if (is_set)
+        return is_set < 0 ? -1 : 0;
+    PyObject *told = PyObject_CallMethodObjArgs(self->runner, self->names[SET_TIMER], NULL);
+    Py_XDECREF(told);
+    return told ? 0 : -1;
+}
+
+/* Arrive. Returns 1 if the call is over, 0 if it is to go on, -1 with an exception. */
+static int arrive(ShortCalls *self, ShortCall *call, bool is_clear)
+{
+    PyObject *told = PyObject_CallFunctionObjArgs(self->note, call->entry, NULL);
+    Py_XDECREF(told);
+    if (!told)
+        return -1;
+    int state = meetings_arrive(self->meetings, call->number, &call->kind->meeting, 0, &call->bytes, is_clear);
+    if (state == OVER)
+        return end(call, true) < 0 ? -1 : 1;
+    return state < 0 ? -1 : 0;
+}
+
+/* Whether the record of call `number` is free, and no earlier call may come back to it. `is_clear`: no call is under way
+ * at this rank. -1 with an exception. */
+static int is_way_free(ShortCalls *self, long long number, bool is_clear)
+{
+    if (!is_clear) {
+        PyObject *before = PyLong_FromLongLong(number - meetings_calls(self->meetings));
+        int is_under_way = before ? PySet_Contains(self->unfinished, before) : -1;
+        Py_XDECREF(before);
+        if (is_under_way)
+            return is_under_way < 0 ? -1 : 0;
+    }
+    return meetings_is_free(self->meetings, number);
+}
+
+/* Number `call` and begin it. Returns what its caller awaits, or None if it is left to Python, without a number. */
+static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
+{
+    bool is_clear = PySet_Size(self->unfinished) == 0;
+    int is_free = is_way_free(self, call->number, is_clear);
+    /* With the lock held by another thread, this one may have waited without the GIL. */
+    if (is_free >= 0 && (!is_free || self->last + 1 != call->number))
+        Py_RETURN_NONE;
+    self->last = call->number;
+    replace(&self->entry, Py_NewRef(call->entry));
+    PyObject *number = PyTuple_GetItem(call->entry, 1);
+    int is_over = is_free < 0 || PySet_Add(self->unfinished, number) < 0 ? -1 : arrive(self, call, is_clear);
+    if (is_over > 0)
+        return Py_NewRef((PyObject *)call);
+    if (is_over < 0 || date(self, call) < 0 || self->held == Py_None || hold(self, call, loop) < 0)
+        return go_on(call);
+    return Py_NewRef((PyObject *)call);
+}
+
+/* A call of `kind`, without a number. It takes over `bytes`. */
+static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
+{
+    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->call_type, Py_tp_alloc); /* sets all to zero */
+    ShortCall *call = (ShortCall *)allocate((PyTypeObject *)self->call_type, 0);
+    if (!call) {
+        if (bytes->obj)
+            PyBuffer_Release(bytes);
+        return NULL;
+    }
+    call->calls = (ShortCalls *)Py_NewRef((PyObject *)self);
+    call->kind = kind;
+    call->array = Py_NewRef(array);
+    call->result = Py_NewRef(result);
+    call->bytes = *bytes;
+    call->number = self->last + 1;
+    call->entry = describe(self, kind, call->number);
+    if (!call->entry)
+        Py_CLEAR(call);
+    return call;
+}
+
+/* Start a call of `kind`. */
+static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
+{
+    int is = is_unusual(self);
+    PyObject *loop = is ? NULL : loop_of(self), *started = NULL;
+    if (is || !loop || loop == Py_None) {
+        if (bytes->obj)
+            PyBuffer_Release(bytes);
+        Py_XDECREF(loop);
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    ShortCall *call = make(self, kind, array, result, bytes);
+    if (call)
+        started = begin(self, call, loop);
+    Py_XDECREF((PyObject *)call);
+    Py_DECREF(loop);
+    return started;
+}
+
+static PyObject *start_array(ShortCalls *self, PyObject *array, PyObject *key, PyObject *op, PyObject *result)
+{
+    Py_buffer bytes;
+    if (!self->known || !meetings_has_short_arrays(self->meetings)) /* Python allocates them */
+        Py_RETURN_NONE;
+    if (PyObject_GetBuffer(array, &bytes, PyBUF_WRITABLE) < 0) { /* it is read-only, or not contiguous */
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    Kind *kind = entry_of(self, key, op, bytes.len);
+    if (kind->plan)
+        return start_kind(self, kind, array, result, &bytes);
+    PyBuffer_Release(&bytes);
+    Py_RETURN_NONE;
+}
+
+/* `allreduce(x, op)`: start an allreduce of a numpy array. */
+static PyObject *allreduce(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "allreduce(x, op)");
+        return NULL;
+    }
+    PyObject *x = arguments[0];
+    if ((PyObject *)Py_TYPE(x) != self->array_type)
+        Py_RETURN_NONE;
+    PyObject *dtype = PyObject_GetAttr(x, self->names[DTYPE]);
+    PyObject *started = dtype ? start_array(self, x, dtype, arguments[1], x) : NULL;
+    Py_XDECREF(dtype);
+    return started;
+}
+
+/* `allreduce_view(x, op, array, key)`: start an allreduce of the tensor `x`, whose elements `array` shows. */
+static PyObject *allreduce_view(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "allreduce_view(x, op, array, key)");
+        return NULL;
+    }
+    return start_array((ShortCalls *)object, arguments[2], arguments[3], arguments[1], arguments[0]);
+}
+
+/* `barrier()` */
+static PyObject *barrier(PyObject *object, PyObject *unused)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    Py_buffer bytes = {0};
+    (void)unused;
+    if (!self->barriers.plan)
+        Py_RETURN_NONE;
+    return start_kind(self, &self->barriers, Py_None, Py_None, &bytes);
+}
+
+/* -- what others ask ------------------------------------------------------------------------------ */
+
+static int add_counts(PyObject *list, Kind *kind)
+{
+    if (!kind->plan || !(kind->reduced || kind->received))
+        return 0;
+    PyObject *counts = Py_BuildValue("OLL", kind->plan, (long long)kind->reduced, (long long)kind->received);
+    int failed = counts ? PyList_Append(list, counts) : -1;
+    if (!failed)
+        kind->reduced = kind->received = 0;
+    Py_XDECREF(counts);
+    return failed;
+}
+
+/* `counts()`: of each kind with calls since the last time: the plan, and the calls that this rank, and another, reduced. */
+static PyObject *counts(PyObject *object, PyObject *unused)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    int failed = list ? add_counts(list, &self->barriers) : -1;
+    for (int i = 0; !failed && i < KINDS; i++)
+        failed = add_counts(list, &self->kinds[i]);
+    if (failed)
+        Py_CLEAR(list);
+    return list;
+}
+
+/* `latest()`: the entry of the newest call, and when a call last ended; None before the first call. */
+static PyObject *latest(PyObject *object, PyObject *unused)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    (void)unused;
+    return self->entry ? Py_BuildValue("Od", self->entry, self->ended_s) : Py_NewRef(Py_None);
+}
+
+/* -- the awaitable -------------------------------------------------------------------------------- */
+
+/* Let go of a call that its caller drives no longer. */
+static void leave(ShortCall *call)
+{
+    call->state = AWAITED;
+    forget(call);
+    Py_CLEAR(call->rest);
+}
+
+/* Look whether the result is there, for the caller, which has come back. Returns 1 if the call is over. */
+static int look(ShortCall *call)
+{
+    ShortCalls *self = call->calls;
+    const Meeting *meeting = &call->kind->meeting;
+    int is_over = meetings_look(self->meetings, call->number, meeting, self->polls, self->sleep_ns);
+    if (is_over > 0) {
+        bool is_clear = PySet_Size(self->unfinished) <= 1; /* this one */
+        is_over = meetings_complete(self->meetings, call->number, meeting->done, &call->bytes, is_clear);
+    }
+    if (is_over > 0 && end(call, false) < 0)
+        return -1;
+    return is_over;
+}
+
+/* The first step of an `await`: end the call, or make `rest`. Returns 0, or -1 with an exception. */
+static int resume(ShortCall *call)
+{
+    ShortCalls *self = call->calls;
+    /* Exactly one of the caller and the runtime removes the call from `held`, and goes on with it. */
+    int is_held = PyDict_Contains(self->held, (PyObject *)call);
+    if (is_held < 0 || (is_held && PyDict_DelItem(self->held, (PyObject *)call) < 0))
+        return -1;
+    if (is_held && look(call) > 0)
+        return 0;
+    call->rest = is_held ? go_on(call) : PyObject_CallMethod(self->runner, "taken", "O", call);
+    call->state = RESTING;
+    return call->rest ? 0 : -1;
+}
+
+static PySendResult send(PyObject *object, PyObject *value, PyObject **result)
+{
+    ShortCall *call = (ShortCall *)object;
+    *result = NULL;
+    if (call->state == AWAITED) {
+        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+        return PYGEN_ERROR;
+    }
+    if (call->state == BEGUN && resume(call) < 0) {
+        leave(call);
+        return PYGEN_ERROR;
+    }
+    if (call->state == ENDED) {
+        if (++call->calls->turn >= CALLS_PER_TURN) {
+            call->calls->turn = 0;
+            *result = Py_NewRef(Py_None); /* what `asyncio.sleep(0)` yields */
+            return PYGEN_NEXT;
+        }
+        call->state = AWAITED;
+        *result = call->result;
+        call->result = NULL;
+        return PYGEN_RETURN;
+    }
+    PyObject *rest = Py_NewRef(call->rest);
+    PySendResult how = PyIter_Send(rest, value, result);
+    Py_DECREF(rest);
+    if (how != PYGEN_NEXT)
+        leave(call);
+    return how;
+}
+
+/* The same for callers in Python: the result is the value of a StopIteration. */
+static PyObject *send_in_python(PyObject *object, PyObject *value)
+{
+    PyObject *result;
+    PySendResult how = send(object, value, &result);
+    if (how != PYGEN_RETURN)
+        return result;
+    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
+    if (stop)
+        PyErr_SetObject(PyExc_StopIteration, stop);
+    Py_XDECREF(stop);
+    Py_DECREF(result);
+    return NULL;
+}
+
+static PyObject *next(PyObject *object)
+{
+    return send_in_python(object, Py_None);
+}
+
+static PyObject *itself(PyObject *object)
+{
+    return Py_NewRef(object);
+}
+
+/* Raise the exception of the arguments of `throw`: an exception, or a class and a value. */
+static PyObject *raise(PyObject *const *arguments, Py_ssize_t count)
+{
+    PyObject *type = arguments[0], *value = count > 1 && arguments[1] != Py_None ? arguments[1] : NULL;
+    if (PyExceptionInstance_Check(type))
+        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
+    else if (PyExceptionClass_Check(type))
+        PyErr_SetObject(type, value);
+    else
+        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+    return NULL;
+}
+
+/* `throw(error)`. A task that is cancelled before its first step throws at once; a call that has begun takes its first
+ * step nevertheless, so that the cancellation reaches it. */
+static PyObject *throw(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
+{
+    ShortCall *call = (ShortCall *)object;
+    PyObject *result = NULL;
+    if (count < 1) {
+        PyErr_SetString(PyExc_TypeError, "throw(error)");
+        return NULL;
+    }
+    if (call->state == BEGUN) {
+        PySendResult how = send(object, Py_None, &result);
+        Py_CLEAR(result);
+        if (how == PYGEN_ERROR)
+            return NULL;
+    }
+    if (call->state != RESTING) {
+        leave(call);
+        return raise(arguments, count);
+    }
+    PyObject *rest = Py_NewRef(call->rest);
+    PyObject *method = PyObject_GetAttrString(rest, "throw");
+    if (method)
+        result = PyObject_CallFunctionObjArgs(method, arguments[0], count > 1 ? arguments[1] : NULL,
+                                              count > 2 ? arguments[2] : NULL, NULL);
+    Py_XDECREF(method);
+    Py_DECREF(rest);
+    if (!result)
+        leave(call);
+    return result;
+}
+
+/* `close()`: the caller does not want the result. The runtime goes on with a call that has begun. */
+static PyObject *close_call(PyObject *object, PyObject *unused)
+{
+    ShortCall *call = (ShortCall *)object;
+    (void)unused;
+    if (call->state != RESTING) {
+        call->state = AWAITED;
+        Py_RETURN_NONE;
+    }
+    PyObject *rest = Py_NewRef(call->rest);
+    PyObject *closed = PyObject_CallMethod(rest, "close", NULL);
+    Py_DECREF(rest);
+    leave(call);
+    return closed;
+}
+
+/* `finish()`: as asyncoll.runtime.work.Driven.finish, for the runtime, which has taken the call over. */
+static PyObject *finish(PyObject *object, PyObject *unused)
+{
+    ShortCall *call = (ShortCall *)object;
+    (void)unused;
+    PyObject *work = PyObject_CallMethod(call->calls->host, "general", "OO", call, Py_None);
+    PyObject *coroutine = work ? PyObject_CallMethod(work, "finish", NULL) : NULL;
+    Py_XDECREF(work);
+    return coroutine;
+}
+
+static int traverse_call(PyObject *object, visitproc visit, void *arg)
+{
+    ShortCall *call = (ShortCall *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(call->calls);
+    Py_VISIT(call->array);
+    Py_VISIT(call->result);
+    Py_VISIT(call->entry);
+    Py_VISIT(call->expires_s);
+    Py_VISIT(call->rest);
+    return 0;
+}
+
+/* `calls` stays until the end, because a method may run in a finalizer of the same cycle, and so does `entry`. */
+static int clear_call(PyObject *object)
+{
+    ShortCall *call = (ShortCall *)object;
+    forget(call);
+    Py_CLEAR(call->result);
+    Py_CLEAR(call->expires_s);
+    Py_CLEAR(call->rest);
+    return 0;
+}
+
+static void destroy_call(PyObject *object)
+{
+    ShortCall *call = (ShortCall *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    if (call->weak_references)
+        PyObject_ClearWeakRefs(object);
+    clear_call(object);
+    Py_XDECREF((PyObject *)call->calls);
+    Py_XDECREF(call->entry);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef call_methods[] = {
+    {"send", send_in_python, METH_O, NULL},
+    {"throw", (PyCFunction)(void (*)(void))throw, METH_FASTCALL, NULL},
+    {"close", close_call, METH_NOARGS, NULL},
+    {"finish", finish, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef call_members[] = {
+    {"array", T_OBJECT, offsetof(ShortCall, array), READONLY, NULL},
+    {"result", T_OBJECT, offsetof(ShortCall, result), READONLY, NULL},
+    {"entry", T_OBJECT, offsetof(ShortCall, entry), READONLY, NULL},
+    {"since_s", T_DOUBLE, offsetof(ShortCall, since_s), READONLY, NULL},
+    {"expires_s", T_OBJECT, offsetof(ShortCall, expires_s), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(ShortCall, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, destroy_call},
+    {Py_tp_traverse, traverse_call},
+    {Py_tp_clear, clear_call},
+    {Py_tp_methods, call_methods},
+    {Py_tp_members, call_members},
+    {Py_am_await, itself},
+    {Py_am_send, send},
+    {Py_tp_iter, itself},
+    {Py_tp_iternext, next},
+    {0, NULL},
+};
+
+PyType_Spec short_call_spec = {
+    .name = "asyncoll._core.native.ShortCall",
+    .basicsize = sizeof(ShortCall),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = call_slots,
+};
+
+/* -- the type of the factory ---------------------------------------------------------------------- */
+
+/* `ShortCalls(meetings, host, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
+ * running_loop, expiry, array_type, polls, sleep_ns)` */
+static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    PyObject *parts[15];
+    long long polls, sleep_ns;
+    static char *known[] = {"meetings",     "host",   "runner",     "home",  "held",     "endpoint",
+                            "failures",     "unused", "unfinished", "turns", "end",      "note",
+                            "running_loop", "expiry", "array_type", "polls", "sleep_ns", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOLL:ShortCalls", known, &parts[0], &parts[1],
+                                     &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7], &PySet_Type,
+                                     &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11], &parts[12], &parts[13],
+                                     &parts[14], &polls, &sleep_ns))
+        return NULL;
+    if (!is_meetings(parts[0]) || (parts[4] != Py_None && !PyDict_Check(parts[4]))) {
+        PyErr_SetString(PyExc_ValueError, "these are no short calls");
+        return NULL;
+    }
+    allocfunc allocate = PyType_GetSlot(type, Py_tp_alloc); /* sets all to zero */
+    ShortCalls *self = (ShortCalls *)allocate(type, 0);
+    if (!self)
+        return NULL;
+    self->meetings = (Meetings *)Py_NewRef(parts[0]);
+    PyObject **fields[] = {NULL,
+                           &self->host,
+                           &self->runner,
+                           &self->home,
+                           &self->held,
+                           &self->endpoint,
+                           &self->failures,
+                           &self->unused,
+                           &self->unfinished,
+                           &self->turns,
+                           &self->end,
+                           &self->note,
+                           &self->running_loop,
+                           &self->expiry,
+                           &self->array_type};
+    for (size_t i = 1; i < sizeof parts / sizeof *parts; i++)
+        *fields[i] = Py_NewRef(parts[i]);
+    self->polls = polls;
+    self->sleep_ns = sleep_ns;
+    PyObject *module = PyType_GetModule(type);
+    self->call_type = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
+    self->kinds = PyMem_Calloc(KINDS, sizeof(Kind));
+    bool is_complete = self->call_type && self->kinds;
+    for (int i = 0; is_complete && i < NAMES; i++)
+        is_complete = (self->names[i] = PyUnicode_InternFromString(names[i])) != NULL;
+    if (is_complete)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+}
+
+static int traverse(PyObject *object, visitproc visit, void *arg)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->meetings);
+    Py_VISIT(self->host);
+    Py_VISIT(self->runner);
+    Py_VISIT(self->home);
+    Py_VISIT(self->held);
+    Py_VISIT(self->endpoint);
+    Py_VISIT(self->failures);
+    Py_VISIT(self->unused);
+    Py_VISIT(self->unfinished);
+    Py_VISIT(self->turns);
+    Py_VISIT(self->end);
+    Py_VISIT(self->note);
+    Py_VISIT(self->running_loop);
+    Py_VISIT(self->expiry);
+    Py_VISIT(self->array_type);
+    Py_VISIT(self->call_type);
+    Py_VISIT(self->entry);
+    return 0;
+}
+
+/* `host` alone: every cycle goes through it. The other parts stay until the end, for a call in a finalizer. */
+static int clear(PyObject *object)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    PyObject *before = self->host;
+    self->host = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
+    Py_XDECREF(before);
+    return 0;
+}
+
+static void destroy(PyObject *object)
+{
+    ShortCalls *self = (ShortCalls *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    for (int i = 0; self->kinds && i < KINDS; i++) {
+        Py_XDECREF(self->kinds[i].key);
+        Py_XDECREF(self->kinds[i].op);
+        Py_XDECREF(self->kinds[i].plan);
+    }
+    PyMem_Free(self->kinds);
+    Py_XDECREF(self->barriers.plan);
+    PyObject *parts[] = {(PyObject *)self->meetings,
+                         self->host,
+                         self->runner,
+                         self->home,
+                         self->held,
+                         self->endpoint,
+                         self->failures,
+                         self->unused,
+                         self->turns,
+                         self->unfinished,
+                         self->end,
+                         self->note,
+                         self->expiry,
+                         self->entry,
+                         self->running_loop,
+                         self->array_type,
+                         self->call_type};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        Py_XDECREF(parts[i]);
+    for (int i = 0; i < NAMES; i++)
+        Py_XDECREF(self->names[i]);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"allreduce", (PyCFunction)(void (*)(void))allreduce, METH_FASTCALL, NULL},
+    {"allreduce_view", (PyCFunction)(void (*)(void))allreduce_view, METH_FASTCALL, NULL},
+    {"barrier", barrier, METH_NOARGS, NULL},
+    {"learn", learn, METH_VARARGS, NULL},
+    {"counts", counts, METH_NOARGS, NULL},
+    {"latest", latest, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"last", T_LONGLONG, offsetof(ShortCalls, last), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, create},
+    {Py_tp_dealloc, destroy},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {0, NULL},
+};
+
+PyType_Spec short_calls_spec = {
+    .name = "asyncoll._core.native.ShortCalls",
+    .basicsize = sizeof(ShortCalls),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
