@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import looped
+from conftest import PATIENCE_S, looped
 from torch.optim.lr_scheduler import LambdaLR
 from training_loops import ALGORITHMS, DETERMINISTIC, momentum, network, on_batches, state, trained, whole
 
@@ -98,7 +98,9 @@ def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_b
 def test_real_processes_have_the_bits_of_ranks_on_one_loop(tmp_path: Path) -> None:
     size, algorithm = 3, "sgp with overlap"
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT), algorithm]
-    done = subprocess.run([*launch, str(tmp_path / "own")], env=PRELOADED, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*launch, str(tmp_path / "own")], env=PRELOADED, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     main = runpy.run_path(str(SCRIPT))["main"]
     expected = run_ranks(size, lambda comm: main(comm, algorithm, tmp_path / "one loop", tell=len), "shm")
     assert len(set(expected)) == size  # the states of the optimizers differ

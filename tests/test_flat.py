@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrizations
 import torch.nn.utils.prune
+from conftest import PATIENCE_S
 from torch import nn
 
 from asyncoll import Communicator
@@ -633,7 +634,7 @@ def test_parameters_that_are_disjoint_parts_of_one_tensor_are_accepted() -> None
 @pytest.mark.slow
 def test_sharded_models_are_refused() -> None:
     script = Path(__file__).parent / "scripts" / "sharded.py"
-    shown = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert shown.stdout.split() == ["fsdp2", "part", "unsharded", "fsdp1", "original", "dtensor"], shown.stderr
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 from test_meetings import cores, ranks
 
 from asyncoll import AVG, AbortedError, Communicator, _core
@@ -113,7 +114,7 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
 def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_arrays():
     """The runtime carries out those that an exception of the handler could leave half done."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all calls are over") == 2
 
