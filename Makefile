@@ -18,15 +18,19 @@ SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoid
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python check sanitize core format lint docs clean
+.PHONY: demo test test-python check sanitize core format style lint docs clean
 
 demo: core
 	$(BIN)/python -m trainers demo
 
 # Without -X dev: asyncio's debug mode takes a third of the time, and checks nothing in a world on one loop. Tests of
-# programs with several threads turn it on. Warnings are errors in any case.
-test: lint core
-	PYTHONMALLOC=debug $(BIN)/python -m pytest -n 2 --dist worksteal
+# programs with several threads turn it on. Warnings are errors in any case. mypy uses one core, so it runs beside the
+# tests.
+test: style core
+	@$(BIN)/mypy & types=$$!; \
+	PYTHONMALLOC=debug $(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
+	wait $$types || { echo "mypy found errors: see above"; exit 1; }; \
+	exit $$tests
 
 test-python: core
 	ASYNCOLL_CORE=python $(BIN)/python -m pytest -q -n 2 --dist worksteal $(SHARING)
@@ -46,10 +50,12 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C)
 
-lint: $(READY)
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(C)
+
+lint: style
 	$(BIN)/mypy
 
 docs: core
