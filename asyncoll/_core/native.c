@@ -11,7 +11,7 @@ static int add_type(PyObject *module, PyType_Spec *spec)
 
 static int execute(PyObject *module)
 {
-    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec, &pieces_spec, &rounds_spec};
+    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec, &pieces_spec, &rounds_spec, &answer_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         if (add_type(module, specs[i]) < 0)
             return -1;

@@ -4,6 +4,7 @@
  *   meetings.c        short meetings of all ranks of a communicator
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds
+ *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module
  *
@@ -55,6 +56,10 @@ extern PyType_Spec control_block_spec;
 /* Acquire the lock. Returns 0, or -1 with an exception set. The caller holds the GIL, also afterwards. */
 int control_block_lock(ControlBlock *self);
 
+/* As `control_block_lock`, but returns 1 if other ranks hold the lock for longer than it takes to sleep. So no bytecode
+ * runs unless the lock is lost, or a fault test looks on. */
+int control_block_lock_soon(ControlBlock *self);
+
 /* Release the lock, and ring the doorbells that `control_block_wake` has chosen. */
 void control_block_unlock(ControlBlock *self);
 
@@ -78,6 +83,16 @@ extern PyType_Spec meetings_spec;
 /* -- rounds.c --------------------------------------------------------------------------------- */
 
 extern PyType_Spec rounds_spec;
+
+/* -- answers.c ------------------------------------------------------------------------------- */
+
+extern PyType_Spec answer_spec;
+
+bool is_answer_type(PyObject *type);
+
+/* A coroutine, of `type`, that returns `result`: that of round `number`. If it has no receiver, it adds the round to
+ * `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
+PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t number, bool turns);
 
 /* -- reductions.c ----------------------------------------------------------------------------- */
 

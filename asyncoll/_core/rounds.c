@@ -72,6 +72,17 @@ typedef struct {
     /* first cells: */
     int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
     int64_t words; /* of a bitmap */
+    /* for `at_once`; NULL until `attach`: */
+    PyObject *answer;     /* the type of answers.c */
+    PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
+    PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
+    PyObject *everyone;   /* all ranks, as a tuple */
+    PyObject *turns[4];   /* `CallOrder` (asyncoll/algorithms/rounds/call_order.py): numbers, now, over, waiting */
+    PyObject *end_turn;   /* its method */
+    PyObject *owed;       /* `Engine.owed` (asyncoll/algorithms/rounds/engine.py) */
+    Py_buffer engine;     /* `Engine.cells` */
+    int64_t divisor;      /* of a result; 0: by the number of contributors */
+    int64_t calls_in_row; /* that were over at once, since the caller's loop has turned */
 } Rounds;
 
 typedef struct {
@@ -720,6 +731,219 @@ static PyObject *plan(PyObject *object, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* -- a whole call ----------------------------------------------------------------------------- */
+
+/* engine.py: the cells of an engine. */
+enum { AIM, IN_TIME, STALE, ENGINE_CELLS };
+
+/* call_order.py: the attributes of a CallOrder. */
+enum { NUMBERS, NOW, OVER, WAITING };
+
+/* progress.py: _CALLS_PER_TURN. */
+enum { CALLS_PER_TURN = 64 };
+
+/* The turn of a call that begins now; NULL, without an exception, if an earlier call of this rank is under way. */
+static PyObject *take_turn(Rounds *self)
+{
+    PyObject *turn = PyIter_Next(self->turns[NUMBERS]);
+    if (!turn || PyObject_RichCompareBool(turn, PyList_GetItem(self->turns[NOW], 0), Py_EQ) == 1)
+        return turn;
+    PyObject *done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
+    Py_DECREF(turn);
+    Py_XDECREF(done);
+    return NULL;
+}
+
+/* `CallOrder.end` of a call that had its turn. Returns 0, or -1 with an exception set. */
+static int end_turn(Rounds *self, PyObject *turn)
+{
+    PyObject *done = NULL;
+    if (PySet_Size(self->turns[OVER]) || PyDict_Size(self->turns[WAITING]))
+        done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
+    else {
+        PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(turn) + 1);
+        done = next && PyList_SetItem(self->turns[NOW], 0, next) == 0 ? Py_NewRef(Py_None) : NULL;
+    }
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Whether this process has used the memory of `block` before: the first use runs Python. */
+static bool is_mapped(const Rounds *self, int64_t block)
+{
+    return block == NONE || (is_block(self, block) && self->memory[block].buf);
+}
+
+/* Whether a call that aims at round `aim` is over without a wait, and needs nothing of Python. It opens that round, or is
+ * late and given that round, which is the newest. Under the lock; changes nothing. */
+static bool ends_at_once(Rounds *self, int64_t aim)
+{
+    int64_t latest = self->head[LATEST], count = free_count(self), *here = &row_of(self, self->rank)[HERE];
+    if (latest < 0 || latest >= ROUNDS_MAX || (latest != aim && latest + 1 != aim) || self->head[RUNNING] ||
+        (self->has_plans && self->planned != latest + 1) || count < 2 || count > self->limit ||
+        !is_mapped(self, self->stack[count - 1]) || !is_mapped(self, row_of(self, self->rank)[STAGED]))
+        return false;
+    if (latest == aim)
+        return !late_call_opens(self, latest + 1) &&
+               is_mapped(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
+    if (!is_mapped(self, self->stack[count - 2]))
+        return false;
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (!is_mapped(self, row_of(self, rank)[STAGED]))
+            return false;
+    }
+    int64_t before = *here;
+    *here = aim; /* as if the caller had arrived */
+    bool opens = may_open(self, aim);
+    *here = before;
+    return opens;
+}
+
+/* Divide the result in `flat` of `active` contributions by what the reduction demands. */
+static void divide_result(const Rounds *self, const Py_buffer *flat, int64_t active)
+{
+    int64_t divisor = self->divisor ? self->divisor : active;
+    void *array = flat->buf;
+    if (divisor != 1)
+        self->parts[0].kernel(array, &array, 1, (size_t)self->parts[0].elements, divisor);
+}
+
+/* Under the lock: carry out a call that `ends_at_once`. Returns the ranks in its result; NULL with an exception set. */
+static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int64_t aim)
+{
+    call->number = self->head[LATEST] < aim ? aim : 0;
+    count_late(self, aim, call->came_ns);
+    if (stage(self, call, flat, 1.0) < 0 || come(self, call, aim) < 0 || copy_result(self, call, flat) < 0)
+        return NULL;
+    int64_t block = call->kept[KEPT_BLOCK];
+    PyObject *ranks = contributors_of(self, block, call->kept[KEPT_ACTIVE]);
+    if (ranks)
+        drop_block(self, block);
+    return ranks;
+}
+
+/* `Engine.deliver` of the round that the call aimed at. Returns whether the contribution is in the result. */
+static bool deliver(Rounds *self, const Call *call)
+{
+    int64_t *cells = self->engine.buf;
+    bool included = call->ticket <= call->kept[KEPT_TAKEN];
+    cells[AIM] = call->kept[KEPT_NUMBER] + 1;
+    cells[IN_TIME] += 1;
+    cells[STALE] += !included;
+    return included;
+}
+
+/* The `Reduction` of a call of `array`; NULL with an exception set. Its class is written in Python, and its `__init__`
+ * would be bytecode: see answers.c. */
+static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, PyObject *array)
+{
+    int64_t number = call->kept[KEPT_NUMBER];
+    bool synchronous = is_synchronous(self, number) && !call->kept[KEPT_ABSENT];
+    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
+    PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
+    PyObject *values = Py_BuildValue("(LnOiO()OOidO)", (long long)number, PyTuple_Size(ranks),
+                                     included ? Py_True : Py_False, 0, synchronous ? Py_True : Py_False, self->everyone,
+                                     ranks, 0, 1e-9 * (double)(clock_ns() - call->came_ns),
+                                     PyTuple_Size(ranks) ? array : Py_None);
+    for (Py_ssize_t i = 0; made && values && i < PyTuple_Size(values); i++) {
+        PyObject *field = PyTuple_GetItem(self->fields, i);
+        descrsetfunc set = PyType_GetSlot(Py_TYPE(field), Py_tp_descr_set);
+        if (set(field, made, PyTuple_GetItem(values, i)) < 0)
+            Py_CLEAR(made);
+    }
+    if (!values)
+        Py_CLEAR(made);
+    Py_XDECREF(values);
+    return made;
+}
+
+/* With the turn: the awaitable of the call, or None if that has to wait, or needs Python: then nothing has changed. */
+static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *flat)
+{
+    Call call = {.came_ns = clock_ns(), .first_missed = 1};
+    int64_t aim = ((int64_t *)self->engine.buf)[AIM];
+    int outcome = control_block_lock_soon(self->block);
+    if (outcome < 0)
+        return NULL;
+    call.now_ns = clock_ns();
+    bool ends = outcome == 0 && ends_at_once(self, aim);
+    PyObject *ranks = ends ? carry_out(self, &call, flat, aim) : NULL;
+    if (ends)
+        leave_lock(self, ranks);
+    else if (outcome == 0)
+        control_block_unlock(self->block);
+    if (!ranks)
+        return ends ? NULL : Py_NewRef(Py_None);
+    if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
+        divide_result(self, flat, PyTuple_Size(ranks));
+    bool included = deliver(self, &call), turns = ++self->calls_in_row == CALLS_PER_TURN;
+    if (turns)
+        self->calls_in_row = 0;
+    PyObject *reduction = reduction_of(self, &call, ranks, included, array);
+    PyObject *answer =
+        reduction ? make_answer(self->answer, reduction, self->owed, call.kept[KEPT_NUMBER], turns) : NULL;
+    Py_XDECREF(reduction);
+    Py_DECREF(ranks);
+    return answer;
+}
+
+/* `at_once(array)`: a whole call, if it is over without a wait. */
+static PyObject *at_once(PyObject *object, PyObject *array)
+{
+    Rounds *self = (Rounds *)object;
+    Py_buffer flat;
+    if (!self->answer || PyObject_Size(self->owed))
+        Py_RETURN_NONE;
+    if (PyObject_GetBuffer(array, &flat, PyBUF_WRITABLE) < 0) {
+        PyErr_Clear(); /* not contiguous, or not writable: left to Python */
+        Py_RETURN_NONE;
+    }
+    PyObject *turn = flat.len == self->parts[0].length ? take_turn(self) : NULL;
+    PyObject *answer = NULL;
+    if (turn)
+        answer = answer_at_once(self, array, &flat);
+    else if (!PyErr_Occurred())
+        answer = Py_NewRef(Py_None);
+    PyBuffer_Release(&flat);
+    if (turn && end_turn(self, turn) < 0)
+        Py_CLEAR(answer);
+    Py_XDECREF(turn);
+    return answer;
+}
+
+/* `attach(answer, reduction, fields, turns, end_turn, owed, engine, divisor)`: what `at_once` needs. */
+static PyObject *attach(PyObject *object, PyObject *arguments)
+{
+    Rounds *self = (Rounds *)object;
+    PyObject *answer, *reduction, *fields, *turns[4], *end, *owed, *engine;
+    long long divisor;
+    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
+                          &fields, &turns[NUMBERS], &PyList_Type, &turns[NOW], &PySet_Type, &turns[OVER], &PyDict_Type,
+                          &turns[WAITING], &end, &owed, &engine, &divisor))
+        return NULL;
+    if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[NUMBERS]) ||
+        PyList_Size(turns[NOW]) != 1 || self->part_count != 1 || self->keeps || self->history || divisor < 0)
+        return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
+    if (PyObject_GetBuffer(engine, &self->engine, PyBUF_WRITABLE) < 0)
+        return NULL;
+    self->everyone = PyTuple_New((Py_ssize_t)self->size);
+    for (Py_ssize_t rank = 0; self->everyone && rank < self->size; rank++)
+        PyTuple_SetItem(self->everyone, rank, PyLong_FromSsize_t(rank));
+    if (self->engine.len != ENGINE_CELLS * (Py_ssize_t)sizeof(int64_t))
+        return PyErr_Format(PyExc_ValueError, "an engine has %d cells", ENGINE_CELLS);
+    if (!self->everyone)
+        return NULL;
+    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++)
+        self->turns[i] = Py_NewRef(turns[i]);
+    self->reduction = Py_NewRef(reduction);
+    self->fields = Py_NewRef(fields);
+    self->end_turn = Py_NewRef(end);
+    self->owed = Py_NewRef(owed);
+    self->divisor = divisor;
+    self->answer = Py_NewRef(answer); /* last: now `at_once` may be called */
+    Py_RETURN_NONE;
+}
+
 /* -- the type --------------------------------------------------------------------------------- */
 
 /* Where everything lies among the cells: `RoundRecord.__init__` and `BlockTable.__init__`. */
@@ -823,7 +1047,25 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
     Py_VISIT(self->view);
+    PyObject *attached[] = {self->answer,   self->reduction, self->fields,   self->turns[NUMBERS], self->turns[NOW],
+                            self->turns[OVER], self->turns[WAITING], self->end_turn, self->owed};
+    for (size_t i = 0; i < sizeof attached / sizeof *attached; i++)
+        Py_VISIT(attached[i]);
     return 0;
+}
+
+static void detach(Rounds *self)
+{
+    Py_XDECREF(self->answer);
+    Py_XDECREF(self->reduction);
+    Py_XDECREF(self->fields);
+    Py_XDECREF(self->everyone);
+    for (int i = 0; i < 4; i++)
+        Py_XDECREF(self->turns[i]);
+    Py_XDECREF(self->end_turn);
+    Py_XDECREF(self->owed);
+    if (self->engine.obj)
+        PyBuffer_Release(&self->engine);
 }
 
 /* The control block stays until the end: a method that runs in a finalizer would use it. */
@@ -848,6 +1090,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->is_drawn);
     PyMem_Free(self->sources);
     PyMem_Free(self->parts);
+    detach(self);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -859,6 +1102,8 @@ static PyMethodDef methods[] = {
     {"resume", (PyCFunction)(void (*)(void))resume, METH_FASTCALL, NULL},
     {"is_needed", is_needed, METH_O, NULL},
     {"plan", plan, METH_VARARGS, NULL},
+    {"attach", attach, METH_VARARGS, NULL},
+    {"at_once", at_once, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -24,6 +24,7 @@ class LoneRounds:
     """A persistent operation in a world of one rank. Implements `directory.Rounds`."""
 
     is_prompt = True
+    at_once = None
     arena = None
 
     def __init__(self, operation: Operation, describe: Callable[[], str]) -> None:

@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
-from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds
+from asyncoll.algorithms.rounds.call_order import CallOrder
+from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds, whole_calls
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -37,7 +37,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
-from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
+from asyncoll.transport.control_block import checkpoint, until
 
 LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
 
@@ -98,17 +98,17 @@ class OneSidedRounds:
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation)
-        self._numbers = count()  # of calls; `next` of it is atomic
-        self._turn = 0  # the number of the call whose turn it is
-        self._over: set[int] = set()  # calls that ended before their turn
-        self._turns: dict[int, Turn] = {}  # by call: those that wait for their turn
+        self._order = CallOrder()
+        self.at_once = None
+        if self._compiled is not None:
+            self.at_once = whole_calls(self._compiled, arena, group, operation, self._order, self._engine)
 
     # -- a call -----------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
-        turn = next(self._numbers)
-        if turn != self._turn:
+        turn = next(self._order.numbers)
+        if not self._order.is_now(turn):
             return self._call(turn, contribution)
         is_waiting = False
         try:
@@ -126,7 +126,7 @@ class OneSidedRounds:
             return self._deliver(call)
         finally:
             if not is_waiting:
-                self._end(turn)
+                self._order.end(turn)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
@@ -135,12 +135,12 @@ class OneSidedRounds:
         still counts as arrived at that round, which any other caller that waits for it opens and reduces. The results
         stay where they are until `release`.
         """
-        return await self._call(next(self._numbers), contribution)
+        return await self._call(next(self._order.numbers), contribution)
 
     async def _call(self, turn: int, contribution: Contribution) -> Delivery:
         """Call number `turn` of this rank."""
         try:
-            if turn != self._turn:
+            if not self._order.is_now(turn):
                 await self._queue(turn, contribution)
             with self._control_block:
                 call = self._begin(self._now_ns())
@@ -154,7 +154,7 @@ class OneSidedRounds:
                 raise
             return self._deliver(call)
         finally:
-            self._end(turn)
+            self._order.end(turn)
 
     async def _wait(self, turn: int, call: _Call) -> Delivery:
         """The rest of a call that `begin` has staged."""
@@ -166,7 +166,7 @@ class OneSidedRounds:
                 raise
             return self._deliver(call)
         finally:
-            self._end(turn)
+            self._order.end(turn)
 
     # -- in the compiled core ---------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class OneSidedRounds:
             self._drop_results(call)
             raise
         finally:
-            self._end(turn)
+            self._order.end(turn)
 
     def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
         """As `_deliver`, of a result that is in the arrays `own`."""
@@ -240,10 +240,10 @@ class OneSidedRounds:
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
-        turn = next(self._numbers)
+        turn = next(self._order.numbers)
         try:
-            if turn != self._turn:
-                await self._queue(turn, None)
+            if not self._order.is_now(turn):
+                await self._order.wait(turn)
             rounds, engine = self._rounds, self._engine
             with self._control_block:
                 rounds.join()
@@ -259,7 +259,7 @@ class OneSidedRounds:
                 ticket = rounds.staged().ticket
             return self._answer(engine.conclude(ticket, newest, missed), newest)
         finally:
-            self._end(turn)
+            self._order.end(turn)
 
     def _is_work_left(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_close()
@@ -276,40 +276,13 @@ class OneSidedRounds:
             if not missing:
                 return is_over
 
-    async def _queue(self, turn: int, contribution: Contribution | None) -> None:
+    async def _queue(self, turn: int, contribution: Contribution) -> None:
         """Wait for turn `turn`. If that is cancelled, the contribution is staged without waiting for a round."""
-        mine = self._turns[turn] = Turn()
         try:
-            # Compared after the entry is made: the call before may end in another thread. It either finds the entry or
-            # has changed `_turn` before this line.
-            if self._turn != turn:
-                await turn_of(mine)
+            await self._order.wait(turn)
         except asyncio.CancelledError:
-            if contribution is not None:
-                await self._put(contribution, None)
+            await self._put(contribution, None)
             raise
-        finally:
-            self._turns.pop(turn, None)
-
-    def _end(self, turn: int) -> None:
-        """Call `turn` is over."""
-        self._over.add(turn)
-        self._end_turn(turn)
-
-    def _end_turn(self, turn: int) -> None:
-        """Call `turn` is over. If it had the turn, the next call gets it. Two threads may do this at the same time."""
-        if turn != self._turn:
-            return
-        following = turn
-        while following in self._over:
-            self._over.discard(following)
-            following += 1
-        self._turn = following
-        # Again, after `_turn` is set: a call that ended just before did not have the turn, so it has passed nothing on.
-        if following in self._over:
-            self._end_turn(following)
-        elif (waiting := self._turns.pop(following, None)) is not None:
-            waiting.set()
 
     def _begin(self, came_ns: int) -> _Call:
         """Under the lock: decide whether this call waits for a round, and keep the results that it has missed."""
