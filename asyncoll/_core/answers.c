@@ -11,7 +11,8 @@ typedef struct {
     PyObject_HEAD
     PyObject *result; /* NULL once it has been handed over */
     PyObject *owed;   /* `Engine.owed`, a deque */
-    int64_t number;   /* of the round whose result was given */
+    int64_t rounds;   /* that the answer tells of: the one whose result was given, and those that were skipped */
+    int64_t number;   /* of that one */
     bool turns;       /* the caller's loop turns once before it has the result */
 } Answer;
 
@@ -27,7 +28,7 @@ bool is_answer_type(PyObject *type)
     return PyType_Check(type) && PyType_GetSlot((PyTypeObject *)type, Py_tp_new) == create;
 }
 
-PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t number, bool turns)
+PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t rounds, int64_t number, bool turns)
 {
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
     Answer *self = (Answer *)allocate((PyTypeObject *)type, 0);
@@ -35,6 +36,7 @@ PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t 
         return NULL;
     self->result = Py_NewRef(result);
     self->owed = Py_NewRef(owed);
+    self->rounds = rounds;
     self->number = number;
     self->turns = turns;
     return (PyObject *)self;
@@ -48,7 +50,8 @@ static int return_result(Answer *self)
         return 0;
     self->result = NULL;
     Py_DECREF(result);
-    PyObject *done = PyObject_CallMethod(self->owed, "append", "(()iL)", 1, (long long)self->number);
+    PyObject *done =
+        PyObject_CallMethod(self->owed, "append", "(()LL)", (long long)self->rounds, (long long)self->number);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }

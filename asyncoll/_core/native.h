@@ -90,9 +90,9 @@ extern PyType_Spec answer_spec;
 
 bool is_answer_type(PyObject *type);
 
-/* A coroutine, of `type`, that returns `result`: that of round `number`. If it has no receiver, it adds the round to
- * `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
-PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t number, bool turns);
+/* A coroutine, of `type`, that returns `result`, which tells of `rounds` rounds up to `number`. If it has no receiver, it
+ * adds these to `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
+PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t rounds, int64_t number, bool turns);
 
 /* -- reductions.c ----------------------------------------------------------------------------- */
 

@@ -39,7 +39,7 @@ class Rounds:
     def __new__(
         cls,
         control_block: ControlBlock,
-        view: Callable[[int, int], Any],
+        segments: tuple[Any, ...],
         size: int,
         rank: int,
         history: int,

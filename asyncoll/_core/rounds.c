@@ -57,8 +57,8 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     ControlBlock *block;
-    PyObject *view;    /* view(address, nbytes): the memory of any rank */
-    Py_buffer *memory; /* by number of a block, from 1: its memory, once it has been used here */
+    Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
+    int64_t segment_count;
     int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every;
     bool keeps;      /* contributions stay, and replace each other */
     bool has_plans;  /* a round needs `plan`, which Python computes */
@@ -179,28 +179,24 @@ static void drop_block(Rounds *self, int64_t block)
     }
 }
 
-/* The memory of `block`; NULL with an exception if it has none. */
+/* The memory of `block`; NULL if it has none. */
+static char *find_memory(const Rounds *self, int64_t block)
+{
+    if (!is_block(self, block) || self->addresses[block] < 0)
+        return NULL;
+    int64_t capacity = self->segments[0].len, address = self->addresses[block], offset = address % capacity;
+    if (address / capacity >= self->segment_count || offset > capacity - self->nbytes)
+        return NULL;
+    return (char *)self->segments[address / capacity].buf + offset;
+}
+
+/* As `find_memory`, with an exception if there is none. */
 static char *memory_of(Rounds *self, int64_t block)
 {
-    if (!is_block(self, block)) {
+    char *memory = find_memory(self, block);
+    if (!memory)
         corrupt("block", block);
-        return NULL;
-    }
-    Py_buffer *memory = &self->memory[block];
-    if (!memory->buf) {
-        PyObject *bytes =
-            PyObject_CallFunction(self->view, "LL", (long long)self->addresses[block], (long long)self->nbytes);
-        int failed = bytes ? PyObject_GetBuffer(bytes, memory, PyBUF_WRITABLE) : -1;
-        Py_XDECREF(bytes);
-        if (failed)
-            return NULL;
-        if (memory->len != self->nbytes) {
-            PyBuffer_Release(memory);
-            corrupt("bytes of a block", memory->len);
-            return NULL;
-        }
-    }
-    return memory->buf;
+    return memory;
 }
 
 static double weight_at(const int64_t *cell)
@@ -269,7 +265,13 @@ static bool late_call_opens(const Rounds *self, int64_t number)
 
 static int64_t *results_of(const Rounds *self, int64_t number)
 {
-    return self->results + number % (self->history + 1) * self->size * KEPT_CELLS;
+    return self->results + (int64_t)((uint64_t)number % (uint64_t)(self->history + 1)) * self->size * KEPT_CELLS;
+}
+
+/* When round `number` has begun, in nanoseconds. */
+static int64_t *beginning_of(const Rounds *self, int64_t number)
+{
+    return self->begun + (uint64_t)number % BEGINNINGS;
 }
 
 /* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
@@ -381,7 +383,7 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
     int64_t absent = 0;
     for (int64_t rank = 0; rank < self->size; rank++)
         absent += is_gone(self, rank);
-    self->begun[number % BEGINNINGS] = now_ns;
+    *beginning_of(self, number) = now_ns;
     forget_results(self, results_of(self, number));
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;
@@ -403,7 +405,7 @@ static void count_late(Rounds *self, int64_t aim, int64_t now_ns)
 {
     int64_t newest = self->head[LATEST];
     if (newest >= aim) {
-        int64_t begun = self->begun[larger(aim, newest - BEGINNINGS + 1) % BEGINNINGS];
+        int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
         int64_t *late_ns = &row_of(self, self->rank)[LATE_NS];
         *late_ns = plus(*late_ns, larger(0, minus(now_ns, begun)));
     }
@@ -440,7 +442,7 @@ static int stage(Rounds *self, Call *call, const Py_buffer *flats, double weight
 static void leave_round(Rounds *self, Call *call)
 {
     int64_t *row = row_of(self, self->rank);
-    int64_t waited_ns = minus(self->begun[call->number % BEGINNINGS], call->came_ns);
+    int64_t waited_ns = minus(*beginning_of(self, call->number), call->came_ns);
     row[WAITED_NS] = plus(row[WAITED_NS], larger(0, waited_ns));
     if (row[GRANTED] == call->number)
         memcpy(call->kept, &row[GRANTED], sizeof call->kept);
@@ -733,8 +735,8 @@ static PyObject *plan(PyObject *object, PyObject *arguments)
 
 /* -- a whole call ----------------------------------------------------------------------------- */
 
-/* engine.py: the cells of an engine. */
-enum { AIM, IN_TIME, STALE, ENGINE_CELLS };
+/* engine.py: _AIM, _STALE, _LAGS, and the number of cells. */
+enum { AIM, STALE, LAGS, ENGINE_CELLS = 64 };
 
 /* call_order.py: the attributes of a CallOrder. */
 enum { NUMBERS, NOW, OVER, WAITING };
@@ -768,28 +770,28 @@ static int end_turn(Rounds *self, PyObject *turn)
     return done ? 0 : -1;
 }
 
-/* Whether this process has used the memory of `block` before: the first use runs Python. */
-static bool is_mapped(const Rounds *self, int64_t block)
+/* Whether `block` has memory, or stands for none. */
+static bool is_sound(const Rounds *self, int64_t block)
 {
-    return block == NONE || (is_block(self, block) && self->memory[block].buf);
+    return block == NONE || find_memory(self, block);
 }
 
 /* Whether a call that aims at round `aim` is over without a wait, and needs nothing of Python. It opens that round, or is
- * late and given that round, which is the newest. Under the lock; changes nothing. */
+ * late and given the newest one. Under the lock; changes nothing. */
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
     int64_t latest = self->head[LATEST], count = free_count(self), *here = &row_of(self, self->rank)[HERE];
-    if (latest < 0 || latest >= ROUNDS_MAX || (latest != aim && latest + 1 != aim) || self->head[RUNNING] ||
-        (self->has_plans && self->planned != latest + 1) || count < 2 || count > self->limit ||
-        !is_mapped(self, self->stack[count - 1]) || !is_mapped(self, row_of(self, self->rank)[STAGED]))
+    if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
+        self->head[RUNNING] || (self->has_plans && self->planned != latest + 1) || count < 2 || count > self->limit ||
+        !is_sound(self, self->stack[count - 1]) || !is_sound(self, row_of(self, self->rank)[STAGED]))
         return false;
-    if (latest == aim)
+    if (latest >= aim)
         return !late_call_opens(self, latest + 1) &&
-               is_mapped(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
-    if (!is_mapped(self, self->stack[count - 2]))
+               is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
+    if (!is_sound(self, self->stack[count - 2]))
         return false;
     for (int64_t rank = 0; rank < self->size; rank++) {
-        if (!is_mapped(self, row_of(self, rank)[STAGED]))
+        if (!is_sound(self, row_of(self, rank)[STAGED]))
             return false;
     }
     int64_t before = *here;
@@ -815,36 +817,39 @@ static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int6
     count_late(self, aim, call->came_ns);
     if (stage(self, call, flat, 1.0) < 0 || come(self, call, aim) < 0 || copy_result(self, call, flat) < 0)
         return NULL;
-    int64_t block = call->kept[KEPT_BLOCK];
+    int64_t block = call->kept[KEPT_BLOCK], lag = minus(call->kept[KEPT_NUMBER], aim);
+    if (lag < 0 || lag >= ENGINE_CELLS - LAGS)
+        return corrupt("lag", lag), NULL;
     PyObject *ranks = contributors_of(self, block, call->kept[KEPT_ACTIVE]);
     if (ranks)
         drop_block(self, block);
     return ranks;
 }
 
-/* `Engine.deliver` of the round that the call aimed at. Returns whether the contribution is in the result. */
-static bool deliver(Rounds *self, const Call *call)
+/* `Engine.deliver` without history. Returns the lag: all rounds since the aim are skipped. */
+static int64_t deliver(Rounds *self, const Call *call, bool *included)
 {
-    int64_t *cells = self->engine.buf;
-    bool included = call->ticket <= call->kept[KEPT_TAKEN];
+    int64_t *cells = self->engine.buf, lag = call->kept[KEPT_NUMBER] - cells[AIM];
+    *included = call->ticket <= call->kept[KEPT_TAKEN];
     cells[AIM] = call->kept[KEPT_NUMBER] + 1;
-    cells[IN_TIME] += 1;
-    cells[STALE] += !included;
-    return included;
+    cells[LAGS + lag] += 1;
+    cells[STALE] += !*included;
+    return lag;
 }
 
 /* The `Reduction` of a call of `array`; NULL with an exception set. Its class is written in Python, and its `__init__`
  * would be bytecode: see answers.c. */
-static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, PyObject *array)
+static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, int64_t lag,
+                              PyObject *array)
 {
     int64_t number = call->kept[KEPT_NUMBER];
     bool synchronous = is_synchronous(self, number) && !call->kept[KEPT_ABSENT];
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
     PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
-    PyObject *values = Py_BuildValue("(LnOiO()OOidO)", (long long)number, PyTuple_Size(ranks),
-                                     included ? Py_True : Py_False, 0, synchronous ? Py_True : Py_False, self->everyone,
-                                     ranks, 0, 1e-9 * (double)(clock_ns() - call->came_ns),
-                                     PyTuple_Size(ranks) ? array : Py_None);
+    PyObject *values =
+        Py_BuildValue("(LnOLO()OOLdO)", (long long)number, PyTuple_Size(ranks), included ? Py_True : Py_False,
+                      (long long)lag, synchronous ? Py_True : Py_False, self->everyone, ranks, (long long)lag,
+                      1e-9 * (double)(clock_ns() - call->came_ns), PyTuple_Size(ranks) ? array : Py_None);
     for (Py_ssize_t i = 0; made && values && i < PyTuple_Size(values); i++) {
         PyObject *field = PyTuple_GetItem(self->fields, i);
         descrsetfunc set = PyType_GetSlot(Py_TYPE(field), Py_tp_descr_set);
@@ -876,12 +881,13 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
         return ends ? NULL : Py_NewRef(Py_None);
     if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
         divide_result(self, flat, PyTuple_Size(ranks));
-    bool included = deliver(self, &call), turns = ++self->calls_in_row == CALLS_PER_TURN;
+    bool included, turns = ++self->calls_in_row == CALLS_PER_TURN;
+    int64_t lag = deliver(self, &call, &included);
     if (turns)
         self->calls_in_row = 0;
-    PyObject *reduction = reduction_of(self, &call, ranks, included, array);
+    PyObject *reduction = reduction_of(self, &call, ranks, included, lag, array);
     PyObject *answer =
-        reduction ? make_answer(self->answer, reduction, self->owed, call.kept[KEPT_NUMBER], turns) : NULL;
+        reduction ? make_answer(self->answer, reduction, self->owed, lag + 1, call.kept[KEPT_NUMBER], turns) : NULL;
     Py_XDECREF(reduction);
     Py_DECREF(ranks);
     return answer;
@@ -992,17 +998,43 @@ static int read_parts(Rounds *self, PyObject *parts)
     return 0;
 }
 
-/* `Rounds(control_block, view, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, parts)` */
+/* `segments`: arrays of bytes, all of one size. */
+static int hold_segments(Rounds *self, PyObject *segments)
+{
+    Py_ssize_t count = PyTuple_Size(segments);
+    self->segments = PyMem_Calloc((size_t)count + 1, sizeof *self->segments);
+    if (!self->segments) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(segments, i), &self->segments[i], PyBUF_WRITABLE) < 0)
+            return -1;
+        self->segment_count++;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (self->segments[i].len == self->segments[0].len)
+            continue;
+        PyErr_SetString(PyExc_ValueError, "the segments have different sizes");
+        return -1;
+    }
+    if (count && self->nbytes <= self->segments[0].len)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "no segment has room for a block");
+    return -1;
+}
+
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *block, *view, *parts;
+    PyObject *block, *segments, *parts;
     long long size, rank, history, limit, nbytes, opening, quorum, sync_every;
     int keeps;
-    static char *names[] = {"control_block", "view",   "size",       "rank",  "history", "limit", "nbytes",
-                            "opening",       "quorum", "sync_every", "keeps", "parts",   NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOLLLLLLLLpO!:Rounds", names, &block, &view, &size, &rank,
-                                     &history, &limit, &nbytes, &opening, &quorum, &sync_every, &keeps, &PyTuple_Type,
-                                     &parts))
+    static char *names[] = {"control_block", "segments", "size",       "rank",  "history", "limit", "nbytes",
+                            "opening",       "quorum",   "sync_every", "keeps", "parts",   NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLpO!:Rounds", names, &block, &PyTuple_Type,
+                                     &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
+                                     &keeps, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
@@ -1015,7 +1047,6 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     if (!self)
         return NULL;
     self->block = (ControlBlock *)Py_NewRef(block);
-    self->view = Py_NewRef(view);
     self->size = size;
     self->rank = rank;
     self->history = history;
@@ -1027,13 +1058,12 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->keeps = keeps != 0;
     self->has_plans = self->keeps || opening == MAJORITY;
     self->group_count = 1;
-    if (lay_out(self) < 0 || read_parts(self, parts) < 0)
+    if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)
         goto failed;
-    self->memory = PyMem_Calloc((size_t)limit + 1, sizeof *self->memory);
     self->group_of = PyMem_Calloc((size_t)size, sizeof *self->group_of);
     self->is_drawn = PyMem_Calloc((size_t)size, 1);
     self->sources = PyMem_Calloc((size_t)size, sizeof *self->sources);
-    if (self->memory && self->group_of && self->is_drawn && self->sources)
+    if (self->group_of && self->is_drawn && self->sources)
         return (PyObject *)self;
     PyErr_NoMemory();
 failed:
@@ -1046,9 +1076,9 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Rounds *self = (Rounds *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
-    Py_VISIT(self->view);
-    PyObject *attached[] = {self->answer,   self->reduction, self->fields,   self->turns[NUMBERS], self->turns[NOW],
-                            self->turns[OVER], self->turns[WAITING], self->end_turn, self->owed};
+    PyObject *attached[] = {self->answer,         self->reduction,  self->fields,
+                            self->turns[NUMBERS], self->turns[NOW], self->turns[OVER],
+                            self->turns[WAITING], self->end_turn,   self->owed};
     for (size_t i = 0; i < sizeof attached / sizeof *attached; i++)
         Py_VISIT(attached[i]);
     return 0;
@@ -1068,24 +1098,14 @@ static void detach(Rounds *self)
         PyBuffer_Release(&self->engine);
 }
 
-/* The control block stays until the end: a method that runs in a finalizer would use it. */
-static int clear(PyObject *object)
-{
-    Py_CLEAR(((Rounds *)object)->view);
-    return 0;
-}
-
 static void destroy(PyObject *object)
 {
     Rounds *self = (Rounds *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    clear(object);
-    for (int64_t block = 1; self->memory && block <= self->limit; block++) {
-        if (self->memory[block].obj)
-            PyBuffer_Release(&self->memory[block]);
-    }
-    PyMem_Free(self->memory);
+    for (int64_t i = 0; i < self->segment_count; i++)
+        PyBuffer_Release(&self->segments[i]);
+    PyMem_Free(self->segments);
     PyMem_Free(self->group_of);
     PyMem_Free(self->is_drawn);
     PyMem_Free(self->sources);
@@ -1108,8 +1128,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, create},  {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
-    {Py_tp_clear, clear}, {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, create}, {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse}, {Py_tp_methods, methods}, {0, NULL},
 };
 
 PyType_Spec rounds_spec = {

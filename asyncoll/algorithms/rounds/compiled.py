@@ -97,7 +97,7 @@ def compiled_rounds(
         return None
     compiled: CompiledRounds = native.Rounds(
         control_block=rounds.control_block,
-        view=arena.view,
+        segments=tuple(arena.segments),
         size=group.size,
         rank=group.rank,
         history=operation.history,

@@ -53,23 +53,23 @@ class Told(NamedTuple, Generic[R]):
     lag: int  # rounds from the one that the call aimed at to the one of its result
 
 
-_AIM, _IN_TIME, _STALE = range(3)  # the cells of an engine
+# The cells of an engine: the round that the next call aims at; the number of calls whose contribution was not in their
+# result; and from _LAGS on the number of calls that were given a round so many rounds after their aim.
+_AIM, _STALE, _LAGS = range(3)
+_CELLS = 64
 
 
 class Engine(Generic[R]):
     """The calls of one rank on one operation. `take_back` may be called in any thread."""
 
     def __init__(self, operation: Operation) -> None:
-        # In cells, because the compiled core carries out and counts calls, too: the round that the next call aims at,
-        # the number of calls that were given the round that they aimed at, and of those whose contribution was not in
-        # their result.
-        self.cells = memoryview(bytearray(24)).cast("q")
+        self.cells = memoryview(bytearray(8 * _CELLS)).cast("q")  # the compiled core carries out and counts calls, too
         self.cells[_AIM] = 1
         self._operation = operation
         self._replaces = operation.group_size > 0  # contributions replace each other
         # Of each answer taken back: its results, the number of its other rounds, and its newest round.
         self.owed: deque[tuple[Sequence[R], int, int]] = deque()
-        self._lag: Counter[int] = Counter()  # late calls, by the number of rounds from their aim to their result
+        self._lag: Counter[int] = Counter()  # calls that are too late for the cells, by lag
 
     @property
     def aim(self) -> int:
@@ -93,10 +93,10 @@ class Engine(Generic[R]):
     def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
         told = self._tell(ticket, result, missed)
-        if told.lag:
-            self._lag[told.lag] += 1
+        if told.lag < _CELLS - _LAGS:
+            self.cells[_LAGS + told.lag] += 1
         else:
-            self.cells[_IN_TIME] += 1
+            self._lag[told.lag] += 1
         if not told.included:
             self.cells[_STALE] += 1
         return told
@@ -115,9 +115,7 @@ class Engine(Generic[R]):
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._replaces else ticket <= result.taken
-        since = (
-            result.number - self.cells[_AIM]
-        )  # -1: this very round is owed, its call was cancelled
+        since = result.number - self.cells[_AIM]  # -1: this very round is owed, its call was cancelled
         lag = since if since > 0 else 0
         self.cells[_AIM] = result.number + 1
         skipped = since - len(missed)
@@ -149,7 +147,7 @@ class Engine(Generic[R]):
         self, rounds: int, active: dict[int, int], waits_s: Sequence[float], late_s: Sequence[float]
     ) -> OperationStatistics:
         """The totals of these calls, together with those of the rounds."""
-        lag = self._lag + Counter({0: self.cells[_IN_TIME]})
+        lag = self._lag + Counter(dict(enumerate(self.cells[_LAGS:])))
         calls = lag.total()
         return OperationStatistics(
             rounds=rounds,
