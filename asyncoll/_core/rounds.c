@@ -741,7 +741,7 @@ enum { AIM, STALE, LAGS, ENGINE_CELLS = 64 };
 /* call_order.py: the attributes of a CallOrder. */
 enum { NUMBERS, NOW, OVER, WAITING };
 
-/* progress.py: _CALLS_PER_TURN. */
+/* progress.py: CALLS_PER_TURN. */
 enum { CALLS_PER_TURN = 64 };
 
 /* The turn of a call that begins now; NULL, without an exception, if an earlier call of this rank is under way. */
@@ -904,7 +904,8 @@ static PyObject *at_once(PyObject *object, PyObject *array)
         PyErr_Clear(); /* not contiguous, or not writable: left to Python */
         Py_RETURN_NONE;
     }
-    PyObject *turn = flat.len == self->parts[0].length ? take_turn(self) : NULL;
+    bool suits = flat.len == self->parts[0].length && (uintptr_t)flat.buf % (uintptr_t)flat.itemsize == 0;
+    PyObject *turn = suits ? take_turn(self) : NULL;
     PyObject *answer = NULL;
     if (turn)
         answer = answer_at_once(self, array, &flat);

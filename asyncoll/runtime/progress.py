@@ -38,7 +38,7 @@ SWITCH_INTERVAL_S = 0.0005
 # that computes before it awaits the call expects the work to be done meanwhile.
 TAKEOVER_S = 0.0005
 
-_CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
+CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
 
 _AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
 _ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
@@ -158,7 +158,7 @@ class _Turns:
     def is_due(self) -> bool:
         """Count a call that is over. Returns whether its caller has to let the loop turn."""
         self._calls += 1
-        if self._calls < _CALLS_PER_TURN:
+        if self._calls < CALLS_PER_TURN:
             return False
         self._calls = 0
         return True

@@ -101,6 +101,11 @@ class Engine(Generic[R]):
             self.cells[_STALE] += 1
         return told
 
+    def deliver_own(self, number: int) -> None:
+        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        self.cells[_AIM] = number + 1
+        self.cells[_LAGS] += 1
+
     def has_news(self, latest: int) -> bool:
         """Whether the newest round, `latest`, was not told to a caller of this rank.
 

@@ -31,7 +31,7 @@ from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
 from asyncoll.runtime.work import Work
 from asyncoll.tensors.operands import Bundle, Single, bundle
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import ReduceOp, storage
 
 Rest = Coroutine[Any, Any, Delivery]  # of a call that has begun
 
@@ -112,7 +112,7 @@ class Operations:
         rounds = self._known.get(spec.name)
         if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
             return
-        if spec.layout[0][0] == x.dtype.name:  # otherwise it is packed in another dtype
+        if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
             at_once, pending = rounds.at_once, self.pending
             self.repeats[spec.name] = Repeat(spec, arguments, x.dtype, at_once, self.member, pending, self.failed)
 
