@@ -776,24 +776,32 @@ static bool is_sound(const Rounds *self, int64_t block)
     return block == NONE || find_memory(self, block);
 }
 
-/* Whether a call that aims at round `aim` is over without a wait, and needs nothing of Python. It opens that round, or is
- * late and given the newest one. Under the lock; changes nothing. */
-static bool ends_at_once(Rounds *self, int64_t aim)
+/* Whether the blocks that a call uses have memory: those that it takes, the staged ones, and the newest result. */
+static bool has_sound_blocks(const Rounds *self)
 {
-    int64_t latest = self->head[LATEST], count = free_count(self), *here = &row_of(self, self->rank)[HERE];
-    if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
-        self->head[RUNNING] || (self->has_plans && self->planned != latest + 1) || count < 2 || count > self->limit ||
-        !is_sound(self, self->stack[count - 1]) || !is_sound(self, row_of(self, self->rank)[STAGED]))
-        return false;
-    if (latest >= aim)
-        return !late_call_opens(self, latest + 1) &&
-               is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
-    if (!is_sound(self, self->stack[count - 2]))
+    int64_t count = free_count(self), latest = self->head[LATEST];
+    if (count < 2 || count > self->limit || !is_sound(self, self->stack[count - 1]) ||
+        !is_sound(self, self->stack[count - 2]) ||
+        !is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]))
         return false;
     for (int64_t rank = 0; rank < self->size; rank++) {
         if (!is_sound(self, row_of(self, rank)[STAGED]))
             return false;
     }
+    return true;
+}
+
+/* Whether a call that aims at round `aim` is over without a wait, and needs nothing of Python. It opens that round, or is
+ * late and given the newest one. Under the lock; changes nothing. */
+static bool ends_at_once(Rounds *self, int64_t aim)
+{
+    int64_t latest = self->head[LATEST], *here = &row_of(self, self->rank)[HERE];
+    bool needs_drawn = self->opening == MAJORITY && !is_synchronous(self, latest + 1);
+    if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
+        self->head[RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        return false;
+    if (latest >= aim)
+        return !late_call_opens(self, latest + 1);
     int64_t before = *here;
     *here = aim; /* as if the caller had arrived */
     bool opens = may_open(self, aim);

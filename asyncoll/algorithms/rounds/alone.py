@@ -75,7 +75,8 @@ class LoneRounds:
         came_s = self._now_s()
         with self._lock:
             number = self._latest = self._latest + 1
-            self._kept.append(tuple.__new__(_Kept, (number, [array.flatten()], 1.0)))  # in half the time of `_Kept(...)`
+            # A copy, as in `begin`. Made in half the time of `_Kept(...)`.
+            self._kept.append(tuple.__new__(_Kept, (number, [array.flatten()], 1.0)))
             engine.deliver_own(number)
             self._calls_in_row = calls = (self._calls_in_row + 1) % CALLS_PER_TURN
         synchronous = self.operation.is_synchronous(number)
