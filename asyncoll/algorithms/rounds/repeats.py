@@ -17,6 +17,7 @@ import numpy as np
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
+from asyncoll.errors import AsyncollError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
@@ -83,7 +84,7 @@ class Repeat:
         self._member.check_caller()
         try:
             answer = self._at_once(x)
-        except Exception as error:
+        except (AsyncollError, ValueError) as error:  # not of a signal handler, which breaks nothing here
             return self._fail(call, error)
         if answer is not None:
             self._pending.note(call)
