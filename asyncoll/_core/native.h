@@ -3,7 +3,7 @@
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
  *   meetings.c        short meetings of all ranks of a communicator
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c and whole_calls.c have
  *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
  *   native.c          the module

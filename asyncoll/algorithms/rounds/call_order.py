@@ -10,7 +10,7 @@ from asyncoll.transport.control_block import Turn, turn_of
 class CallOrder:
     """The order of the calls, which may be made in several threads.
 
-    The compiled core takes and ends turns, too (`CallOrder` in asyncoll/_core/round_calls.c), so it has the attributes.
+    The compiled core takes and ends turns, too (`CallOrder` in asyncoll/_core/whole_calls.c), so it has the attributes.
     """
 
     __slots__ = ("now", "numbers", "over", "waiting")
