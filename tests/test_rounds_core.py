@@ -236,6 +236,35 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
 
 
 @needs_core
+def test_a_whole_call_finds_cells_that_a_peer_has_changed():
+    outcomes = set()
+    for seed in range(150):
+        draw = np.random.default_rng(seed)
+        operation = Operation("g", (("float32", 3),), SUM, list(Opening)[seed % 3], quorum=1 + seed % 2)
+        with local_world(2, [_core.native]) as arenas:
+            ranks = [Rank(arena, operation) for arena in arenas]
+            for _ in range(6):
+                for rank in ranks:
+                    if rank.rest is None:
+                        rank.call(np.ones(3, np.float32))
+                    rank.resume()
+            cells = ranks[0].rounds._control_block.cells
+            used = np.flatnonzero(cells)  # above all these matter
+            for _ in range(4):
+                cell = int(draw.choice(used)) if draw.integers(2) else int(draw.integers(len(cells)))
+                values = [-1, 0, 1, 5, min(cells[cell], 1 << 40) + 1, 1 << 20, (1 << 63) - 1, -(1 << 63)]
+                cells[cell] = values[draw.integers(len(values))]
+                try:
+                    outcomes.add(ranks[draw.integers(2)].rounds.at_once(np.ones(3, np.float32)) is None)
+                except (ValueError, AsyncollError) as error:
+                    outcomes.add(type(error))
+            for rank in ranks:
+                if rank.rest is not None:
+                    rank.rest.close()
+    assert outcomes >= {True, False, ValueError}
+
+
+@needs_core
 def test_the_compiled_rounds_check_what_they_are_given():
     operation = Operation("g", (("float32", 3),), SUM, Opening.MAJORITY)
     with local_world(2, [_core.native]) as arenas:
