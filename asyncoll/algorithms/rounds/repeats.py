@@ -72,7 +72,7 @@ class Repeat:
         if (
             type(x) is not np.ndarray
             or x.dtype is not self._dtype
-            or self._member.endpoint.failures.any
+            or self._member.has_failed
             or not all(map(is_, arguments, self._arguments))
         ):
             return None
