@@ -1,6 +1,6 @@
 /* Wait-avoiding rounds of short contributions: all of a call up to its first wait, as one critical section.
  *
- * The counterpart of `OneSidedRounds.begin` (asyncoll/algorithms/rounds/in_memory.py).
+ * The counterpart of `ShortRounds.begin` (asyncoll/algorithms/rounds/short_rounds.py).
  */
 #include "rounds.h"
 
