@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from asyncoll import rpc as rpc
     from asyncoll.algorithms.gossip.pairwise import Gossip as Gossip
-    from asyncoll.algorithms.rounds.operations import Reduction as Reduction
+    from asyncoll.algorithms.rounds.reduction import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
     from asyncoll.communicator import Communicator as Communicator
@@ -72,7 +72,7 @@ _HOMES = {
         "UsageError",
     ),
     "tensors.flat": ("Flat", "flatten"),
-    "algorithms.rounds.operations": ("Reduction",),
+    "algorithms.rounds.reduction": ("Reduction",),
     "runtime.progress": ("offload",),
     "algorithms.sparse.operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),

@@ -22,7 +22,7 @@ from asyncoll.algorithms.gossip import graphs, neighbors
 from asyncoll.algorithms.gossip.graphs import Graph
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
-from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
@@ -930,7 +930,7 @@ class Communicator:
                     pass  # apply it: one step of the optimizer for each round
                 newest = reduction.round
         """
-        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, sync_every=sync_every, history=history)
+        return self._wait_avoiding(x, name, weight, (op, _SOLO, False, sync_every, history), _SOLO_RULES)
 
     def majority_allreduce(
         self,
@@ -1023,8 +1023,8 @@ class Communicator:
             reduction = await comm.majority_allreduce(gradients, op=asyncoll.AVG, sync_every=10)
             print(reduction.round, reduction.active, reduction.included)
         """
-        rules: dict[str, Any] = {"candidates": candidates, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.MAJORITY, weight, **rules)
+        arguments = (op, Opening.MAJORITY, False, sync_every, history, candidates, seed)
+        return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "candidates", "seed"))
 
     def quorum_allreduce(
         self,
@@ -1111,8 +1111,8 @@ class Communicator:
             assert reduction.active > comm.size // 2
         """
         needed = self.size // 2 + 1 if quorum is None else quorum
-        rules: dict[str, Any] = {"quorum": needed, "seed": seed, "sync_every": sync_every, "history": history}
-        return self._wait_avoiding(x, name, op, Opening.QUORUM, weight, **rules)
+        arguments = (op, Opening.QUORUM, False, sync_every, history, needed, seed)
+        return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "quorum", "seed"))
 
     def group_allreduce(
         self,
@@ -1200,8 +1200,8 @@ class Communicator:
         size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
-        rules: dict[str, Any] = {"group_size": size, "sync_every": sync_every}
-        return self._wait_avoiding(x, name, op, Opening.SOLO, weight, fixed=bool(fixed), **rules)
+        arguments = (op, _SOLO, bool(fixed), sync_every, size)
+        return self._wait_avoiding(x, name, weight, arguments, ("sync_every", "group_size"))
 
     def join(self, name: str, x: object) -> Coroutine[Any, Any, Reduction | None]:
         """This rank has no more contributions for the rounds of `name`: wait until no rank has.
@@ -1799,51 +1799,50 @@ class Communicator:
             raise
 
     def _wait_avoiding(
-        self,
-        x: object,
-        name: str,
-        op: ReduceOp,
-        opening: Opening,
-        weight: float | None,
-        *,
-        fixed: bool = False,
-        **rules: int,
+        self, x: object, name: str, weight: float | None, arguments: tuple[Any, ...], rules: tuple[str, ...]
     ) -> Coroutine[Any, Any, Reduction]:
+        """`arguments` are the reduction, the `Opening`, whether groups are fixed, and the values of `rules`."""
         core, weighted = self._core, weight is not None
-        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
         if core.memory.unused:
             core.memory.give_back()
-        kind = (name, op, opening, fixed, weighted, contribution.layout, contribution.boundaries)
-        given, spec = (*kind, *rules, *rules.values()), None
+        if type(name) is str and not weighted and (repeat := core.operations.repeats.get(name)) is not None:
+            answer = repeat.start(x, arguments)
+            if answer is not None:
+                return answer
+        op = arguments[0]
+        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
+        given = (name, weighted, contribution.layout, contribution.boundaries, *rules, *arguments)
+        spec = None
         # Only these types: an equal value of another type may mean something else.
-        if type(name) is str and {*map(type, rules.values())} <= _INTEGERS and isinstance(op, ReduceOp):
+        if type(name) is str and {*map(type, arguments[3:])} <= _INTEGERS and isinstance(op, ReduceOp):
             spec = core.plans.get(given)
         if spec is None:
-            spec = self._plan(given, name, op, opening, fixed, weighted, contribution, rules)
+            spec = self._plan(given, name, weighted, contribution, arguments, rules)
+        if not weighted and name not in core.operations.repeats:
+            core.operations.expect(spec, arguments, x)
         return core.operations.start(spec, contribution, _site())
 
     def _plan(
         self,
         given: tuple[object, ...],
         name: str,
-        op: ReduceOp,
-        opening: Opening,
-        fixed: bool,
         weighted: bool,
         contribution: Bundle | Single,
-        rules: dict[str, int],
+        arguments: tuple[Any, ...],
+        rules: tuple[str, ...],
     ) -> Operation:
         """The operation that these arguments stand for. Raises UsageError if it makes no sense.
 
         It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
         """
+        op, opening, fixed, *values = arguments
         reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
-        exact = {rule: whole(value, rule) for rule, value in rules.items()}
+        exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
         layout, buckets = contribution.layout, contribution.boundaries
         options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
         operation = Operation(text(name, "name"), layout, op, opening, **options)
         check_operation(operation, self.size)
-        if {*map(type, rules.values())} <= {int} and type(name) is str:
+        if {*map(type, values)} <= {int} and type(name) is str:
             self._core.remember(given, operation)
         return operation
 
@@ -1887,6 +1886,8 @@ class Communicator:
 
 
 _INTEGERS = {int}
+_SOLO = Opening.SOLO  # each access through the class costs 0.1 us
+_SOLO_RULES = ("sync_every", "history")
 
 
 def _weight(value: object) -> float:

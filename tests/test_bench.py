@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from conftest import PATIENCE_S
 from asyncoll.algorithms.dense import on_lane as algorithms
 from asyncoll.bench.dense import bus_bandwidth
 from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
-from asyncoll.bench.skewed import MODES, expected
+from asyncoll.bench.skewed import MODES, bound, expected
 from asyncoll.bench.table import aligned
 from asyncoll.cli import main
 
@@ -131,6 +132,14 @@ def test_solo() -> None:
     for row in found:
         least = {"full": 4, "quorum": 2}.get(row["mode"], 1)
         assert least <= row["nap"] <= 4
+        assert row["bound"] >= 1
+    assert [row["bound"] for row in found if row["mode"] in ("full", "solo")] == [1, math.inf] * 2
+
+
+def test_the_bound_of_majority_is_that_of_its_draws() -> None:
+    assert bound("majority", 32, 20_000) == pytest.approx(15.5 / expected("majority", 32)[0], rel=0.03)
+    assert bound("majority", 32, 64) == pytest.approx(2.32, abs=0.01)  # these draws have many late ranks
+    assert bound("quorum", 32, 64) == pytest.approx(15.5 / 3.75)
 
 
 def test_text_is_aligned_under_a_headline() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds.alone import LoneRounds
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.short_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
@@ -33,13 +33,19 @@ class Rank:
         size = len(arena.ranks)
         group = Group(tuple(range(size)), arena.local_rank, 7)
         self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
-        self.rounds = OneSidedRounds(arena, self.registry, group, operation, str, lambda: False)
+        self.rounds = rounds_in_memory(arena, self.registry, group, operation, str, lambda: False)
         self.operation = operation
         self.rest = self.wait = self.given = None
         self.answers = []
+        self.at_once = 0  # whole calls in one step
 
     def call(self, x, weight=1.0):
         self.given = bundle(x, self.operation.op, weight)
+        at_once = self.rounds.at_once if x.dtype.name == self.operation.layout[0][0] else None
+        if at_once is not None and (whole := at_once(x)) is not None:
+            self.at_once += 1
+            self.note_whole(whole)
+            return
         answer = self.rounds.begin(self.given)
         if isinstance(answer, Delivery):
             self.note(answer)
@@ -65,18 +71,42 @@ class Rank:
         self.rest = self.wait = None
         self.answers.append("cancelled")
 
+    def note_whole(self, answer):
+        """As `note`, of a call in one step. An answer that is taken back was not awaited."""
+        if len(self.answers) % 5 == 3:
+            del answer
+            self.answers.append(("taken back", content(self.given)))
+            return
+        try:
+            while True:
+                assert answer.send(None) is None  # the loop turns
+        except StopIteration as stop:
+            told = stop.value
+        results = [(told.round, told.ranks, told.group, told.synchronous, None)]
+        assert told.active == len(told.ranks)
+        assert told.result is (self.given.given if told.ranks else None)
+        self.answers.append((results, told.included, told.skipped, told.lag, [], content(self.given)))
+
     def note(self, delivery):
         """Write down what the caller is told, and release the delivery, or, one time in five, take it back."""
         if delivery is None:  # there was nothing to tell a rank that has joined
             self.answers.append(None)
             return
-        results = [(each.number, each.ranks, each.members, each.synchronous, each.weight) for each in delivery.results]
-        if delivery.results[-1].ranks:
-            self.given.write(delivery.results[-1].parts)
+        operation, result = self.operation, delivery.results[-1]
+        weights = [each.weight if operation.weighted else None for each in delivery.results]
+        results = [
+            (each.number, each.ranks, each.members, each.synchronous, weight)
+            for each, weight in zip(delivery.results, weights, strict=True)
+        ]
+        if result.ranks:
+            size = len(result.members) if operation.op is AVG and not operation.weighted else 1
+            self.given.write(result.parts, len(result.ranks) if operation.op is AVG_ACTIVE else size)
         values = [part.tobytes() for each in delivery.results[:-1] for part in each.parts]
-        self.answers.append((results, delivery.included, delivery.skipped, delivery.lag, values, content(self.given)))
+        lost = len(self.answers) % 5 == 3
+        told = (results, delivery.included, delivery.skipped, delivery.lag, values)
+        self.answers.append((*(("taken back",) if lost else told), content(self.given)))
         self.rounds.release(delivery)
-        if len(self.answers) % 5 == 4:
+        if lost:
             self.rounds.take_back(delivery)
 
 
@@ -129,17 +159,24 @@ def story(seed, natives):
         for rank in ranks:
             if rank.rest is not None:
                 rank.cancel()
-        return [rank.answers for rank in ranks], [(each.rounds, each.active, each.lag, each.stale) for each in totals]
+        told = [rank.answers for rank in ranks], [(each.rounds, each.active, each.lag, each.stale) for each in totals]
+        return told, sum(rank.at_once for rank in ranks)
 
 
 @needs_core
 @pytest.mark.parametrize("seed", range(40))
 def test_the_same_calls_get_the_same_answers_with_and_without_the_core(seed):
-    expected = story(seed, [None])
+    expected, in_one_step = story(seed, [None])
     assert expected[1][0][0] > 0
-    assert story(seed, [_core.native]) == expected
-    assert story(seed, [_core.native, None]) == expected
-    assert story(seed, [None, _core.native]) == expected
+    assert not in_one_step
+    assert story(seed, [_core.native])[0] == expected
+    assert story(seed, [_core.native, None])[0] == expected
+    assert story(seed, [None, _core.native])[0] == expected
+
+
+@needs_core
+def test_calls_that_need_no_other_rank_are_one_step_in_the_core():
+    assert sum(story(seed, [_core.native])[1] for seed in range(12)) > 50
 
 
 def alone(seed, make):
@@ -185,7 +222,7 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
         with local_world(size, [_core.native]) as arenas:
             ranks = [Rank(arena, operation) for arena in arenas]
             cells = ranks[0].rounds._control_block.cells
-            has_kernel = ranks[0].rounds._compiled is not None  # there is none for complex numbers
+            has_kernel = getattr(ranks[0].rounds, "_compiled", None) is not None  # there is none for complex numbers
             for _ in range(30 if has_kernel else 0):
                 rank = ranks[draw.integers(size)]
                 try:
@@ -196,6 +233,35 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
                 for cell in at:
                     cells[cell] = draw.choice([-1, 0, 1, 5, 1 << 20, (1 << 63) - 1, -(1 << 63)])
     assert refused
+
+
+@needs_core
+def test_a_whole_call_finds_cells_that_a_peer_has_changed():
+    outcomes = set()
+    for seed in range(150):
+        draw = np.random.default_rng(seed)
+        operation = Operation("g", (("float32", 3),), SUM, list(Opening)[seed % 3], quorum=1 + seed % 2)
+        with local_world(2, [_core.native]) as arenas:
+            ranks = [Rank(arena, operation) for arena in arenas]
+            for _ in range(6):
+                for rank in ranks:
+                    if rank.rest is None:
+                        rank.call(np.ones(3, np.float32))
+                    rank.resume()
+            cells = ranks[0].rounds._control_block.cells
+            used = np.flatnonzero(cells)  # above all these matter
+            for _ in range(4):
+                cell = int(draw.choice(used)) if draw.integers(2) else int(draw.integers(len(cells)))
+                values = [-1, 0, 1, 5, min(cells[cell], 1 << 40) + 1, 1 << 20, (1 << 63) - 1, -(1 << 63)]
+                cells[cell] = values[draw.integers(len(values))]
+                try:
+                    outcomes.add(ranks[draw.integers(2)].rounds.at_once(np.ones(3, np.float32)) is None)
+                except (ValueError, AsyncollError) as error:
+                    outcomes.add(type(error))
+            for rank in ranks:
+                if rank.rest is not None:
+                    rank.rest.close()
+    assert outcomes >= {True, False, ValueError}
 
 
 @needs_core

@@ -75,16 +75,11 @@ void control_block_abandon(ControlBlock *self)
     PyErr_Restore(type, value, trace);
 }
 
-int control_block_lock(ControlBlock *self)
+/* The end of an acquisition whose last attempt returned `failure`: waits in Python if the lock is still held. */
+static int complete_lock(ControlBlock *self, int failure)
 {
-    if (self->substitute)
-        return call(self->substitute, "acquire");
-    if (pass(self) < 0)
-        return -1;
-    int failure = pthread_mutex_trylock(self->mutex);
-    if (failure == EBUSY)
-        failure = lock_soon(self->mutex);
-    pass_point(LOCK_TAKEN);
+    if (failure != EBUSY)
+        pass_point(LOCK_TAKEN);
     if (failure || *self->holder < 0) {
         PyObject *result = PyObject_CallMethod(self->mutex_in_python, "resume", "i", failure);
         if (!result) {
@@ -100,6 +95,24 @@ int control_block_lock(ControlBlock *self)
         return -1;
     }
     return 0;
+}
+
+int control_block_lock_soon(ControlBlock *self)
+{
+    if (self->substitute)
+        return call(self->substitute, "acquire");
+    if (pass(self) < 0)
+        return -1;
+    int failure = pthread_mutex_trylock(self->mutex);
+    if (failure == EBUSY)
+        failure = lock_soon(self->mutex);
+    return failure == EBUSY ? 1 : complete_lock(self, failure);
+}
+
+int control_block_lock(ControlBlock *self)
+{
+    int outcome = control_block_lock_soon(self);
+    return outcome == 1 ? complete_lock(self, EBUSY) : outcome;
 }
 
 void control_block_unlock(ControlBlock *self)

@@ -11,8 +11,8 @@ static int add_type(PyObject *module, PyType_Spec *spec)
 
 static int execute(PyObject *module)
 {
-    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec,   &pieces_spec,
-                            &rounds_spec,        &short_call_spec, &short_calls_spec};
+    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec,   &pieces_spec,     &rounds_spec,
+                            &answer_spec,        &short_call_spec, &short_calls_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         if (add_type(module, specs[i]) < 0)
             return -1;

@@ -5,7 +5,8 @@
  *   peers.c           reductions of arrays in the memory of other processes
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c and whole_calls.c have
+ *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
@@ -114,6 +115,10 @@ extern PyType_Spec control_block_spec;
 /* Acquire the lock. Returns 0, or -1 with an exception set. The caller holds the GIL, also afterwards. */
 int control_block_lock(ControlBlock *self);
 
+/* As `control_block_lock`, but returns 1 if other ranks hold the lock for longer than it takes to sleep. So no bytecode
+ * runs unless the lock is lost, or a fault test looks on. */
+int control_block_lock_soon(ControlBlock *self);
+
 /* Release the lock, and ring the doorbells that `control_block_wake` has chosen. */
 void control_block_unlock(ControlBlock *self);
 
@@ -180,6 +185,16 @@ extern PyType_Spec short_call_spec;
 /* -- rounds.c --------------------------------------------------------------------------------- */
 
 extern PyType_Spec rounds_spec;
+
+/* -- answers.c ------------------------------------------------------------------------------- */
+
+extern PyType_Spec answer_spec;
+
+bool is_answer_type(PyObject *type);
+
+/* A coroutine, of `type`, that returns `result`, which tells of `rounds` rounds up to `number`. If it has no receiver, it
+ * adds these to `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
+PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t rounds, int64_t number, bool turns);
 
 /* -- reductions.c ----------------------------------------------------------------------------- */
 

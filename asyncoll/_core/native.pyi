@@ -1,7 +1,8 @@
 """The compiled module. Memory is writable, of one dimension and contiguous."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Rounds:
     def __new__(
         cls,
         control_block: transport.ControlBlock,
-        view: Callable[[int, int], Any],
+        segments: tuple[Any, ...],
         size: int,
         rank: int,
         history: int,
@@ -56,8 +57,29 @@ class Rounds:
         self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /
     ) -> tuple[Any, ...] | int: ...
     def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any: ...
+    def attach(
+        self,
+        answer: type[Answer],
+        reduction: type,
+        slots: tuple[Any, ...],
+        turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
+        end_turn: Callable[[int], None],
+        owed: deque[Any],
+        cells: memoryview,
+        divisor: int,
+        /,
+    ) -> None: ...
+    def at_once(self, array: Any, /) -> Answer | None: ...
     def is_needed(self, number: int, /) -> bool: ...
     def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None: ...
+
+class Answer(Coroutine[Any, Any, Any]):
+    """A call that is over, as an awaitable."""
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
+    def send(self, value: Any, /) -> Any: ...
+    def throw(self, error: Any, /, *more: Any) -> Any: ...
+    def close(self) -> None: ...
 
 class Meetings:
     """Implements `algorithms.dense.meetings.Meetings`."""

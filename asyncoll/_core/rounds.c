@@ -1,508 +1,10 @@
 /* Wait-avoiding rounds of short contributions: all of a call up to its first wait, as one critical section.
  *
- * The counterpart of `OneSidedRounds.begin` (asyncoll/algorithms/rounds/in_memory.py), on the cells that `RoundRecord`
- * (asyncoll/algorithms/rounds/round_record.py) and `BlockTable` (asyncoll/algorithms/rounds/block_table.py) declare. The
- * rank that opens a round reduces and publishes it before it releases the lock. So no rank ever sees a running round.
- *
- * Other ranks write the cells. Numbers of blocks from there are checked before they are used as indices.
+ * The counterpart of `ShortRounds.begin` (asyncoll/algorithms/rounds/short_rounds.py).
  */
-#include "native.h"
-
-#include <string.h>
-#include <time.h>
-
-/* round_record.py: Head, Row and Kept, in this order, and _BEGINNINGS. */
-enum { LATEST, RUNNING, CLAIMED, DONE, CHUNKS, HEAD_CELLS };
-enum {
-    STAGED,
-    STAGED_AT,
-    TICKET,
-    WEIGHT,
-    SOURCE,
-    SOURCE_AT,
-    ROUND,
-    BLOCK,
-    ACTIVE,
-    ABSENT,
-    TAKEN,
-    HERE,
-    WAITS_FOR,
-    GRANTED,
-    GRANTED_BLOCK,
-    GRANTED_ACTIVE,
-    GRANTED_ABSENT,
-    GRANTED_TAKEN,
-    WAITED_NS,
-    LATE_NS,
-    ROW_CELLS
-};
-enum { KEPT_NUMBER, KEPT_BLOCK, KEPT_ACTIVE, KEPT_ABSENT, KEPT_TAKEN, KEPT_CELLS };
-enum { BEGINNINGS = 64 };
-
-static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
-
-/* block_table.py: _FREE, _MADE and _HEAD, _BITS, NONE. */
-enum { FREE, MADE, TABLE_HEAD };
-enum { BITS = 63 };
-enum { NONE = 0 };
-
-/* operation.py: Opening, in this order. */
-enum { SOLO, MAJORITY, QUORUM };
-
-typedef struct {
-    int64_t offset, length, elements;
-    Kernel kernel;
-} Part; /* of a contribution: one flat array */
-
-typedef struct {
-    PyObject_HEAD
-    ControlBlock *block;
-    PyObject *view;    /* view(address, nbytes): the memory of any rank */
-    Py_buffer *memory; /* by number of a block, from 1: its memory, once it has been used here */
-    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every;
-    bool keeps;      /* contributions stay, and replace each other */
-    bool has_plans;  /* a round needs `plan`, which Python computes */
-    int64_t planned; /* the round of `is_drawn`, `group_of` and `group_count` */
-    int64_t group_count;
-    int64_t *group_of; /* by rank */
-    char *is_drawn;    /* by rank */
-    void **sources;    /* room for `size` addresses */
-    Part *parts;
-    Py_ssize_t part_count;
-    /* first cells: */
-    int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
-    int64_t words; /* of a bitmap */
-} Rounds;
-
-typedef struct {
-    int64_t number; /* the round that the call waits for; 0 if it is late, and waits for none */
-    int64_t came_ns;
-    int64_t ticket;
-    int64_t now_ns;
-    int64_t first_missed, last_missed; /* rounds whose results are kept for the call; none if first > last */
-    int64_t kept[KEPT_CELLS];          /* the result of the call; of number 0 as long as there is none */
-} Call;
-
-static int64_t clock_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
-
-/* Sum and difference of cells. They wrap around, because a peer may have written any numbers. */
-static int64_t plus(int64_t a, int64_t b)
-{
-    return (int64_t)((uint64_t)a + (uint64_t)b);
-}
-
-static int64_t minus(int64_t a, int64_t b)
-{
-    return (int64_t)((uint64_t)a - (uint64_t)b);
-}
-
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
-static int64_t *row_of(const Rounds *self, int64_t rank)
-{
-    return self->rows + rank * ROW_CELLS;
-}
-
-static bool is_gone(const Rounds *self, int64_t rank)
-{
-    return self->block->cells[rank] > 0;
-}
-
-/* -- blocks ----------------------------------------------------------------------------------- */
-
-static int corrupt(const char *what, int64_t value)
-{
-    PyErr_Format(PyExc_ValueError, "the cells of an operation are corrupt: %s %lld", what, (long long)value);
-    return -1;
-}
-
-static bool is_block(const Rounds *self, int64_t block)
-{
-    return block > NONE && block <= self->limit;
-}
-
-static int64_t free_count(const Rounds *self)
-{
-    return self->table[FREE];
-}
-
-/* A free block, with the caller as its one keeper; -1 with an exception if the cells are corrupt. There is one. */
-static int64_t take_block(Rounds *self)
-{
-    int64_t count = free_count(self);
-    if (count < 1 || count > self->limit)
-        return corrupt("free blocks", count);
-    int64_t block = self->stack[count - 1];
-    if (!is_block(self, block))
-        return corrupt("block", block);
-    self->table[FREE] = count - 1;
-    self->keepers[block] = 1;
-    return block;
-}
-
-static void keep_block(Rounds *self, int64_t block)
-{
-    if (is_block(self, block))
-        self->keepers[block] = plus(self->keepers[block], 1);
-}
-
-static void drop_block(Rounds *self, int64_t block)
-{
-    if (!is_block(self, block))
-        return;
-    self->keepers[block] = minus(self->keepers[block], 1);
-    if (self->keepers[block])
-        return;
-    int64_t count = free_count(self);
-    if (count >= 0 && count < self->limit) {
-        self->stack[count] = block;
-        self->table[FREE] = count + 1;
-    }
-}
-
-/* The memory of `block`; NULL with an exception if it has none. */
-static char *memory_of(Rounds *self, int64_t block)
-{
-    if (!is_block(self, block)) {
-        corrupt("block", block);
-        return NULL;
-    }
-    Py_buffer *memory = &self->memory[block];
-    if (!memory->buf) {
-        PyObject *bytes =
-            PyObject_CallFunction(self->view, "LL", (long long)self->addresses[block], (long long)self->nbytes);
-        int failed = bytes ? PyObject_GetBuffer(bytes, memory, PyBUF_WRITABLE) : -1;
-        Py_XDECREF(bytes);
-        if (failed)
-            return NULL;
-        if (memory->len != self->nbytes) {
-            PyBuffer_Release(memory);
-            corrupt("bytes of a block", memory->len);
-            return NULL;
-        }
-    }
-    return memory->buf;
-}
-
-static double weight_at(const int64_t *cell)
-{
-    double weight;
-    memcpy(&weight, cell, sizeof weight);
-    return weight;
-}
-
-/* `block` is a result of these contributions: `BlockTable.sign`. */
-static void sign_block(Rounds *self, int64_t block, int64_t group, double weight)
-{
-    memcpy(&self->weights[block], &weight, sizeof weight);
-    int64_t *bitmap = self->bitmaps + block * self->words;
-    memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->group_of[rank] == group && row_of(self, rank)[STAGED] != NONE)
-            bitmap[rank / BITS] |= INT64_C(1) << rank % BITS;
-    }
-}
-
-/* -- the rules: asyncoll/algorithms/rounds/rules.py ------------------------------------------- */
-
-static bool is_synchronous(const Rounds *self, int64_t number)
-{
-    return self->sync_every > 0 && number % self->sync_every == 0;
-}
-
-static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
-{
-    return row_of(self, rank)[HERE] == number;
-}
-
-static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
-{
-    int64_t count = 0;
-    for (int64_t rank = 0; rank < self->size; rank++)
-        count += has_arrived(self, rank, number) || (with_gone && is_gone(self, rank));
-    return count;
-}
-
-static bool may_open(const Rounds *self, int64_t number)
-{
-    if (self->head[RUNNING])
-        return false;
-    if (is_synchronous(self, number))
-        return count_arrived(self, number, true) == self->size;
-    if (self->opening == SOLO)
-        return true;
-    if (self->opening == QUORUM)
-        return count_arrived(self, number, true) >= self->quorum;
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
-            return true;
-    }
-    return false;
-}
-
-static bool late_call_opens(const Rounds *self, int64_t number)
-{
-    return self->opening == MAJORITY && !self->head[RUNNING] && !is_synchronous(self, number) &&
-           self->is_drawn[self->rank] && 2 * count_arrived(self, number, false) >= self->size;
-}
-
-/* -- results ---------------------------------------------------------------------------------- */
-
-static int64_t *results_of(const Rounds *self, int64_t number)
-{
-    return self->results + number % (self->history + 1) * self->size * KEPT_CELLS;
-}
-
-/* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
-static void keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
-{
-    call->first_missed = larger(larger(first, self->head[LATEST] - self->history), 1);
-    call->last_missed = last;
-    for (int64_t number = call->first_missed; number <= last; number++)
-        keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
-}
-
-static void drop_results(Rounds *self, Call *call)
-{
-    for (int64_t number = call->first_missed; number <= call->last_missed; number++)
-        drop_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
-    call->last_missed = call->first_missed - 1;
-}
-
-/* Each distinct result of an older round is kept no longer. */
-static void forget_results(Rounds *self, const int64_t *results)
-{
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
-        while (before < rank && results[before * KEPT_CELLS + KEPT_BLOCK] != block)
-            before++;
-        if (before == rank)
-            drop_block(self, block);
-    }
-}
-
-/* -- opening a round -------------------------------------------------------------------------- */
-
-/* Reduce the staged contributions of `group` into a block, which has one keeper. Returns NONE if there are none, and -1
- * with an exception set. `contributors` is their number. */
-static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
-{
-    int64_t dest = NONE;
-    double weight = 0.0;
-    *contributors = 0;
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        const int64_t *row = row_of(self, rank);
-        const int64_t staged = row[STAGED];
-        if (self->group_of[rank] != group || staged == NONE)
-            continue;
-        if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
-            return -1;
-        weight += weight_at(&row[WEIGHT]);
-        dest = staged;
-    }
-    if (*contributors == 1) /* it is the result: nothing to reduce */
-        keep_block(self, dest);
-    else if (*contributors) {
-        dest = take_block(self);
-        char *into = dest < 0 ? NULL : memory_of(self, dest);
-        if (!into)
-            return -1;
-        for (Py_ssize_t i = 0; i < self->part_count; i++) {
-            const Part *part = &self->parts[i];
-            for (int source = 0; source < *contributors; source++)
-                self->sources[source] = (char *)self->sources[source] + (part->offset - (i ? part[-1].offset : 0));
-            part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
-        }
-    }
-    if (dest != NONE)
-        sign_block(self, dest, group, weight);
-    return dest;
-}
-
-/* Take the staged contributions of `group`: each is in one round, except where contributions stay. */
-static void take_group(Rounds *self, int64_t group)
-{
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] != group || row[STAGED] == NONE)
-            continue;
-        row[TAKEN] = row[TICKET];
-        if (!self->keeps) {
-            drop_block(self, row[STAGED]);
-            row[STAGED] = row[STAGED_AT] = NONE;
-        }
-    }
-}
-
-/* Record the result of `group`, and grant it to the callers that wait for the round. */
-static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t dest, int contributors, int64_t absent)
-{
-    int64_t *results = results_of(self, number);
-    self->counts[contributors] = plus(self->counts[contributors], 1);
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->group_of[rank] != group)
-            continue;
-        int64_t *row = row_of(self, rank), *kept = results + rank * KEPT_CELLS;
-        kept[KEPT_NUMBER] = number;
-        kept[KEPT_BLOCK] = dest;
-        kept[KEPT_ACTIVE] = contributors;
-        kept[KEPT_ABSENT] = absent;
-        kept[KEPT_TAKEN] = row[TAKEN];
-        if (row[WAITS_FOR] == number) {
-            memcpy(&row[GRANTED], kept, KEPT_CELLS * sizeof *kept);
-            keep_block(self, dest);
-        }
-    }
-}
-
-/* Open the next round, reduce all staged contributions, publish the results, and wake the sleepers. There are enough
- * free blocks. Returns 0, or -1 with an exception set. */
-static int open_round(Rounds *self, int64_t number, int64_t now_ns)
-{
-    int64_t absent = 0;
-    for (int64_t rank = 0; rank < self->size; rank++)
-        absent += is_gone(self, rank);
-    self->begun[number % BEGINNINGS] = now_ns;
-    forget_results(self, results_of(self, number));
-    pass_point(ROUND_OPENED);
-    for (int64_t group = 0; group < self->group_count; group++) {
-        int contributors;
-        int64_t dest = reduce_group(self, group, &contributors);
-        if (dest < 0)
-            return -1;
-        pass_point(ROUND_REDUCED);
-        take_group(self, group);
-        pass_point(ROUND_TAKEN);
-        publish_group(self, group, number, dest, contributors, absent);
-        pass_point(ROUND_GRANTED);
-    }
-    self->head[LATEST] = number;
-    pass_point(ROUND_PUBLISHED);
-    control_block_wake(self->block, INT64_MAX);
-    return 0;
-}
-
-/* -- a call ----------------------------------------------------------------------------------- */
-
-/* `RoundRecord.count_late` */
-static void count_late(Rounds *self, int64_t aim, int64_t now_ns)
-{
-    int64_t newest = self->head[LATEST];
-    if (newest >= aim) {
-        int64_t begun = self->begun[larger(aim, newest - BEGINNINGS + 1) % BEGINNINGS];
-        int64_t *late_ns = &row_of(self, self->rank)[LATE_NS];
-        *late_ns = plus(*late_ns, larger(0, minus(now_ns, begun)));
-    }
-}
-
-/* `OneSidedRounds._fill` and `RoundRecord.put`. Returns 0, or -1 with an exception set. */
-static int stage(Rounds *self, Call *call, const Py_buffer *flats, double weight)
-{
-    int64_t *row = row_of(self, self->rank), block = take_block(self);
-    char *memory = block < 0 ? NULL : memory_of(self, block);
-    bool adds = row[STAGED] != NONE && !self->keeps;
-    char *staged = memory && adds ? memory_of(self, row[STAGED]) : NULL;
-    if (!memory || (adds && !staged))
-        return -1;
-    for (Py_ssize_t i = 0; i < self->part_count; i++) {
-        const Part *part = &self->parts[i];
-        memcpy(memory + part->offset, flats[i].buf, (size_t)part->length);
-        if (adds) {
-            void *both[] = {memory + part->offset, staged + part->offset};
-            part->kernel(both[0], both, 2, (size_t)part->elements, 1);
-        }
-    }
-    if (adds)
-        weight += weight_at(&row[WEIGHT]);
-    pass_point(ROUND_FILLED);
-    drop_block(self, row[STAGED]);
-    row[STAGED] = block;
-    row[STAGED_AT] = self->addresses[block];
-    memcpy(&row[WEIGHT], &weight, sizeof weight);
-    call->ticket = row[TICKET] = plus(row[TICKET], 1);
-    pass_point(ROUND_STAGED);
-    return 0;
-}
-
-/* `RoundRecord.leave`: the caller waits no longer. */
-static void leave_round(Rounds *self, Call *call)
-{
-    int64_t *row = row_of(self, self->rank);
-    int64_t waited_ns = minus(self->begun[call->number % BEGINNINGS], call->came_ns);
-    row[WAITED_NS] = plus(row[WAITED_NS], larger(0, waited_ns));
-    if (row[GRANTED] == call->number)
-        memcpy(call->kept, &row[GRANTED], sizeof call->kept);
-    row[WAITS_FOR] = row[GRANTED] = 0;
-    pass_point(ROUND_LEFT);
-}
-
-/* `OneSidedRounds._come`: open the round of the call if this rank may, and note its result if there is one. Returns 0,
- * or -1 with an exception set. */
-static int come(Rounds *self, Call *call, int64_t aim)
-{
-    int64_t *row = row_of(self, self->rank);
-    if (call->number) {
-        row[HERE] = row[WAITS_FOR] = call->number;
-        pass_point(ROUND_ARRIVED);
-        if (self->head[LATEST] < call->number && may_open(self, call->number) &&
-            open_round(self, call->number, call->now_ns) < 0)
-            return -1;
-        if (self->head[LATEST] < call->number)
-            return 0;
-        leave_round(self, call);
-    }
-    if (!call->kept[KEPT_NUMBER]) { /* the call is late, or its round was over before it came */
-        drop_results(self, call);
-        int64_t newest = self->head[LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
-        keep_results(self, call, larger(aim, newest - self->history), newest - 1);
-        memcpy(call->kept, kept, sizeof call->kept);
-        keep_block(self, call->kept[KEPT_BLOCK]);
-    }
-    return 0;
-}
-
-/* Copy the result of the call into the caller's arrays, and drop it. */
-static int copy_result(Rounds *self, const Call *call, const Py_buffer *flats)
-{
-    int64_t block = call->kept[KEPT_BLOCK];
-    if (block == NONE)
-        return 0;
-    const char *memory = memory_of(self, block);
-    if (!memory)
-        return -1;
-    for (Py_ssize_t i = 0; i < self->part_count; i++)
-        memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
-    pass_point(ROUND_COPIED);
-    return 0;
-}
+#include "rounds.h"
 
 /* -- in Python -------------------------------------------------------------------------------- */
-
-/* The ranks whose contributions are in `block`, in order. */
-static PyObject *contributors_of(const Rounds *self, int64_t block, int64_t active)
-{
-    bool has_some = is_block(self, block) && active > 0 && active <= self->size;
-    PyObject *ranks = PyTuple_New(has_some ? (Py_ssize_t)active : 0);
-    Py_ssize_t count = 0;
-    for (int64_t rank = 0; ranks && has_some && rank < self->size && count < active; rank++) {
-        if (self->bitmaps[block * self->words + rank / BITS] >> rank % BITS & 1)
-            PyTuple_SetItem(ranks, count++, PyLong_FromLongLong(rank));
-    }
-    if (ranks && has_some && count < active) {
-        Py_DECREF(ranks);
-        corrupt("contributors", active);
-        return NULL;
-    }
-    return ranks;
-}
 
 /* The results that the call has missed, as tuples of the cells of a `Kept`; None without any. */
 static PyObject *missed_results(const Rounds *self, const Call *call)
@@ -527,17 +29,17 @@ static PyObject *answer_of(Rounds *self, Call *call, const Py_buffer *flats)
 {
     int64_t block = call->kept[KEPT_BLOCK];
     bool is_over = call->kept[KEPT_NUMBER] > 0;
-    if (is_over && copy_result(self, call, flats) < 0)
+    if (is_over && rounds_copy_result(self, call, flats) < 0)
         return NULL;
     PyObject *missed = missed_results(self, call);
-    PyObject *ranks = missed ? contributors_of(self, is_over ? block : NONE, call->kept[KEPT_ACTIVE]) : NULL;
+    PyObject *ranks = missed ? rounds_contributors_of(self, is_over ? block : NONE, call->kept[KEPT_ACTIVE]) : NULL;
     double weight = is_over && is_block(self, block) ? weight_at(&self->weights[block]) : 0.0;
     if (!ranks) {
         Py_XDECREF(missed);
         return NULL;
     }
     if (is_over)
-        drop_block(self, block);
+        rounds_drop_block(self, block);
     return Py_BuildValue("(LLLNLNLLd)", (long long)call->number, (long long)call->came_ns, (long long)call->ticket,
                          missed, (long long)call->kept[KEPT_NUMBER], ranks, (long long)call->kept[KEPT_ABSENT],
                          (long long)call->kept[KEPT_TAKEN], weight);
@@ -589,28 +91,19 @@ static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weigh
 {
     int64_t latest = self->head[LATEST], missing;
     if (latest < 0 || latest >= ROUNDS_MAX || self->head[RUNNING])
-        return corrupt("round", latest), NULL;
+        return rounds_corrupt("round", latest), NULL;
     if (self->has_plans && self->planned != latest + 1)
         return PyLong_FromLongLong(latest + 1);
     if ((missing = missing_blocks(self, 1)))
         return PyLong_FromLongLong(-missing);
     Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
-    call.number = latest < aim || late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
-    count_late(self, aim, came_ns);
+    call.number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
+    rounds_count_late(self, aim, came_ns);
     if (call.number > aim)
-        keep_results(self, &call, larger(aim, latest + 1 - self->history), latest);
-    if (stage(self, &call, flats, weight) < 0 || come(self, &call, aim) < 0)
+        rounds_keep_results(self, &call, larger(aim, latest + 1 - self->history), latest);
+    if (rounds_stage(self, &call, flats, weight) < 0 || rounds_come(self, &call, aim) < 0)
         return NULL;
     return answer_of(self, &call, flats);
-}
-
-/* Release the lock. Without an answer there is an exception, which may have left a round half open. */
-static void leave_lock(Rounds *self, PyObject *answer)
-{
-    if (answer)
-        control_block_unlock(self->block);
-    else
-        control_block_abandon(self->block);
 }
 
 /* `begin(arrays, weight, aim, unused)`: one call up to its first wait. Drops the blocks `unused` first. */
@@ -638,7 +131,7 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
     if (control_block_lock(self->block) == 0) {
         for (Py_ssize_t i = 0; i < unused; i++) {
             PyObject *block = PySequence_GetItem(arguments[3], i);
-            drop_block(self, block ? PyLong_AsLongLong(block) : NONE);
+            rounds_drop_block(self, block ? PyLong_AsLongLong(block) : NONE);
             Py_XDECREF(block);
         }
         if (!PyErr_Occurred())
@@ -675,7 +168,7 @@ static PyObject *resume(PyObject *object, PyObject *const *arguments, Py_ssize_t
             answer = PyLong_FromLongLong(call.number);
         else if (missing)
             answer = PyLong_FromLongLong(-missing);
-        else if (come(self, &call, values[0]) == 0)
+        else if (rounds_come(self, &call, values[0]) == 0)
             answer = answer_of(self, &call, flats);
         leave_lock(self, answer);
     }
@@ -691,7 +184,7 @@ static PyObject *is_needed(PyObject *object, PyObject *argument)
     if (number == -1 && PyErr_Occurred())
         return NULL;
     int64_t latest = __atomic_load_n(&self->head[LATEST], __ATOMIC_RELAXED);
-    return PyBool_FromLong(latest >= number || may_open(self, number));
+    return PyBool_FromLong(latest >= number || rounds_may_open(self, number));
 }
 
 /* `plan(number, drawn, groups)`: the ranks that are drawn for round `number`, and its groups, as sequences of ranks. */
@@ -778,17 +271,43 @@ static int read_parts(Rounds *self, PyObject *parts)
     return 0;
 }
 
-/* `Rounds(control_block, view, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, parts)` */
+/* `segments`: arrays of bytes, all of one size. */
+static int hold_segments(Rounds *self, PyObject *segments)
+{
+    Py_ssize_t count = PyTuple_Size(segments);
+    self->segments = PyMem_Calloc((size_t)count + 1, sizeof *self->segments);
+    if (!self->segments) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(segments, i), &self->segments[i], PyBUF_WRITABLE) < 0)
+            return -1;
+        self->segment_count++;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (self->segments[i].len == self->segments[0].len)
+            continue;
+        PyErr_SetString(PyExc_ValueError, "the segments have different sizes");
+        return -1;
+    }
+    if (count && self->nbytes <= self->segments[0].len)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "no segment has room for a block");
+    return -1;
+}
+
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *block, *view, *parts;
+    PyObject *block, *segments, *parts;
     long long size, rank, history, limit, nbytes, opening, quorum, sync_every;
     int keeps;
-    static char *names[] = {"control_block", "view",   "size",       "rank",  "history", "limit", "nbytes",
-                            "opening",       "quorum", "sync_every", "keeps", "parts",   NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOLLLLLLLLpO!:Rounds", names, &block, &view, &size, &rank,
-                                     &history, &limit, &nbytes, &opening, &quorum, &sync_every, &keeps, &PyTuple_Type,
-                                     &parts))
+    static char *names[] = {"control_block", "segments", "size",       "rank",  "history", "limit", "nbytes",
+                            "opening",       "quorum",   "sync_every", "keeps", "parts",   NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLpO!:Rounds", names, &block, &PyTuple_Type,
+                                     &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
+                                     &keeps, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
@@ -801,7 +320,6 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     if (!self)
         return NULL;
     self->block = (ControlBlock *)Py_NewRef(block);
-    self->view = Py_NewRef(view);
     self->size = size;
     self->rank = rank;
     self->history = history;
@@ -813,13 +331,12 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->keeps = keeps != 0;
     self->has_plans = self->keeps || opening == MAJORITY;
     self->group_count = 1;
-    if (lay_out(self) < 0 || read_parts(self, parts) < 0)
+    if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)
         goto failed;
-    self->memory = PyMem_Calloc((size_t)limit + 1, sizeof *self->memory);
     self->group_of = PyMem_Calloc((size_t)size, sizeof *self->group_of);
     self->is_drawn = PyMem_Calloc((size_t)size, 1);
     self->sources = PyMem_Calloc((size_t)size, sizeof *self->sources);
-    if (self->memory && self->group_of && self->is_drawn && self->sources)
+    if (self->group_of && self->is_drawn && self->sources)
         return (PyObject *)self;
     PyErr_NoMemory();
 failed:
@@ -832,15 +349,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Rounds *self = (Rounds *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
-    Py_VISIT(self->view);
-    return 0;
-}
-
-/* The control block stays until the end: a method that runs in a finalizer would use it. */
-static int clear(PyObject *object)
-{
-    Py_CLEAR(((Rounds *)object)->view);
-    return 0;
+    return rounds_visit_attached(self, visit, arg);
 }
 
 static void destroy(PyObject *object)
@@ -848,16 +357,14 @@ static void destroy(PyObject *object)
     Rounds *self = (Rounds *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    clear(object);
-    for (int64_t block = 1; self->memory && block <= self->limit; block++) {
-        if (self->memory[block].obj)
-            PyBuffer_Release(&self->memory[block]);
-    }
-    PyMem_Free(self->memory);
+    for (int64_t i = 0; i < self->segment_count; i++)
+        PyBuffer_Release(&self->segments[i]);
+    PyMem_Free(self->segments);
     PyMem_Free(self->group_of);
     PyMem_Free(self->is_drawn);
     PyMem_Free(self->sources);
     PyMem_Free(self->parts);
+    rounds_detach(self);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -869,12 +376,13 @@ static PyMethodDef methods[] = {
     {"resume", (PyCFunction)(void (*)(void))resume, METH_FASTCALL, NULL},
     {"is_needed", is_needed, METH_O, NULL},
     {"plan", plan, METH_VARARGS, NULL},
+    {"attach", rounds_attach, METH_VARARGS, NULL},
+    {"at_once", rounds_at_once, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, create},  {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
-    {Py_tp_clear, clear}, {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, create}, {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse}, {Py_tp_methods, methods}, {0, NULL},
 };
 
 PyType_Spec rounds_spec = {

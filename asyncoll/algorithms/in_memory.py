@@ -18,9 +18,9 @@ from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.short_rounds import rounds_in_memory
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
@@ -136,7 +136,7 @@ class MemoryBackend:
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
-            rounds = OneSidedRounds(
+            rounds = rounds_in_memory(
                 self.memory, self._registry, group, operation, lambda: text, lambda: bool(endpoint.membership.lost)
             )
         except DisagreementError as disagreement:

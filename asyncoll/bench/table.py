@@ -40,13 +40,14 @@ COLUMNS: dict[str, list[Column]] = {
         ("nap", "NAP", ".2f"),
         ("expected_nap", "expected NAP", ".2f"),
         ("ratio", "full/this", ".2f"),
+        ("bound", "bound", ".2f"),
         _WRONG,
     ],
 }
 NOTES = {
     "allreduce": "times: each rank's median, then the slowest rank's",
     "pingpong": "times: half a round trip, median at rank 0",
-    "solo": "waits of all ranks; the expected mean leaves out the cost of communication",
+    "solo": "waits of all ranks; the expected values leave out the cost of communication; the bound has the draws",
 }
 
 

@@ -129,6 +129,13 @@ class Arena(Protocol):
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
     @property
+    def segments(self) -> Sequence[Array]:
+        """The memory of each rank, by local rank, all of one size: byte `address` of them in a row is at `address`.
+
+        Without `native` it is empty.
+        """
+
+    @property
     def native(self) -> Core | None:
         """The compiled core that this rank uses; None without one."""
 

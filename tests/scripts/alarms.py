@@ -36,7 +36,8 @@ async def main(comm, seed, elements):
         try:
             if comm.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, generator.expovariate(1 / BETWEEN_S) + 1e-6)
-            seen = (await comm.solo_allreduce(np.ones(elements), history=2)).round
+            history = generator.randrange(2) * 2
+            seen = (await comm.solo_allreduce(np.ones(elements), name=f"solo {history}", history=history)).round
             signal.setitimer(signal.ITIMER_REAL, 0)
         except AlarmError:
             alarms += 1

@@ -48,9 +48,24 @@ async def rounds(comm):
         line += 1
         strike = Strike(line)
         with strike if comm.rank == 0 else contextlib.nullcontext(), contextlib.suppress(AlarmError):
-            seen = (await comm.solo_allreduce(np.ones(3), history=2)).round
+            history = line % 2 * 2
+            seen = (await comm.solo_allreduce(np.ones(3), name=f"solo {history}", history=history)).round
         was_struck = strike.left <= 0
         await asyncio.sleep(0)
+    return line
+
+
+async def whole_calls(comm):
+    """Calls in one step of the compiled core: a round is told by the call that is struck, or by the one after it."""
+    line, told, was_struck = 0, 0, True
+    while was_struck:
+        line += 1
+        for strike in (Strike(0), Strike(line)):
+            with strike, contextlib.suppress(AlarmError):
+                reduction = await comm.solo_allreduce(np.ones(3), name=f"whole {comm.rank}")
+                told += 1 + reduction.skipped
+        was_struck = strike.left <= 0
+    assert told == reduction.round
     return line
 
 
@@ -73,6 +88,10 @@ async def main(comm):
     signal.signal(signal.SIGUSR1, lambda *_: None)  # a handler of the program's own
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     lines = await rounds(comm)
+    repeats = comm._core.operations.repeats
+    if repeats:
+        assert await whole_calls(comm) > 10
+        assert f"whole {comm.rank}" in repeats
     struck = await collectives(comm)
     if comm.rank == 0:
         assert lines > 50, "the path of a call is longer"

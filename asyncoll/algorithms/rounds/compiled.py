@@ -6,14 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from asyncoll.algorithms.rounds.call_order import CallOrder
+from asyncoll.algorithms.rounds.directory import AtOnce
+from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_record import BlockLayout, RoundRecord
 from asyncoll.runtime.group import Group
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.transport import Arena
 
 
@@ -53,6 +57,27 @@ class CompiledRounds(Protocol):
     def resume(self, arrays: Sequence[Array], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:
         """Look again for a call that waits for round `number`, and open that if this rank may. Returns as `begin`."""
 
+    def attach(
+        self,
+        answer: type,
+        reduction: type,
+        slots: tuple[Any, ...],
+        turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
+        end_turn: Callable[[int], None],
+        owed: Any,
+        cells: memoryview,
+        divisor: int,
+        /,
+    ) -> None:
+        """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
+
+        `turns` are the attributes of the `CallOrder`, `end_turn` its method, `owed` and `cells` those of the `Engine`.
+        Results are divided by `divisor`, or, if that is 0, by the number of contributors.
+        """
+
+    def at_once(self, array: Array, /) -> Any:
+        """As `Rounds.at_once`."""
+
     def is_needed(self, number: int, /) -> bool:
         """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
 
@@ -72,7 +97,7 @@ def compiled_rounds(
         return None
     compiled: CompiledRounds = native.Rounds(
         control_block=rounds.control_block,
-        view=arena.view,
+        segments=tuple(arena.segments),
         size=group.size,
         rank=group.rank,
         history=operation.history,
@@ -85,3 +110,17 @@ def compiled_rounds(
         parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
     )
     return compiled
+
+
+def whole_calls(
+    compiled: CompiledRounds, arena: Arena, group: Group, operation: Operation, order: CallOrder, engine: Engine[Any]
+) -> AtOnce | None:
+    """`Rounds.at_once` in the compiled core; None if calls of `operation` are left to Python."""
+    native = arena.native
+    if native is None or operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
+        return None
+    Coroutine.register(native.Answer)  # a task takes it only then
+    divisor = {ReduceOp.AVG: group.size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
+    turns = order.numbers, order.now, order.over, order.waiting
+    compiled.attach(native.Answer, Reduction, SLOTS, turns, order.end, engine.owed, engine.cells, divisor)
+    return compiled.at_once

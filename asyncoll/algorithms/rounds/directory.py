@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member
+from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
+
+AtOnce = Callable[[Array], Coroutine[Any, Any, Reduction] | None]
 
 
 class Rounds(Protocol):
@@ -34,6 +38,15 @@ class Rounds(Protocol):
         """As `call`, begun now in the caller's thread.
 
         Returns the answer if the call needs no other rank for it, otherwise a coroutine that waits for it.
+        """
+
+    @property
+    def at_once(self) -> AtOnce | None:
+        """`at_once(array)` is a whole call of a contribution that is a flat array; None if there are no such calls.
+
+        Returns an awaitable `Reduction`, with the result in the array. Returns None, and has done nothing, if the call
+        would have to wait, or is not one of the frequent cases. If the awaitable is not awaited, its round is told to
+        the next call.
         """
 
     async def call(self, contribution: Contribution) -> Delivery:

@@ -53,17 +53,28 @@ class Told(NamedTuple, Generic[R]):
     lag: int  # rounds from the one that the call aimed at to the one of its result
 
 
+# The cells of an engine: the round that the next call aims at; the number of calls whose contribution was not in their
+# result; and from _LAGS on the number of calls that were given a round so many rounds after their aim.
+_AIM, _STALE, _LAGS = range(3)
+_CELLS = 64
+
+
 class Engine(Generic[R]):
     """The calls of one rank on one operation. `take_back` may be called in any thread."""
 
     def __init__(self, operation: Operation) -> None:
-        self.aim = 1  # the round that the next call aims at
+        self.cells = memoryview(bytearray(8 * _CELLS)).cast("q")  # the compiled core carries out and counts calls, too
+        self.cells[_AIM] = 1
         self._operation = operation
         self._replaces = operation.group_size > 0  # contributions replace each other
         # Of each answer taken back: its results, the number of its other rounds, and its newest round.
-        self._owed: deque[tuple[Sequence[R], int, int]] = deque()
-        self._lag: Counter[int] = Counter()  # calls, by the number of rounds from their aim to their result
-        self._stale = 0  # calls whose contribution was not in their result
+        self.owed: deque[tuple[Sequence[R], int, int]] = deque()
+        self._lag: Counter[int] = Counter()  # calls that are too late for the cells, by lag
+
+    @property
+    def aim(self) -> int:
+        """The round that the next call aims at."""
+        return self.cells[_AIM]
 
     def begin(self, latest: int, late_call_opens: Callable[[], bool]) -> int:
         """A call begins, and `latest` is the newest round that is over. Returns the round that the call waits for.
@@ -82,16 +93,25 @@ class Engine(Generic[R]):
     def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
         told = self._tell(ticket, result, missed)
-        self._lag[told.lag] += 1
-        self._stale += not told.included
+        if told.lag < _CELLS - _LAGS:
+            self.cells[_LAGS + told.lag] += 1
+        else:
+            self._lag[told.lag] += 1
+        if not told.included:
+            self.cells[_STALE] += 1
         return told
+
+    def deliver_own(self, number: int) -> None:
+        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        self.cells[_AIM] = number + 1
+        self.cells[_LAGS] += 1
 
     def has_news(self, latest: int) -> bool:
         """Whether the newest round, `latest`, was not told to a caller of this rank.
 
         If it was, results of older rounds that are owed are of no use: they would be applied out of order.
         """
-        return latest >= self.aim or any(newest == latest for _, _, newest in self._owed)
+        return latest >= self.aim or any(newest == latest for _, _, newest in self.owed)
 
     def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
@@ -100,15 +120,15 @@ class Engine(Generic[R]):
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._replaces else ticket <= result.taken
-        since = result.number - self.aim  # -1: this very round is owed, because the call that was given it is cancelled
+        since = result.number - self.cells[_AIM]  # -1: this very round is owed, its call was cancelled
         lag = since if since > 0 else 0
-        self.aim = result.number + 1
+        self.cells[_AIM] = result.number + 1
         skipped = since - len(missed)
-        if not self._owed:
+        if not self.owed:
             return tuple.__new__(Told, (included, missed, skipped, [], lag))  # in half the time of `Told(...)`
         results = list(missed)
-        while self._owed:
-            owed, others, _ = self._owed.popleft()
+        while self.owed:
+            owed, others, _ = self.owed.popleft()
             results += owed
             skipped += others
         results.sort(key=lambda result: result.number)
@@ -122,23 +142,24 @@ class Engine(Generic[R]):
 
         The `results` of some of them can be told again.
         """
-        self._owed.append((results, rounds - len(results), newest))
+        self.owed.append((results, rounds - len(results), newest))
 
     def owes(self, result: R) -> bool:
         """Whether this very result is to be told again, so that its memory is not to be used for anything else."""
-        return any(result is owed for results, _, _ in tuple(self._owed) for owed in results)
+        return any(result is owed for results, _, _ in tuple(self.owed) for owed in results)
 
     def statistics(
         self, rounds: int, active: dict[int, int], waits_s: Sequence[float], late_s: Sequence[float]
     ) -> OperationStatistics:
         """The totals of these calls, together with those of the rounds."""
-        calls = self._lag.total()
+        lag = self._lag + Counter(dict(enumerate(self.cells[_LAGS:])))
+        calls = lag.total()
         return OperationStatistics(
             rounds=rounds,
             calls=calls,
             active=dict(sorted(active.items())),
-            lag=dict(sorted(self._lag.items())),
-            stale=self._stale / calls if calls else 0.0,
+            lag=dict(sorted(lag.items())),
+            stale=self.cells[_STALE] / calls if calls else 0.0,
             waits_s=tuple(waits_s),
             late_s=tuple(late_s),
         )

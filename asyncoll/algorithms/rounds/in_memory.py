@@ -20,30 +20,28 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
-import numpy as np
-
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
-from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds
+from asyncoll.algorithms.rounds.call_order import CallOrder
+from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine, Told
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Chunk, Kept, RoundRecord, Staged
+from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord, Staged
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport import Arena
-from asyncoll.transport.control_block import Turn, checkpoint, turn_of, until
+from asyncoll.transport.control_block import checkpoint, until
 
 LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """The state of one call."""
 
     number: int  # the round that the call waits for; 0 if it is late, and waits for none
@@ -60,6 +58,9 @@ class OneSidedRounds:
     of one rank may run in two threads at the same time. Their common state is under the control block's lock, or is
     ordered as the comments say.
     """
+
+    is_prompt = False
+    at_once: AtOnce | None = None
 
     def __init__(
         self,
@@ -84,49 +85,19 @@ class OneSidedRounds:
         self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
         self._rounds = RoundRecord(arena, registry, group, operation, self._layout, self._reduce_blocks)
         self._control_block = self._rounds.control_block
-        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
-        self.is_prompt = self._layout.nbytes <= SHORT_BYTES and not self._control_block.interleaved
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype, arena.native) for dtype, _ in operation.layout]
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
-        self._compiled = (
-            compiled_rounds(arena, group, operation, self._layout, self._rounds) if self.is_prompt else None
-        )
         self._views: dict[int, Parts] = {}  # of blocks, by address
-        # Blocks that a short call may take: one for its contribution, and one for the result of each group.
-        self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation)
-        self._numbers = count()  # of calls; `next` of it is atomic
-        self._turn = 0  # the number of the call whose turn it is
-        self._over: set[int] = set()  # calls that ended before their turn
-        self._turns: dict[int, Turn] = {}  # by call: those that wait for their turn
+        self._order = CallOrder()
 
     # -- a call -----------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
-        turn = next(self._numbers)
-        if turn != self._turn:
-            return self._call(turn, contribution)
-        is_waiting = False
-        try:
-            if self._compiled is not None:
-                own = self._arrays(contribution)
-                answer = self._begin_compiled(own, contribution.weight)
-                if not answer.round:
-                    is_waiting = True
-                    return self._wait_compiled(turn, answer, own)
-                return self._deliver_compiled(answer, own, answer.missed or ())
-            call = self._begin_short(contribution)
-            if call.kept is None:
-                is_waiting = True
-                return self._wait(turn, call)
-            return self._deliver(call)
-        finally:
-            if not is_waiting:
-                self._end(turn)
+        return self.call(contribution)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
@@ -135,12 +106,12 @@ class OneSidedRounds:
         still counts as arrived at that round, which any other caller that waits for it opens and reduces. The results
         stay where they are until `release`.
         """
-        return await self._call(next(self._numbers), contribution)
+        return await self._call(next(self._order.numbers), contribution)
 
     async def _call(self, turn: int, contribution: Contribution) -> Delivery:
         """Call number `turn` of this rank."""
         try:
-            if turn != self._turn:
+            if not self._order.is_now(turn):
                 await self._queue(turn, contribution)
             with self._control_block:
                 call = self._begin(self._now_ns())
@@ -154,96 +125,14 @@ class OneSidedRounds:
                 raise
             return self._deliver(call)
         finally:
-            self._end(turn)
-
-    async def _wait(self, turn: int, call: _Call) -> Delivery:
-        """The rest of a call that `begin` has staged."""
-        try:
-            try:
-                await self._take_part(call)
-            except BaseException:
-                self._drop_results(call)
-                raise
-            return self._deliver(call)
-        finally:
-            self._end(turn)
-
-    # -- in the compiled core ---------------------------------------------------------------------
-
-    def _arrays(self, contribution: Contribution) -> Parts:
-        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays."""
-        own = contribution.lend() if contribution.weight == 1 else None
-        if own is None:
-            own = [
-                np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
-            ]
-            contribution.read(own)
-        return own
-
-    def _begin_compiled(self, own: Parts, weight: float) -> Begun:
-        """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
-        compiled, unused = self._compiled, list[int]()
-        assert compiled is not None
-        while self._unused:
-            unused.append(self._unused.popleft())
-        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
-            unused = []
-            self._prepare(answer)
-        return begun_of(answer)
-
-    def _prepare(self, wanted: int) -> None:
-        """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
-        compiled, operation, size = self._compiled, self.operation, self._size
-        assert compiled is not None
-        if wanted < 0:
-            self._rounds.blocks.provide(-wanted)
-        else:
-            drawn = operation.drawn(wanted, size) if operation.opening is Opening.MAJORITY else ()
-            compiled.plan(wanted, drawn, tuple(operation.groups(wanted, size)))
-
-    async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
-        """The rest of a call that `_begin_compiled` has staged."""
-        compiled, number, aim = self._compiled, begun.number, self._engine.aim
-        assert compiled is not None
-        call = _Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
-        try:
-            try:
-                while True:
-                    await until(self._control_block, lambda: compiled.is_needed(number))
-                    answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
-                    if isinstance(answer, int):
-                        self._prepare(answer)
-                    elif (ended := begun_of(answer)).round:
-                        return self._deliver_compiled(ended, own, call.missed)
-            except (Exception, asyncio.CancelledError):
-                await self._give_up(call)
-                raise
-        except BaseException:
-            self._drop_results(call)
-            raise
-        finally:
-            self._end(turn)
-
-    def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
-        """As `_deliver`, of a result that is in the arrays `own`."""
-        number, ranks = ended.round, ended.ranks
-        operation = self.operation
-        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
-        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
-        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, NONE)
-        result = result_of(fields)
-        told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
-        if told.dropped:
-            self._drop([old.block for old in told.dropped])
-        results = (*map(self._result, told.missed), result) if told.missed else (result,)
-        return delivery_of((results, told.included, told.skipped, told.lag))
+            self._order.end(turn)
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
-        turn = next(self._numbers)
+        turn = next(self._order.numbers)
         try:
-            if turn != self._turn:
-                await self._queue(turn, None)
+            if not self._order.is_now(turn):
+                await self._order.wait(turn)
             rounds, engine = self._rounds, self._engine
             with self._control_block:
                 rounds.join()
@@ -259,7 +148,7 @@ class OneSidedRounds:
                 ticket = rounds.staged().ticket
             return self._answer(engine.conclude(ticket, newest, missed), newest)
         finally:
-            self._end(turn)
+            self._order.end(turn)
 
     def _is_work_left(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_close()
@@ -276,42 +165,15 @@ class OneSidedRounds:
             if not missing:
                 return is_over
 
-    async def _queue(self, turn: int, contribution: Contribution | None) -> None:
+    async def _queue(self, turn: int, contribution: Contribution) -> None:
         """Wait for turn `turn`. If that is cancelled, the contribution is staged without waiting for a round."""
-        mine = self._turns[turn] = Turn()
         try:
-            # Compared after the entry is made: the call before may end in another thread. It either finds the entry or
-            # has changed `_turn` before this line.
-            if self._turn != turn:
-                await turn_of(mine)
+            await self._order.wait(turn)
         except asyncio.CancelledError:
-            if contribution is not None:
-                await self._put(contribution, None)
+            await self._put(contribution, None)
             raise
-        finally:
-            self._turns.pop(turn, None)
 
-    def _end(self, turn: int) -> None:
-        """Call `turn` is over."""
-        self._over.add(turn)
-        self._end_turn(turn)
-
-    def _end_turn(self, turn: int) -> None:
-        """Call `turn` is over. If it had the turn, the next call gets it. Two threads may do this at the same time."""
-        if turn != self._turn:
-            return
-        following = turn
-        while following in self._over:
-            self._over.discard(following)
-            following += 1
-        self._turn = following
-        # Again, after `_turn` is set: a call that ended just before did not have the turn, so it has passed nothing on.
-        if following in self._over:
-            self._end_turn(following)
-        elif (waiting := self._turns.pop(following, None)) is not None:
-            waiting.set()
-
-    def _begin(self, came_ns: int) -> _Call:
+    def _begin(self, came_ns: int) -> Call:
         """Under the lock: decide whether this call waits for a round, and keep the results that it has missed."""
         rounds, engine = self._rounds, self._engine
         while self._unused:
@@ -321,25 +183,9 @@ class OneSidedRounds:
         rounds.count_late(engine.aim, came_ns)
         # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
         missed = rounds.keep(engine.first_missed(latest), latest) if number > engine.aim else []
-        return _Call(number, came_ns, missed)
+        return Call(number, came_ns, missed)
 
-    def _begin_short(self, contribution: Contribution) -> _Call:
-        """Begin a call, stage its short contribution, and open the round if this rank may, in one critical section."""
-        rounds, blocks = self._rounds, self._rounds.blocks
-        came_ns = self._now_ns()
-        while True:
-            with self._control_block:
-                if blocks.free_count() >= self._needed:
-                    call = self._begin(came_ns)
-                    block = blocks.take()
-                    address = blocks.address(block)
-                    weight = self._fill(self._parts(address), contribution, rounds.staged())
-                    call.ticket = rounds.put(block, address, weight)
-                    self._come(call)
-                    return call
-            blocks.provide(self._needed)
-
-    def _come(self, call: _Call) -> int:
+    def _come(self, call: Call) -> int:
         """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
 
         In one critical section with the staging. Otherwise a round could take the contribution and end before this
@@ -360,7 +206,7 @@ class OneSidedRounds:
             *call.missed, call.kept = rounds.keep(self._engine.first_missed(newest - 1), newest)
         return missing
 
-    async def _take_part(self, call: _Call) -> None:
+    async def _take_part(self, call: Call) -> None:
         """Wait until the round is over. Open it if this rank may, and reduce chunks of it."""
         rounds = self._rounds
         try:
@@ -370,7 +216,7 @@ class OneSidedRounds:
             await self._give_up(call)
             raise
 
-    async def _advance(self, call: _Call) -> bool:
+    async def _advance(self, call: Call) -> bool:
         """Open the round if this rank may, and reduce chunks of it. Returns whether the call has a result."""
         rounds = self._rounds
         while call.kept is None:
@@ -430,7 +276,7 @@ class OneSidedRounds:
 
     # -- contributing -----------------------------------------------------------------------------
 
-    def _lend(self, contribution: Contribution, call: _Call) -> bool:
+    def _lend(self, contribution: Contribution, call: Call) -> bool:
         """Stage the caller's own memory, if it is registered and the round that the caller waits for will take it.
 
         Only for a caller that waits: after its call the program may change or free the memory.
@@ -450,7 +296,7 @@ class OneSidedRounds:
             self._come(call)
         return True
 
-    async def _put(self, contribution: Contribution, call: _Call | None) -> None:
+    async def _put(self, contribution: Contribution, call: Call | None) -> None:
         """Stage the sum of `contribution` and the staged one, in a new block; in groups, `contribution` alone.
 
         `call` is None if the call was cancelled before its turn. A cancellation is raised only at the end: the
@@ -516,7 +362,7 @@ class OneSidedRounds:
                 return block, staged
             rounds.blocks.provide(1)
 
-    def _drop_results(self, call: _Call) -> None:
+    def _drop_results(self, call: Call) -> None:
         """The caller is given none of the results that are kept for it."""
         self._drop([old.block for old in (*call.missed, call.kept) if old is not None])
 
@@ -529,7 +375,7 @@ class OneSidedRounds:
 
     # -- giving up --------------------------------------------------------------------------------
 
-    async def _give_up(self, call: _Call) -> None:
+    async def _give_up(self, call: Call) -> None:
         """The caller stops waiting: return when no round uses its memory any more."""
         rounds = self._rounds
         with self._control_block:
@@ -558,7 +404,7 @@ class OneSidedRounds:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def _deliver(self, call: _Call) -> Delivery:
+    def _deliver(self, call: Call) -> Delivery:
         assert call.kept is not None
         return self._answer(self._engine.deliver(call.ticket, call.kept, call.missed), call.kept)
 

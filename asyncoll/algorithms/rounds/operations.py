@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
+
+import numpy as np
 
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
+from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
+from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.errors import UsageError
@@ -26,83 +29,8 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.signature import Site
 from asyncoll.runtime.work import Work
-from asyncoll.tensors.operands import Bundle, Single, bundle, copy_of
-from asyncoll.tensors.reductions import ReduceOp
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """The round that a call of a wait-avoiding allreduce was given. The result of the round is in the caller's `x`.
-
-    Ranks are those of the communicator. All ranks that are given the same round, and group, have the same bits in `x`.
-    """
-
-    round: int
-    """The round whose result is in `x`. Rounds of one `name` count from 1."""
-
-    active: int
-    """The number of ranks whose contribution, new or staged before, is in the result."""
-
-    included: bool
-    """Whether the contribution of this call is in the result. Otherwise it is staged for a later round."""
-
-    skipped: int
-    """The number of rounds since this rank's last one whose results this rank will never be given."""
-
-    synchronous: bool
-    """Whether the round is a `sync_every` round, for which every rank has come.
-
-    False if a rank had joined the operation, or left its program, when the round began.
-    """
-
-    missed: tuple[Any, ...] = ()
-    """With `history`: the results of rounds since this rank's last one, oldest first.
-
-    Each is a new tensor like `x`, or a list of new tensors if `x` is a list.
-    """
-
-    group: tuple[int, ...] = ()
-    """The ranks that were reduced over, with or without a contribution: all, or this rank's group in the round."""
-
-    ranks: tuple[int, ...] = ()
-    """The ranks whose contribution, new or staged before, is in the result, in ascending order: `active` of them."""
-
-    lag: int = 0
-    """The number of rounds between the one that the call aimed at and this one. 0: the call was in time."""
-
-    waited_s: float = 0.0
-    """The seconds from the call until its result was in `x`. Virtual seconds in a simulated world."""
-
-    result: Any = field(default=None, repr=False, compare=False)
-    """The caller's `x` itself, which has the result; None if the round had no contributors, and left `x` as it was."""
-
-    def results(self) -> tuple[Any, ...]:
-        """The results of all rounds since this rank's last one that there are, oldest first: `missed`, then `x`.
-
-        Each may be read while `x` is overwritten: if there are missed results, the last one is a copy of `x`, made now.
-        So call it before `x` is used for anything else.
-
-        Returns:
-            Tensors like `x`, or lists of tensors if `x` is a list.
-
-        Example:
-
-            gradients, newest = np.ones(1000), 0
-            while newest < 10:
-                reduction = await comm.solo_allreduce(gradients, op=asyncoll.AVG, history=10)
-                for result in reduction.results():
-                    gradients[:] = result  # and a step of the optimizer, which reads `gradients`
-                newest = reduction.round
-        """
-        if self.result is None:
-            return self.missed
-        return (*self.missed, copy_of(self.result)) if self.missed else (self.result,)
-
-
-# A frozen dataclass takes 1.5 us to make, and an equal one that is not frozen 0.3. So a `Reduction` is made as the
-# latter and changes its class, which Python allows between classes of the same slots.
-_Unfrozen: Any = make_dataclass("_Unfrozen", [(each.name, each.type) for each in fields(Reduction)], slots=True)
-
+from asyncoll.tensors.operands import Bundle, Single, bundle
+from asyncoll.tensors.reductions import ReduceOp, storage
 
 Rest = Coroutine[Any, Any, Delivery]  # of a call that has begun
 
@@ -145,6 +73,7 @@ class Operations:
         self.pending = pending
         self._known = backend.operations.known
         self.now_s = deadlines.clock()
+        self.repeats: dict[str, Repeat] = {}  # by name
         self._called: dict[str, Operation] = {}  # by name: those that this rank has called
         self._joined: set[str] = set()  # the names of those that this rank has joined
 
@@ -173,6 +102,18 @@ class Operations:
         except BaseException:
             self.pending.leave(pending)
             raise
+
+    def expect(self, spec: Operation, arguments: tuple[object, ...], x: object) -> None:
+        """Calls of `spec` with the same arguments and an array as `x` may follow: note them in `repeats`, if they can.
+
+        Not the first call of an operation, which nothing is known of yet.
+        """
+        rounds = self._known.get(spec.name)
+        if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
+            return
+        if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
+            at_once, pending = rounds.at_once, self.pending
+            self.repeats[spec.name] = Repeat(spec, arguments, x.dtype, at_once, self.member, pending, self.failed)
 
     async def _contribute(
         self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall
@@ -249,6 +190,7 @@ class Operations:
         if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
         self._joined.add(name)
+        self.repeats.pop(name, None)
         call = JoinCall(spec, site)
         pending = self.pending.enter(call)
         try:
@@ -285,7 +227,7 @@ class Operations:
         missed: tuple[Any, ...] = ()
         if len(results) > 1:
             missed = tuple([given.like(old.parts, self._divisor(spec, old)) for old in results[:-1]])
-        reduction = _Unfrozen(
+        return reduction_of(
             result.number,
             len(ranks),
             included,
@@ -298,8 +240,6 @@ class Operations:
             waited_s,
             given.given if ranks else None,
         )
-        reduction.__class__ = Reduction
-        return reduction  # type: ignore[no-any-return]
 
     def statistics(self) -> dict[str, OperationStatistics]:
         """The totals of each operation that this rank knows, by name."""

@@ -89,6 +89,7 @@ class WaitAvoiding(ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results. On the runtime's loop."""
 
     is_prompt = False
+    at_once = None
     arena = None
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, ReduceOp
 

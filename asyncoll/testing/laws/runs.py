@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll import _core
-from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.testing.laws.story import AlarmError, Call, Cancelled, Case, Part, Story, draw, take_part
 from asyncoll.testing.worlds import run_ranks, simulate

@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
-from asyncoll.algorithms.rounds.operations import Reduction
+from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array

@@ -166,6 +166,10 @@ class HostArena:
         local_rank, offset = divmod(address, self._capacity)
         return self._bytes[local_rank][offset : offset + nbytes]
 
+    @property
+    def segments(self) -> Sequence[Array]:
+        return self._bytes
+
     def locate(self, flat: Array) -> int | None:
         offset = forks.address_of(flat) - self._base
         return offset + self.local_rank * self._capacity if 0 <= offset < self._capacity else None

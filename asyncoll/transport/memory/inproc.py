@@ -104,6 +104,10 @@ class InprocArena:
         return None
 
     @property
+    def segments(self) -> tuple[()]:
+        return ()
+
+    @property
     def native(self) -> None:
         """No compiled core: it does not interleave the ranks of one thread."""
 

@@ -1,0 +1,361 @@
+/* The steps of a critical section of wait-avoiding rounds: blocks, the rules, opening a round, and its results.
+ *
+ * The counterpart of `RoundRecord`, `BlockTable` and asyncoll/algorithms/rounds/rules.py. The rank that opens a round
+ * reduces and publishes it before it releases the lock. So no rank ever sees a running round.
+ */
+#include "rounds.h"
+
+/* -- blocks ----------------------------------------------------------------------------------- */
+
+int rounds_corrupt(const char *what, int64_t value)
+{
+    PyErr_Format(PyExc_ValueError, "the cells of an operation are corrupt: %s %lld", what, (long long)value);
+    return -1;
+}
+
+/* A free block, with the caller as its one keeper; -1 with an exception if the cells are corrupt. There is one. */
+static int64_t take_block(Rounds *self)
+{
+    int64_t count = free_count(self);
+    if (count < 1 || count > self->limit)
+        return rounds_corrupt("free blocks", count);
+    int64_t block = self->stack[count - 1];
+    if (!is_block(self, block))
+        return rounds_corrupt("block", block);
+    self->table[FREE] = count - 1;
+    self->keepers[block] = 1;
+    return block;
+}
+
+static void keep_block(Rounds *self, int64_t block)
+{
+    if (is_block(self, block))
+        self->keepers[block] = plus(self->keepers[block], 1);
+}
+
+void rounds_drop_block(Rounds *self, int64_t block)
+{
+    if (!is_block(self, block))
+        return;
+    self->keepers[block] = minus(self->keepers[block], 1);
+    if (self->keepers[block])
+        return;
+    int64_t count = free_count(self);
+    if (count >= 0 && count < self->limit) {
+        self->stack[count] = block;
+        self->table[FREE] = count + 1;
+    }
+}
+
+/* The memory of `block`; NULL if it has none. */
+char *rounds_find_memory(const Rounds *self, int64_t block)
+{
+    if (!is_block(self, block) || self->addresses[block] < 0)
+        return NULL;
+    int64_t capacity = self->segments[0].len, address = self->addresses[block], offset = address % capacity;
+    if (address / capacity >= self->segment_count || offset > capacity - self->nbytes)
+        return NULL;
+    return (char *)self->segments[address / capacity].buf + offset;
+}
+
+/* As `find_memory`, with an exception if there is none. */
+static char *memory_of(Rounds *self, int64_t block)
+{
+    char *memory = rounds_find_memory(self, block);
+    if (!memory)
+        rounds_corrupt("block", block);
+    return memory;
+}
+
+/* `block` is a result of these contributions: `BlockTable.sign`. */
+static void sign_block(Rounds *self, int64_t block, int64_t group, double weight)
+{
+    memcpy(&self->weights[block], &weight, sizeof weight);
+    int64_t *bitmap = self->bitmaps + block * self->words;
+    memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (self->group_of[rank] == group && row_of(self, rank)[STAGED] != NONE)
+            bitmap[rank / BITS] |= INT64_C(1) << rank % BITS;
+    }
+}
+
+/* -- the rules: asyncoll/algorithms/rounds/rules.py ------------------------------------------- */
+
+static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
+{
+    return row_of(self, rank)[HERE] == number;
+}
+
+static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
+{
+    int64_t count = 0;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        count += has_arrived(self, rank, number) || (with_gone && is_gone(self, rank));
+    return count;
+}
+
+bool rounds_may_open(const Rounds *self, int64_t number)
+{
+    if (self->head[RUNNING])
+        return false;
+    if (is_synchronous(self, number))
+        return count_arrived(self, number, true) == self->size;
+    if (self->opening == SOLO)
+        return true;
+    if (self->opening == QUORUM)
+        return count_arrived(self, number, true) >= self->quorum;
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
+            return true;
+    }
+    return false;
+}
+
+bool rounds_late_call_opens(const Rounds *self, int64_t number)
+{
+    return self->opening == MAJORITY && !self->head[RUNNING] && !is_synchronous(self, number) &&
+           self->is_drawn[self->rank] && 2 * count_arrived(self, number, false) >= self->size;
+}
+
+/* -- results ---------------------------------------------------------------------------------- */
+
+/* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
+void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
+{
+    call->first_missed = larger(larger(first, self->head[LATEST] - self->history), 1);
+    call->last_missed = last;
+    for (int64_t number = call->first_missed; number <= last; number++)
+        keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
+}
+
+static void drop_results(Rounds *self, Call *call)
+{
+    for (int64_t number = call->first_missed; number <= call->last_missed; number++)
+        rounds_drop_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
+    call->last_missed = call->first_missed - 1;
+}
+
+/* Each distinct result of an older round is kept no longer. */
+static void forget_results(Rounds *self, const int64_t *results)
+{
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
+        while (before < rank && results[before * KEPT_CELLS + KEPT_BLOCK] != block)
+            before++;
+        if (before == rank)
+            rounds_drop_block(self, block);
+    }
+}
+
+/* -- opening a round -------------------------------------------------------------------------- */
+
+/* Reduce the staged contributions of `group` into a block, which has one keeper. Returns NONE if there are none, and -1
+ * with an exception set. `contributors` is their number. */
+static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
+{
+    int64_t dest = NONE;
+    double weight = 0.0;
+    *contributors = 0;
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        const int64_t *row = row_of(self, rank);
+        const int64_t staged = row[STAGED];
+        if (self->group_of[rank] != group || staged == NONE)
+            continue;
+        if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
+            return -1;
+        weight += weight_at(&row[WEIGHT]);
+        dest = staged;
+    }
+    if (*contributors == 1) /* it is the result: nothing to reduce */
+        keep_block(self, dest);
+    else if (*contributors) {
+        dest = take_block(self);
+        char *into = dest < 0 ? NULL : memory_of(self, dest);
+        if (!into)
+            return -1;
+        for (Py_ssize_t i = 0; i < self->part_count; i++) {
+            const Part *part = &self->parts[i];
+            for (int source = 0; source < *contributors; source++)
+                self->sources[source] = (char *)self->sources[source] + (part->offset - (i ? part[-1].offset : 0));
+            part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
+        }
+    }
+    if (dest != NONE)
+        sign_block(self, dest, group, weight);
+    return dest;
+}
+
+/* Take the staged contributions of `group`: each is in one round, except where contributions stay. */
+static void take_group(Rounds *self, int64_t group)
+{
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        int64_t *row = row_of(self, rank);
+        if (self->group_of[rank] != group || row[STAGED] == NONE)
+            continue;
+        row[TAKEN] = row[TICKET];
+        if (!self->keeps) {
+            rounds_drop_block(self, row[STAGED]);
+            row[STAGED] = row[STAGED_AT] = NONE;
+        }
+    }
+}
+
+/* Record the result of `group`, and grant it to the callers that wait for the round. */
+static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t dest, int contributors, int64_t absent)
+{
+    int64_t *results = results_of(self, number);
+    self->counts[contributors] = plus(self->counts[contributors], 1);
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (self->group_of[rank] != group)
+            continue;
+        int64_t *row = row_of(self, rank), *kept = results + rank * KEPT_CELLS;
+        kept[KEPT_NUMBER] = number;
+        kept[KEPT_BLOCK] = dest;
+        kept[KEPT_ACTIVE] = contributors;
+        kept[KEPT_ABSENT] = absent;
+        kept[KEPT_TAKEN] = row[TAKEN];
+        if (row[WAITS_FOR] == number) {
+            memcpy(&row[GRANTED], kept, KEPT_CELLS * sizeof *kept);
+            keep_block(self, dest);
+        }
+    }
+}
+
+/* Open the next round, reduce all staged contributions, publish the results, and wake the sleepers. There are enough
+ * free blocks. Returns 0, or -1 with an exception set. */
+static int open_round(Rounds *self, int64_t number, int64_t now_ns)
+{
+    int64_t absent = 0;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        absent += is_gone(self, rank);
+    *beginning_of(self, number) = now_ns;
+    forget_results(self, results_of(self, number));
+    pass_point(ROUND_OPENED);
+    for (int64_t group = 0; group < self->group_count; group++) {
+        int contributors;
+        int64_t dest = reduce_group(self, group, &contributors);
+        if (dest < 0)
+            return -1;
+        pass_point(ROUND_REDUCED);
+        take_group(self, group);
+        pass_point(ROUND_TAKEN);
+        publish_group(self, group, number, dest, contributors, absent);
+        pass_point(ROUND_GRANTED);
+    }
+    self->head[LATEST] = number;
+    pass_point(ROUND_PUBLISHED);
+    control_block_wake(self->block, INT64_MAX);
+    return 0;
+}
+
+/* -- a call ----------------------------------------------------------------------------------- */
+
+/* `RoundRecord.count_late` */
+void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
+{
+    int64_t newest = self->head[LATEST];
+    if (newest >= aim) {
+        int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
+        int64_t *late_ns = &row_of(self, self->rank)[LATE_NS];
+        *late_ns = plus(*late_ns, larger(0, minus(now_ns, begun)));
+    }
+}
+
+/* `OneSidedRounds._fill` and `RoundRecord.put`. Returns 0, or -1 with an exception set. */
+int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight)
+{
+    int64_t *row = row_of(self, self->rank), block = take_block(self);
+    char *memory = block < 0 ? NULL : memory_of(self, block);
+    bool adds = row[STAGED] != NONE && !self->keeps;
+    char *staged = memory && adds ? memory_of(self, row[STAGED]) : NULL;
+    if (!memory || (adds && !staged))
+        return -1;
+    for (Py_ssize_t i = 0; i < self->part_count; i++) {
+        const Part *part = &self->parts[i];
+        memcpy(memory + part->offset, flats[i].buf, (size_t)part->length);
+        if (adds) {
+            void *both[] = {memory + part->offset, staged + part->offset};
+            part->kernel(both[0], both, 2, (size_t)part->elements, 1);
+        }
+    }
+    if (adds)
+        weight += weight_at(&row[WEIGHT]);
+    pass_point(ROUND_FILLED);
+    rounds_drop_block(self, row[STAGED]);
+    row[STAGED] = block;
+    row[STAGED_AT] = self->addresses[block];
+    memcpy(&row[WEIGHT], &weight, sizeof weight);
+    call->ticket = row[TICKET] = plus(row[TICKET], 1);
+    pass_point(ROUND_STAGED);
+    return 0;
+}
+
+/* `RoundRecord.leave`: the caller waits no longer. */
+static void leave_round(Rounds *self, Call *call)
+{
+    int64_t *row = row_of(self, self->rank);
+    int64_t waited_ns = minus(*beginning_of(self, call->number), call->came_ns);
+    row[WAITED_NS] = plus(row[WAITED_NS], larger(0, waited_ns));
+    if (row[GRANTED] == call->number)
+        memcpy(call->kept, &row[GRANTED], sizeof call->kept);
+    row[WAITS_FOR] = row[GRANTED] = 0;
+    pass_point(ROUND_LEFT);
+}
+
+/* `OneSidedRounds._come`: open the round of the call if this rank may, and note its result if there is one. Returns 0,
+ * or -1 with an exception set. */
+int rounds_come(Rounds *self, Call *call, int64_t aim)
+{
+    int64_t *row = row_of(self, self->rank);
+    if (call->number) {
+        row[HERE] = row[WAITS_FOR] = call->number;
+        pass_point(ROUND_ARRIVED);
+        if (self->head[LATEST] < call->number && rounds_may_open(self, call->number) &&
+            open_round(self, call->number, call->now_ns) < 0)
+            return -1;
+        if (self->head[LATEST] < call->number)
+            return 0;
+        leave_round(self, call);
+    }
+    if (!call->kept[KEPT_NUMBER]) { /* the call is late, or its round was over before it came */
+        drop_results(self, call);
+        int64_t newest = self->head[LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
+        rounds_keep_results(self, call, larger(aim, newest - self->history), newest - 1);
+        memcpy(call->kept, kept, sizeof call->kept);
+        keep_block(self, call->kept[KEPT_BLOCK]);
+    }
+    return 0;
+}
+
+/* Copy the result of the call into the caller's arrays, and drop it. */
+int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats)
+{
+    int64_t block = call->kept[KEPT_BLOCK];
+    if (block == NONE)
+        return 0;
+    const char *memory = memory_of(self, block);
+    if (!memory)
+        return -1;
+    for (Py_ssize_t i = 0; i < self->part_count; i++)
+        memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
+    pass_point(ROUND_COPIED);
+    return 0;
+}
+
+/* The ranks whose contributions are in `block`, in order. */
+PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t active)
+{
+    bool has_some = is_block(self, block) && active > 0 && active <= self->size;
+    PyObject *ranks = PyTuple_New(has_some ? (Py_ssize_t)active : 0);
+    Py_ssize_t count = 0;
+    for (int64_t rank = 0; ranks && has_some && rank < self->size && count < active; rank++) {
+        if (self->bitmaps[block * self->words + rank / BITS] >> rank % BITS & 1)
+            PyTuple_SetItem(ranks, count++, PyLong_FromLongLong(rank));
+    }
+    if (ranks && has_some && count < active) {
+        Py_DECREF(ranks);
+        rounds_corrupt("contributors", active);
+        return NULL;
+    }
+    return ranks;
+}

@@ -1,0 +1,209 @@
+/* What the files of wait-avoiding rounds share:
+ *
+ *   round_record.c   the steps of a critical section, on the cells of an operation
+ *   rounds.c         the type: a call up to its first wait
+ *   whole_calls.c    a whole call, if it is over at once
+ *
+ * The cells are those that `RoundRecord` (asyncoll/algorithms/rounds/round_record.py) and `BlockTable`
+ * (asyncoll/algorithms/rounds/block_table.py) declare. Other ranks write them. Numbers of blocks and rounds from there are
+ * checked before they are used as indices.
+ */
+#ifndef ASYNCOLL_ROUNDS_H
+#define ASYNCOLL_ROUNDS_H
+
+#include "native.h"
+
+#include <string.h>
+#include <time.h>
+
+/* round_record.py: Head, Row and Kept, in this order, and _BEGINNINGS. */
+enum { LATEST, RUNNING, CLAIMED, DONE, CHUNKS, HEAD_CELLS };
+enum {
+    STAGED,
+    STAGED_AT,
+    TICKET,
+    WEIGHT,
+    SOURCE,
+    SOURCE_AT,
+    ROUND,
+    BLOCK,
+    ACTIVE,
+    ABSENT,
+    TAKEN,
+    HERE,
+    WAITS_FOR,
+    GRANTED,
+    GRANTED_BLOCK,
+    GRANTED_ACTIVE,
+    GRANTED_ABSENT,
+    GRANTED_TAKEN,
+    WAITED_NS,
+    LATE_NS,
+    ROW_CELLS
+};
+enum { KEPT_NUMBER, KEPT_BLOCK, KEPT_ACTIVE, KEPT_ABSENT, KEPT_TAKEN, KEPT_CELLS };
+enum { BEGINNINGS = 64 };
+
+static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
+
+/* block_table.py: _FREE, _MADE and _HEAD, _BITS, NONE. */
+enum { FREE, MADE, TABLE_HEAD };
+enum { BITS = 63 };
+enum { NONE = 0 };
+
+/* operation.py: Opening, in this order. */
+enum { SOLO, MAJORITY, QUORUM };
+
+typedef struct {
+    int64_t offset, length, elements;
+    Kernel kernel;
+} Part; /* of a contribution: one flat array */
+
+typedef struct {
+    PyObject_HEAD
+    ControlBlock *block;
+    Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
+    int64_t segment_count;
+    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every;
+    bool keeps;      /* contributions stay, and replace each other */
+    bool has_plans;  /* a round needs `plan`, which Python computes */
+    int64_t planned; /* the round of `is_drawn`, `group_of` and `group_count` */
+    int64_t group_count;
+    int64_t *group_of; /* by rank */
+    char *is_drawn;    /* by rank */
+    void **sources;    /* room for `size` addresses */
+    Part *parts;
+    Py_ssize_t part_count;
+    /* first cells: */
+    int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
+    int64_t words; /* of a bitmap */
+    /* for `at_once`; NULL until `attach`: */
+    PyObject *answer;     /* the type of answers.c */
+    PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
+    PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
+    PyObject *everyone;   /* all ranks, as a tuple */
+    PyObject *turns[4];   /* `CallOrder` (asyncoll/algorithms/rounds/call_order.py): numbers, now, over, waiting */
+    PyObject *end_turn;   /* its method */
+    PyObject *owed;       /* `Engine.owed` (asyncoll/algorithms/rounds/engine.py) */
+    Py_buffer engine;     /* `Engine.cells` */
+    int64_t divisor;      /* of a result; 0: by the number of contributors */
+    int64_t calls_in_row; /* that were over at once, since the caller's loop has turned */
+} Rounds;
+
+typedef struct {
+    int64_t number; /* the round that the call waits for; 0 if it is late, and waits for none */
+    int64_t came_ns;
+    int64_t ticket;
+    int64_t now_ns;
+    int64_t first_missed, last_missed; /* rounds whose results are kept for the call; none if first > last */
+    int64_t kept[KEPT_CELLS];          /* the result of the call; of number 0 as long as there is none */
+} Call;
+
+static inline int64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Sum and difference of cells. They wrap around, because a peer may have written any numbers. */
+static inline int64_t plus(int64_t a, int64_t b)
+{
+    return (int64_t)((uint64_t)a + (uint64_t)b);
+}
+
+static inline int64_t minus(int64_t a, int64_t b)
+{
+    return (int64_t)((uint64_t)a - (uint64_t)b);
+}
+
+static inline int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static inline int64_t *row_of(const Rounds *self, int64_t rank)
+{
+    return self->rows + rank * ROW_CELLS;
+}
+
+static inline bool is_gone(const Rounds *self, int64_t rank)
+{
+    return self->block->cells[rank] > 0;
+}
+
+static inline bool is_block(const Rounds *self, int64_t block)
+{
+    return block > NONE && block <= self->limit;
+}
+
+static inline int64_t free_count(const Rounds *self)
+{
+    return self->table[FREE];
+}
+
+static inline double weight_at(const int64_t *cell)
+{
+    double weight;
+    memcpy(&weight, cell, sizeof weight);
+    return weight;
+}
+
+static inline bool is_synchronous(const Rounds *self, int64_t number)
+{
+    return self->sync_every > 0 && number % self->sync_every == 0;
+}
+
+static inline int64_t *results_of(const Rounds *self, int64_t number)
+{
+    return self->results + (int64_t)((uint64_t)number % (uint64_t)(self->history + 1)) * self->size * KEPT_CELLS;
+}
+
+/* When round `number` has begun, in nanoseconds. */
+static inline int64_t *beginning_of(const Rounds *self, int64_t number)
+{
+    return self->begun + (uint64_t)number % BEGINNINGS;
+}
+
+/* Release the lock. Without an answer there is an exception, which may have left a round half open. */
+static inline void leave_lock(Rounds *self, PyObject *answer)
+{
+    if (answer)
+        control_block_unlock(self->block);
+    else
+        control_block_abandon(self->block);
+}
+
+/* -- round_record.c: under the lock ----------------------------------------------------------- */
+
+/* Sets an exception, and returns -1. */
+int rounds_corrupt(const char *what, int64_t value);
+
+/* The memory of `block`; NULL if it has none. */
+char *rounds_find_memory(const Rounds *self, int64_t block);
+
+void rounds_drop_block(Rounds *self, int64_t block);
+bool rounds_may_open(const Rounds *self, int64_t number);
+bool rounds_late_call_opens(const Rounds *self, int64_t number);
+void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last);
+void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns);
+
+/* These return 0, or -1 with an exception set. */
+int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight);
+int rounds_come(Rounds *self, Call *call, int64_t aim);
+int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats);
+
+/* The ranks whose contributions are in `block`, in order; NULL with an exception set. */
+PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t active);
+
+/* -- whole_calls.c ---------------------------------------------------------------------------- */
+
+/* Methods of the type. */
+PyObject *rounds_attach(PyObject *object, PyObject *arguments);
+PyObject *rounds_at_once(PyObject *object, PyObject *array);
+
+/* Of what `rounds_attach` has set: for the garbage collector, and at the end. */
+int rounds_visit_attached(Rounds *self, visitproc visit, void *arg);
+void rounds_detach(Rounds *self);
+
+#endif

@@ -1,0 +1,262 @@
+/* Whole calls of wait-avoiding rounds, in one step, if they are over without a wait.
+ *
+ * The counterpart of `Repeat.start` and `_PromptCall` (asyncoll/algorithms/rounds/repeats.py and operations.py), with the
+ * accounting of `Engine` and the turns of `CallOrder`. No bytecode runs between the beginning of a call and its answer,
+ * so an exception of a signal handler finds the call not begun, or over: see answers.c.
+ */
+#include "rounds.h"
+
+/* engine.py: _AIM, _STALE, _LAGS, and the number of cells. */
+enum { AIM, STALE, LAGS, ENGINE_CELLS = 64 };
+
+/* call_order.py: the attributes of a CallOrder. */
+enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
+
+/* progress.py: CALLS_PER_TURN. */
+enum { CALLS_PER_TURN = 64 };
+
+/* The turn of a call that begins now; NULL, without an exception, if an earlier call of this rank is under way. */
+static PyObject *take_turn(Rounds *self)
+{
+    PyObject *turn = PyIter_Next(self->turns[ORDER_NUMBERS]);
+    if (!turn || PyObject_RichCompareBool(turn, PyList_GetItem(self->turns[ORDER_NOW], 0), Py_EQ) == 1)
+        return turn;
+    PyObject *done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
+    Py_DECREF(turn);
+    Py_XDECREF(done);
+    return NULL;
+}
+
+/* `CallOrder.end` of a call that had its turn. Returns 0, or -1 with an exception set. */
+static int end_turn(Rounds *self, PyObject *turn)
+{
+    PyObject *done = NULL;
+    if (PySet_Size(self->turns[ORDER_OVER]) || PyDict_Size(self->turns[ORDER_WAITING]))
+        done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
+    else {
+        PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(turn) + 1);
+        done = next && PyList_SetItem(self->turns[ORDER_NOW], 0, next) == 0 ? Py_NewRef(Py_None) : NULL;
+    }
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Whether `block` has memory, or stands for none. */
+static bool is_sound(const Rounds *self, int64_t block)
+{
+    return block == NONE || rounds_find_memory(self, block);
+}
+
+/* Whether the blocks that a call uses have memory: those that it takes, the staged ones, and the newest result. */
+static bool has_sound_blocks(const Rounds *self)
+{
+    int64_t count = free_count(self), latest = self->head[LATEST];
+    if (count < 2 || count > self->limit || !is_sound(self, self->stack[count - 1]) ||
+        !is_sound(self, self->stack[count - 2]) ||
+        !is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]))
+        return false;
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (!is_sound(self, row_of(self, rank)[STAGED]))
+            return false;
+    }
+    return true;
+}
+
+/* Whether a call that aims at round `aim` is over without a wait, and needs nothing of Python. It opens that round, or is
+ * late and given the newest one. Under the lock; changes nothing. */
+static bool ends_at_once(Rounds *self, int64_t aim)
+{
+    int64_t latest = self->head[LATEST], *here = &row_of(self, self->rank)[HERE];
+    bool needs_drawn = self->opening == MAJORITY && !is_synchronous(self, latest + 1);
+    if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
+        self->head[RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        return false;
+    if (latest >= aim)
+        return !rounds_late_call_opens(self, latest + 1);
+    int64_t before = *here;
+    *here = aim; /* as if the caller had arrived */
+    bool opens = rounds_may_open(self, aim);
+    *here = before;
+    return opens;
+}
+
+/* Divide the result in `flat` of `active` contributions by what the reduction demands. */
+static void divide_result(const Rounds *self, const Py_buffer *flat, int64_t active)
+{
+    int64_t divisor = self->divisor ? self->divisor : active;
+    void *array = flat->buf;
+    if (divisor != 1)
+        self->parts[0].kernel(array, &array, 1, (size_t)self->parts[0].elements, divisor);
+}
+
+/* Under the lock: carry out a call that `ends_at_once`. Returns the ranks in its result; NULL with an exception set. */
+static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int64_t aim)
+{
+    call->number = self->head[LATEST] < aim ? aim : 0;
+    rounds_count_late(self, aim, call->came_ns);
+    if (rounds_stage(self, call, flat, 1.0) < 0 || rounds_come(self, call, aim) < 0 ||
+        rounds_copy_result(self, call, flat) < 0)
+        return NULL;
+    int64_t block = call->kept[KEPT_BLOCK], lag = minus(call->kept[KEPT_NUMBER], aim);
+    if (lag < 0 || lag >= ENGINE_CELLS - LAGS)
+        return rounds_corrupt("lag", lag), NULL;
+    PyObject *ranks = rounds_contributors_of(self, block, call->kept[KEPT_ACTIVE]);
+    if (ranks)
+        rounds_drop_block(self, block);
+    return ranks;
+}
+
+/* `Engine.deliver` without history. Returns the lag: all rounds since the aim are skipped. */
+static int64_t deliver(Rounds *self, const Call *call, bool *included)
+{
+    int64_t *cells = self->engine.buf, lag = call->kept[KEPT_NUMBER] - cells[AIM];
+    *included = call->ticket <= call->kept[KEPT_TAKEN];
+    cells[AIM] = call->kept[KEPT_NUMBER] + 1;
+    cells[LAGS + lag] += 1;
+    cells[STALE] += !*included;
+    return lag;
+}
+
+/* The `Reduction` of a call of `array`; NULL with an exception set. Its class is written in Python, and its `__init__`
+ * would be bytecode: see answers.c. */
+static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, int64_t lag,
+                              PyObject *array)
+{
+    int64_t number = call->kept[KEPT_NUMBER];
+    bool synchronous = is_synchronous(self, number) && !call->kept[KEPT_ABSENT];
+    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
+    PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
+    PyObject *values =
+        Py_BuildValue("(LnOLO()OOLdO)", (long long)number, PyTuple_Size(ranks), included ? Py_True : Py_False,
+                      (long long)lag, synchronous ? Py_True : Py_False, self->everyone, ranks, (long long)lag,
+                      1e-9 * (double)(clock_ns() - call->came_ns), PyTuple_Size(ranks) ? array : Py_None);
+    for (Py_ssize_t i = 0; made && values && i < PyTuple_Size(values); i++) {
+        PyObject *field = PyTuple_GetItem(self->fields, i);
+        descrsetfunc set = PyType_GetSlot(Py_TYPE(field), Py_tp_descr_set);
+        if (set(field, made, PyTuple_GetItem(values, i)) < 0)
+            Py_CLEAR(made);
+    }
+    if (!values)
+        Py_CLEAR(made);
+    Py_XDECREF(values);
+    return made;
+}
+
+/* With the turn: the awaitable of the call, or None if that has to wait, or needs Python: then nothing has changed. */
+static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *flat)
+{
+    Call call = {.came_ns = clock_ns(), .first_missed = 1};
+    int64_t aim = ((int64_t *)self->engine.buf)[AIM];
+    int outcome = control_block_lock_soon(self->block);
+    if (outcome < 0)
+        return NULL;
+    call.now_ns = clock_ns();
+    bool ends = outcome == 0 && ends_at_once(self, aim);
+    PyObject *ranks = ends ? carry_out(self, &call, flat, aim) : NULL;
+    if (ends)
+        leave_lock(self, ranks);
+    else if (outcome == 0)
+        control_block_unlock(self->block);
+    if (!ranks)
+        return ends ? NULL : Py_NewRef(Py_None);
+    if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
+        divide_result(self, flat, PyTuple_Size(ranks));
+    bool included, turns = ++self->calls_in_row == CALLS_PER_TURN;
+    int64_t lag = deliver(self, &call, &included);
+    if (turns)
+        self->calls_in_row = 0;
+    PyObject *reduction = reduction_of(self, &call, ranks, included, lag, array);
+    PyObject *answer =
+        reduction ? make_answer(self->answer, reduction, self->owed, lag + 1, call.kept[KEPT_NUMBER], turns) : NULL;
+    Py_XDECREF(reduction);
+    Py_DECREF(ranks);
+    return answer;
+}
+
+/* `at_once(array)`: a whole call, if it is over without a wait. */
+PyObject *rounds_at_once(PyObject *object, PyObject *array)
+{
+    Rounds *self = (Rounds *)object;
+    Py_buffer flat;
+    if (!self->answer || PyObject_Size(self->owed))
+        Py_RETURN_NONE;
+    if (PyObject_GetBuffer(array, &flat, PyBUF_WRITABLE) < 0) {
+        PyErr_Clear(); /* not contiguous, or not writable: left to Python */
+        Py_RETURN_NONE;
+    }
+    bool suits = flat.len == self->parts[0].length && (uintptr_t)flat.buf % (uintptr_t)flat.itemsize == 0;
+    PyObject *turn = suits ? take_turn(self) : NULL;
+    PyObject *answer = NULL;
+    if (turn)
+        answer = answer_at_once(self, array, &flat);
+    else if (!PyErr_Occurred())
+        answer = Py_NewRef(Py_None);
+    PyBuffer_Release(&flat);
+    if (turn && end_turn(self, turn) < 0)
+        Py_CLEAR(answer);
+    Py_XDECREF(turn);
+    return answer;
+}
+
+/* `attach(answer, reduction, fields, turns, end_turn, owed, engine, divisor)`: what `at_once` needs. */
+PyObject *rounds_attach(PyObject *object, PyObject *arguments)
+{
+    Rounds *self = (Rounds *)object;
+    PyObject *answer, *reduction, *fields, *turns[4], *end, *owed, *engine;
+    long long divisor;
+    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
+                          &fields, &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type,
+                          &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &end, &owed, &engine, &divisor))
+        return NULL;
+    if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[ORDER_NUMBERS]) ||
+        PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->history || divisor < 0)
+        return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
+    if (PyObject_GetBuffer(engine, &self->engine, PyBUF_WRITABLE) < 0)
+        return NULL;
+    self->everyone = PyTuple_New((Py_ssize_t)self->size);
+    for (Py_ssize_t rank = 0; self->everyone && rank < self->size; rank++)
+        PyTuple_SetItem(self->everyone, rank, PyLong_FromSsize_t(rank));
+    if (self->engine.len != ENGINE_CELLS * (Py_ssize_t)sizeof(int64_t))
+        return PyErr_Format(PyExc_ValueError, "an engine has %d cells", ENGINE_CELLS);
+    if (!self->everyone)
+        return NULL;
+    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++)
+        self->turns[i] = Py_NewRef(turns[i]);
+    self->reduction = Py_NewRef(reduction);
+    self->fields = Py_NewRef(fields);
+    self->end_turn = Py_NewRef(end);
+    self->owed = Py_NewRef(owed);
+    self->divisor = divisor;
+    self->answer = Py_NewRef(answer); /* last: now `at_once` may be called */
+    Py_RETURN_NONE;
+}
+
+int rounds_visit_attached(Rounds *self, visitproc visit, void *arg)
+{
+    PyObject *attached[] = {self->answer,
+                            self->reduction,
+                            self->fields,
+                            self->turns[ORDER_NUMBERS],
+                            self->turns[ORDER_NOW],
+                            self->turns[ORDER_OVER],
+                            self->turns[ORDER_WAITING],
+                            self->end_turn,
+                            self->owed};
+    for (size_t i = 0; i < sizeof attached / sizeof *attached; i++)
+        Py_VISIT(attached[i]);
+    return 0;
+}
+
+void rounds_detach(Rounds *self)
+{
+    Py_XDECREF(self->answer);
+    Py_XDECREF(self->reduction);
+    Py_XDECREF(self->fields);
+    Py_XDECREF(self->everyone);
+    for (int i = 0; i < 4; i++)
+        Py_XDECREF(self->turns[i]);
+    Py_XDECREF(self->end_turn);
+    Py_XDECREF(self->owed);
+    if (self->engine.obj)
+        PyBuffer_Release(&self->engine);
+}

@@ -1,0 +1,95 @@
+"""Calls whose arguments have been checked before, and that are over at once.
+
+A training loop repeats the same few calls. Such a call needs no check of its arguments, no description of its
+contribution and no work for a runner: it is one step, in which no other rank takes part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine
+from operator import is_
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.directory import AtOnce
+from asyncoll.algorithms.rounds.operation import Operation, RoundCall
+from asyncoll.algorithms.rounds.reduction import Reduction
+from asyncoll.errors import AsyncollError
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.pending import PendingCalls
+from asyncoll.runtime.signature import Site
+
+# Frames from `Repeat.start` to the program: `Communicator._wait_avoiding`, and the method that the program calls.
+_CALLER = 3
+
+
+class Repeat:
+    """The calls of one operation with the same arguments, but for the array."""
+
+    __slots__ = (
+        "_arguments",
+        "_at_once",
+        "_call",
+        "_code",
+        "_dtype",
+        "_failed",
+        "_instruction",
+        "_member",
+        "_operation",
+        "_pending",
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        arguments: tuple[object, ...],
+        dtype: np.dtype[Any],
+        at_once: AtOnce,
+        member: Member,
+        pending: PendingCalls,
+        failed: Callable[[RoundCall, BaseException], None],
+    ) -> None:
+        """`at_once` is that of `Rounds`. `arguments` and `dtype` stand for `operation`."""
+        self._operation = operation
+        self._arguments = arguments
+        self._dtype = dtype
+        self._at_once = at_once
+        self._member = member
+        self._pending = pending
+        self._failed = failed
+        self._code: CodeType | None = None
+        self._instruction = 0
+        self._call: RoundCall | None = None  # at that place of the program
+
+    def start(self, x: object, arguments: tuple[object, ...]) -> Coroutine[Any, Any, Reduction] | None:
+        """Carry out the call now. None if it differs from the calls before, or is not over at once: nothing was done.
+
+        Arguments are compared by identity: an equal value of another type may mean something else.
+        """
+        if (
+            type(x) is not np.ndarray
+            or x.dtype is not self._dtype
+            or self._member.has_failed
+            or not all(map(is_, arguments, self._arguments))
+        ):
+            return None
+        frame = sys._getframe(_CALLER)
+        call = self._call
+        if call is None or frame.f_code is not self._code or frame.f_lasti != self._instruction:
+            self._code, self._instruction = frame.f_code, frame.f_lasti
+            call = self._call = RoundCall(self._operation, Site(frame.f_code, frame.f_lasti))
+        self._member.check_caller()
+        try:
+            answer = self._at_once(x)
+        except (AsyncollError, ValueError) as error:  # not of a signal handler, which breaks nothing here
+            return self._fail(call, error)
+        if answer is not None:
+            self._pending.note(call)
+        return answer
+
+    async def _fail(self, call: RoundCall, error: Exception) -> Reduction:
+        self._failed(call, error)
+        raise error

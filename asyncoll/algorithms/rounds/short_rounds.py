@@ -1,0 +1,180 @@
+"""Wait-avoiding rounds of short contributions in shared memory: a call is one critical section up to its first wait.
+
+The bookkeeping of a call costs more than the reduction of a short contribution. So a call begins with a plain function,
+in the compiled core if that is there. A coroutine does the rest, if the call has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds, whole_calls
+from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Kept
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
+from asyncoll.runtime.group import Group
+from asyncoll.transport import Arena
+from asyncoll.transport.control_block import until
+
+
+def rounds_in_memory(
+    arena: Arena,
+    registry: OperationRegistry,
+    group: Group,
+    operation: Operation,
+    describe: Callable[[], str],
+    has_lost: Callable[[], bool],
+) -> OneSidedRounds:
+    """The rounds of `operation`, by its size. Arguments and exceptions are those of `OneSidedRounds`."""
+    kind = ShortRounds if BlockLayout.of(operation).nbytes <= SHORT_BYTES else OneSidedRounds
+    return kind(arena, registry, group, operation, describe, has_lost)
+
+
+class ShortRounds(OneSidedRounds):
+    """A persistent operation of short contributions at one rank, in memory."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        registry: OperationRegistry,
+        group: Group,
+        operation: Operation,
+        describe: Callable[[], str],
+        has_lost: Callable[[], bool],
+    ) -> None:
+        super().__init__(arena, registry, group, operation, describe, has_lost)
+        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
+        self.is_prompt = not self._control_block.interleaved
+        # Blocks that a call may take: one for its contribution, and one for the result of each group.
+        self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
+        self._compiled = compiled_rounds(arena, group, operation, self._layout, self._rounds)
+        if self._compiled is not None:
+            self.at_once = whole_calls(self._compiled, arena, group, operation, self._order, self._engine)
+
+    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+        """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
+        turn = next(self._order.numbers)
+        if not self._order.is_now(turn):
+            return self._call(turn, contribution)
+        is_waiting = False
+        try:
+            if self._compiled is not None:
+                own = self._arrays(contribution)
+                answer = self._begin_compiled(own, contribution.weight)
+                if not answer.round:
+                    is_waiting = True
+                    return self._wait_compiled(turn, answer, own)
+                return self._deliver_compiled(answer, own, answer.missed or ())
+            call = self._begin_short(contribution)
+            if call.kept is None:
+                is_waiting = True
+                return self._wait(turn, call)
+            return self._deliver(call)
+        finally:
+            if not is_waiting:
+                self._order.end(turn)
+
+    def _begin_short(self, contribution: Contribution) -> Call:
+        """Begin a call, stage its short contribution, and open the round if this rank may, in one critical section."""
+        rounds, blocks = self._rounds, self._rounds.blocks
+        came_ns = self._now_ns()
+        while True:
+            with self._control_block:
+                if blocks.free_count() >= self._needed:
+                    call = self._begin(came_ns)
+                    block = blocks.take()
+                    address = blocks.address(block)
+                    weight = self._fill(self._parts(address), contribution, rounds.staged())
+                    call.ticket = rounds.put(block, address, weight)
+                    self._come(call)
+                    return call
+            blocks.provide(self._needed)
+
+    async def _wait(self, turn: int, call: Call) -> Delivery:
+        """The rest of a call that `begin` has staged."""
+        try:
+            try:
+                await self._take_part(call)
+            except BaseException:
+                self._drop_results(call)
+                raise
+            return self._deliver(call)
+        finally:
+            self._order.end(turn)
+
+    # -- in the compiled core ---------------------------------------------------------------------
+
+    def _arrays(self, contribution: Contribution) -> Parts:
+        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays."""
+        own = contribution.lend() if contribution.weight == 1 else None
+        if own is None:
+            own = [
+                np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
+            ]
+            contribution.read(own)
+        return own
+
+    def _begin_compiled(self, own: Parts, weight: float) -> Begun:
+        """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
+        compiled, unused = self._compiled, list[int]()
+        assert compiled is not None
+        while self._unused:
+            unused.append(self._unused.popleft())
+        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
+            unused = []
+            self._prepare(answer)
+        return begun_of(answer)
+
+    def _prepare(self, wanted: int) -> None:
+        """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
+        compiled, operation, size = self._compiled, self.operation, self._size
+        assert compiled is not None
+        if wanted < 0:
+            self._rounds.blocks.provide(-wanted)
+        else:
+            drawn = operation.drawn(wanted, size) if operation.opening is Opening.MAJORITY else ()
+            compiled.plan(wanted, drawn, tuple(operation.groups(wanted, size)))
+
+    async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
+        """The rest of a call that `_begin_compiled` has staged."""
+        compiled, number, aim = self._compiled, begun.number, self._engine.aim
+        assert compiled is not None
+        call = Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
+        try:
+            try:
+                while True:
+                    await until(self._control_block, lambda: compiled.is_needed(number))
+                    answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
+                    if isinstance(answer, int):
+                        self._prepare(answer)
+                    elif (ended := begun_of(answer)).round:
+                        return self._deliver_compiled(ended, own, call.missed)
+            except (Exception, asyncio.CancelledError):
+                await self._give_up(call)
+                raise
+        except BaseException:
+            self._drop_results(call)
+            raise
+        finally:
+            self._order.end(turn)
+
+    def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
+        """As `_deliver`, of a result that is in the arrays `own`."""
+        number, ranks = ended.round, ended.ranks
+        operation = self.operation
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, NONE)
+        result = result_of(fields)
+        told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
+        if told.dropped:
+            self._drop([old.block for old in told.dropped])
+        results = (*map(self._result, told.missed), result) if told.missed else (result,)
+        return delivery_of((results, told.included, told.skipped, told.lag))
