@@ -83,14 +83,14 @@ class SharedCall:
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
         address = self._staging.arena.locate(x)
+        if address is None and (copy := self._staging.copy(what.raw)):
+            await self._reduce_copy(what, copy)
+            return
         if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(address_of(x), total, private=True)
             self._lend(rendezvous, 0, total)
-        elif address is None and (copy := self._staging.copy(what.raw)):
-            await self._reduce_copy(what, copy)
-            return
         elif address is None:
             rendezvous = await self._come_with_slot(what)
         else:
