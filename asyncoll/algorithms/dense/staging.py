@@ -98,6 +98,7 @@ class StagingArea:
         self.size = size
         self.rank = rank
         self.sizes = sizes
+        self.shown = min(sizes.shown, sizes.short)  # longer arrays than short ones are always shown
         self._stride = _HEAD + _PART * size
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
@@ -259,7 +260,7 @@ class StagingArea:
 
     def address_of_short(self, x: Array) -> int:
         """The address of the short array `x`, if it is registered and long enough to be shown where it is; else 0."""
-        return self.arena.locate(x) or 0 if x.nbytes >= self.sizes.shown else 0
+        return self.arena.locate(x) or 0 if x.nbytes >= self.shown else 0
 
     def short_address(self, rank: int, turn: int) -> int:
         """The address of the short array of group rank `rank` at record `turn`.
@@ -401,7 +402,7 @@ class Rendezvous:
 
     def is_shown(self, nbytes: int) -> bool:
         """Whether the ranks say where their arrays are. Shorter ones are always in the memory for short arrays."""
-        return nbytes >= self._staging.sizes.shown
+        return nbytes >= self._staging.shown
 
     def is_lent(self, x: Array) -> bool:
         """Whether this rank shows the memory of `x` itself."""
