@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
-from asyncoll.algorithms.dense.staging import Copy, Rendezvous, StagingArea, signed
+from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
 from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp, into_all, kernel_number, reducer
@@ -229,7 +229,7 @@ class SharedCall:
     async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
         await self._reduce_chunks(rendezvous, what)
-        await rendezvous.reduced(what.raw.size)
+        await rendezvous.reduced(what.raw.size, PATIENCE)
         await self._leave(rendezvous)
 
     async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> None:
@@ -263,7 +263,7 @@ class SharedCall:
                 rendezvous.reduce_private_chunk(chunk, each, own, reduction)
                 self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
                 await checkpoint(rendezvous.control_block)
-            await rendezvous.reduced(total)
+            await rendezvous.reduced(total, PATIENCE)
             for step in range(1, self.size):
                 rank = (self.rank + step) % self.size  # each rank begins with another one's
                 for chunk in rendezvous.reduced_by(rank, each, total):

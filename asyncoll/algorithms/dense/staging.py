@@ -56,7 +56,7 @@ _LEAST = 1024  # bytes of the smallest slot
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
 _PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
 _PAGE = 4096
-_PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
+PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -577,9 +577,9 @@ class Rendezvous:
         view = self._staging.arena.view
         return [view(address, nbytes).view(dtype) for address, _, _ in self.shown()]
 
-    async def reduced(self, total: int) -> None:
-        """Wait until all `total` bytes are reduced."""
-        await until(self.control_block, lambda: self.is_reduced(total), _PATIENCE)
+    async def reduced(self, total: int, patience: int = 1) -> None:
+        """Wait until all `total` bytes are reduced. `patience` is that of `until`."""
+        await until(self.control_block, lambda: self.is_reduced(total), patience)
 
     def is_reduced(self, total: int) -> bool:
         """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
@@ -634,5 +634,5 @@ class Rendezvous:
         await until(
             self.control_block,
             lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size,
-            _PATIENCE,
+            PATIENCE,
         )
