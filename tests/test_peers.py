@@ -20,7 +20,7 @@ from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
 from asyncoll.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
-LONG = 1 << 18  # elements of float32 that are too many to be copied
+LONG = 5 << 16  # elements of float32 that are too many to be copied
 shared = pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
 
 

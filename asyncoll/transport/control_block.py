@@ -187,6 +187,7 @@ class Wait(NamedTuple):
 
     control_block: ControlBlock
     ready: Callable[[], bool]
+    patience: int = 1  # how many times as long as usual the waiter polls before it sleeps
 
 
 class Turn:
@@ -232,13 +233,16 @@ def failure(control_block: ControlBlock) -> Generator[Wait, None, None]:
 
 
 @types.coroutine
-def until(control_block: ControlBlock, ready: Callable[[], bool]) -> Generator[Wait, None, None]:
-    """Wait until `ready()` is true under the lock. `ready` only reads the cells of `control_block`."""
+def until(control_block: ControlBlock, ready: Callable[[], bool], patience: int = 1) -> Generator[Wait, None, None]:
+    """Wait until `ready()` is true under the lock. `ready` only reads the cells of `control_block`.
+
+    `patience` is for a wait in the middle of work that other ranks do at this moment: see `Wait`.
+    """
     if ready():  # without the lock: a hint
         with control_block:
             if ready():
                 return
-    yield Wait(control_block, ready)
+    yield Wait(control_block, ready, patience)
 
 
 @types.coroutine

@@ -19,7 +19,7 @@ import numpy as np
 from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
-from asyncoll.algorithms.dense.staging import Copy, Rendezvous, StagingArea, signed
+from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
 from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
@@ -84,14 +84,14 @@ class SharedCall:
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
         address = self._staging.arena.locate(x)
+        if address is None and (copy := self._staging.copy(what.raw)):
+            await self._reduce_copy(what, copy)
+            return
         if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(address_of(x), total, private=True)
             self._lend(rendezvous, 0, total)
-        elif address is None and (copy := self._staging.copy(what.raw)):
-            await self._reduce_copy(what, copy)
-            return
         elif address is None:
             rendezvous = await self._come_with_slot(what)
         else:
@@ -230,7 +230,7 @@ class SharedCall:
     async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
         await self._reduce_chunks(rendezvous, what)
-        await rendezvous.reduced(what.raw.size)
+        await rendezvous.reduced(what.raw.size, PATIENCE)
         await self._leave(rendezvous)
 
     async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> None:
@@ -264,7 +264,7 @@ class SharedCall:
                 rendezvous.reduce_private_chunk(chunk, each, own, reduction)
                 self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
                 await checkpoint(rendezvous.control_block)
-            await rendezvous.reduced(total)
+            await rendezvous.reduced(total, PATIENCE)
             for step in range(1, self.size):
                 rank = (self.rank + step) % self.size  # each rank begins with another one's
                 for chunk in rendezvous.reduced_by(rank, each, total):

@@ -120,7 +120,7 @@ def meetings_of(staging: StagingArea) -> Meetings:
         staging.rank,
         sizes.calls,
         sizes.short,
-        sizes.shown,
+        staging.shown,
         sizes.chunk,
         staging.arena.cores,
     )

@@ -122,7 +122,7 @@ class ShortWay:
         divisor = size if op is ReduceOp.AVG else 1
         kernel = kernel_number(op, call.dtype, self._native) if nbytes else 0
         # An array that is shown where it is has to be withdrawn after an exception, which takes more than one step.
-        is_copied = 0 < nbytes < self._staging.sizes.shown
+        is_copied = 0 < nbytes < self._staging.shown
         is_atomic = self._native is not None and ((kernel > 0 and is_copied) or not nbytes)
         plan = Plan(
             key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic

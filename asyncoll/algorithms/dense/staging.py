@@ -57,6 +57,7 @@ _COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
 _PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
 _PAGE = 4096
+PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -98,6 +99,7 @@ class StagingArea:
         self.size = size
         self.rank = rank
         self.sizes = sizes
+        self.shown = min(sizes.shown, sizes.short)  # longer arrays than short ones are always shown
         self._stride = _HEAD + _PART * size
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
@@ -267,7 +269,7 @@ class StagingArea:
 
     def address_of_short(self, x: Array) -> int:
         """The address of the short array `x`, if it is registered and long enough to be shown where it is; else 0."""
-        return self.arena.locate(x) or 0 if x.nbytes >= self.sizes.shown else 0
+        return self.arena.locate(x) or 0 if x.nbytes >= self.shown else 0
 
     def short_address(self, rank: int, turn: int) -> int:
         """The address of the short array of group rank `rank` at record `turn`.
@@ -416,7 +418,7 @@ class Rendezvous:
 
     def is_shown(self, nbytes: int) -> bool:
         """Whether the ranks say where their arrays are. Shorter ones are always in the memory for short arrays."""
-        return nbytes >= self._staging.sizes.shown
+        return nbytes >= self._staging.shown
 
     def is_lent(self, x: Array) -> bool:
         """Whether this rank shows the memory of `x` itself."""
@@ -614,9 +616,9 @@ class Rendezvous:
         view = self._staging.arena.view
         return [view(address, nbytes).view(dtype) for address, _, _ in self.shown()]
 
-    async def reduced(self, total: int) -> None:
-        """Wait until all `total` bytes are reduced."""
-        await until(self.control_block, lambda: self.is_reduced(total))
+    async def reduced(self, total: int, patience: int = 1) -> None:
+        """Wait until all `total` bytes are reduced. `patience` is that of `until`."""
+        await until(self.control_block, lambda: self.is_reduced(total), patience)
 
     def is_reduced(self, total: int) -> bool:
         """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
@@ -669,5 +671,7 @@ class Rendezvous:
         """Wait until no rank reads the memory that this rank has shown."""
         cells, base = self._cells, self._base
         await until(
-            self.control_block, lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size
+            self.control_block,
+            lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size,
+            PATIENCE,
         )

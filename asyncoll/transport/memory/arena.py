@@ -245,7 +245,7 @@ class HostArena:
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
         # Polls read the cells without the lock, so a success is only a hint.
-        if await self._poll_yielding(wait.ready) if yielding else self.look(wait.ready):
+        if await self._poll_yielding(wait.ready) if yielding else self.look(wait.ready, wait.patience):
             with wait.control_block:
                 if wait.ready():
                     return
@@ -269,11 +269,11 @@ class HostArena:
     async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
         await self._turns.wait(turn, check, describe)
 
-    def look(self, ready: Callable[[], bool]) -> bool:
+    def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         now_s = self.now_s()
         if now_s < self._no_polling_until_s:
             return ready()
-        for _ in range(self.polls):
+        for _ in range(patience * self.polls):
             if ready():
                 return True
             os.sched_yield()
