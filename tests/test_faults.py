@@ -399,7 +399,7 @@ def test_a_late_error_is_late():
     rank = next(rank for rank in range(3) if rank != Plan.draw(LETHAL).victim)
     verdict = judge(LETHAL, spoiled(good_story(LETHAL), rank, at_s=1.2))
     assert verdict.broken == ()
-    assert verdict.late == ("heard after 200 ms",)
+    assert verdict.late == (f"heard after 200 ms by rank {rank}: PeerLostError: gone",)
 
 
 STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memory/arena.py", line 7 in wait'
