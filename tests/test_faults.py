@@ -399,7 +399,7 @@ def test_a_late_error_is_late():
     rank = next(rank for rank in range(3) if rank != Plan.draw(LETHAL).victim)
     verdict = judge(LETHAL, spoiled(good_story(LETHAL), rank, at_s=1.2))
     assert verdict.broken == ()
-    assert verdict.late == ("heard after 200 ms",)
+    assert verdict.late == (f"heard after 200 ms by rank {rank}: PeerLostError: gone",)
 
 
 STACK = 'Thread 1 (most recent call first):\n  File "/x/asyncoll/transport/memory/arena.py", line 7 in wait'
@@ -426,20 +426,31 @@ CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orph
 CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 
 
+CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-written", "kill/solo/round-taken")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_a_few_cells_among_processes(transport, tmp_path):
+@pytest.mark.parametrize(
+    ("transport", "cells"),
+    [
+        ("shm", CELLS),
+        ("zmq", CELLS),
+        pytest.param("shm", CORE_CELLS, marks=needs_core),
+        pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
+    ],
+)
+def test_a_few_cells_among_processes(transport, cells, tmp_path):
     """Times are not checked: that needs an idle machine, and is the job of the command."""
 
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "cells.py", transport, "3", *CELLS],
+        [sys.executable, SCRIPTS / "cells.py", transport, "3", *cells],
         env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=True,
     )
-    assert json.loads(done.stdout) == {cell: [] for cell in CELLS}
+    assert json.loads(done.stdout) == {cell: [] for cell in cells}
     assert os.listdir(tmp_path) == []
 
 

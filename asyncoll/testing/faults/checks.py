@@ -21,12 +21,14 @@ class Verdict:
     cell: Cell
     broken: tuple[str, ...]
     heard_s: tuple[float, ...]
+    said: tuple[str, ...]  # the rank and the text of each of these errors
 
     @property
     def late(self) -> tuple[str, ...]:
         """Errors that were right but too late. Only this check depends on the load of the host."""
         within_s = KINDS[self.cell.kind].within_s
-        return tuple(f"heard after {1e3 * heard_s:.0f} ms" for heard_s in self.heard_s if heard_s > within_s)
+        heard = zip(self.heard_s, self.said, strict=True)
+        return tuple(f"heard after {1e3 * heard_s:.0f} ms by {said}" for heard_s, said in heard if heard_s > within_s)
 
 
 def judge(cell: Cell, story: Story) -> Verdict:
@@ -34,7 +36,7 @@ def judge(cell: Cell, story: Story) -> Verdict:
     kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
     struck = story.of(victim, "struck")
     broken = [] if struck else [f"the fault did not strike rank {victim}"]
-    heard_s = []
+    heard_s, said = [], []
     for rank in range(cell.size):
         error = story.of(rank, "error")
         if rank in story.hung:
@@ -45,8 +47,9 @@ def judge(cell: Cell, story: Story) -> Verdict:
             broken += _misinformed(rank, error, victim, kind, story)
         if struck and error and rank != victim and error["named"] == victim:
             heard_s.append(error["at_s"] - struck["at_s"])
+            said.append(f"rank {rank}: {_said(error)}")
     broken += [f"left behind: {left}" for left in story.left]
-    return Verdict(cell, tuple(broken), tuple(heard_s))
+    return Verdict(cell, tuple(broken), tuple(heard_s), tuple(said))
 
 
 def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
