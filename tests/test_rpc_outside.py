@@ -636,17 +636,39 @@ def test_a_client_and_a_service_of_which_one_has_a_key(ipc, tmp_path):
     run(main())
 
 
+STOPPED = """
+import os, signal, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print(flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
     """The kernel accepts connections for a stopped process."""
-    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(service_protocol, "FREEZE_S", 0.05)
 
     async def main():
-        with socket.socket(socket.AF_UNIX) as stopped:
-            stopped.bind(ipc.removeprefix("ipc://"))
-            stopped.listen()
-            with pytest.raises(ServiceLostError, match="it does not answer as it should: is it stopped"):
-                async with connect(ipc):
-                    raise AssertionError
+        with pytest.raises(ServiceLostError, match=r"no service at .*: it has shown no sign of life"):
+            async with connect(ipc):
+                raise AssertionError
+
+    command = [sys.executable, "-c", STOPPED, ipc.removeprefix("ipc://")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stopped:
+        stopped.stdout.readline()
+        run(main())
+        stopped.kill()
+
+
+def test_a_hello_that_comes_while_the_service_computes_is_in_time(ipc, monkeypatch):
+    """The time limit is over when the service reads it."""
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.0)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            assert await client.call("echo", 1) == 1
 
     run(main())
 

@@ -71,7 +71,7 @@ class SegmentStream:
         self._waits_for_room = False
         self._is_closed = False
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._loop.add_reader(connection.fileno(), self._read)
+        self._loop.add_reader(connection.fileno(), self.read)
 
     def use(
         self,
@@ -144,7 +144,12 @@ class SegmentStream:
         flushed = self._loop.create_future()
         self._flushed.append(flushed)
         await asyncio.wait([flushed], timeout=_FLUSH_S)
-        if self._lends and not flushed.done():
+        if not flushed.done():
+            self.copy_unsent()
+
+    def copy_unsent(self) -> None:
+        """Let callers change all payloads now."""
+        if self._lends:
             self._unsent = deque(bytes(part) for part in self._unsent)
             self._settle()
 
@@ -216,8 +221,8 @@ class SegmentStream:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Read once, and deliver the segments that are complete."""
+    def read(self) -> None:
+        """Read once, and deliver the segments that are complete. The loop calls this when there is something."""
         long = self._long
         try:
             nbytes = self._socket.recv_into(self._buffer[self._end :] if long is None else long.rest())
