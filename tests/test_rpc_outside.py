@@ -1215,6 +1215,37 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
     run(main(), loop_factory)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_payloads_may_change_after_a_flush(reads):
+    """Also if the peer does not read for longer than a flush takes."""
+
+    async def main():
+        ends, came = socket.socketpair(), []
+        for end in ends:
+            end.setblocking(False)
+        sender, payload = SegmentStream(ends[0]), np.full(SEGMENT_BYTES, 1, np.uint8)
+        sender.use(None, lambda: None, lambda error: None)
+        sender.send(HELLO, 0, b"")
+        if reads:
+            receiver = SegmentStream(ends[1])
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+        for _ in range(3):
+            sender.send(0, 0, payload)
+        await sender.flush()
+        payload[:] = 2
+        if not reads:
+            receiver = SegmentStream(ends[1])
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+        while len(came) < 4:
+            await asyncio.sleep(0)
+        assert came == [b"", *[b"\1" * SEGMENT_BYTES] * 3]
+        sender.close()
+        receiver.close()
+        await sender.flush()
+
+    run(main())
+
+
 def test_a_client_of_another_version(keyless):
     async def main():
         async with serve(Service(), keyless) as url:
