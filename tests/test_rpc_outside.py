@@ -43,7 +43,7 @@ from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.transport import addresses
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import segment_stream, service_protocol, service_sockets, service_streams
-from asyncoll.transport.messages.segment_stream import HEADER, SegmentStream
+from asyncoll.transport.messages.segment_stream import HEADER, Lookout, SegmentStream
 from asyncoll.transport.messages.service_protocol import BYE, HELLO, VERSION
 from asyncoll.transport.wire import SEGMENT_BYTES
 
@@ -1193,7 +1193,7 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
         streams = []
         for end in ends:
             end.setblocking(False)
-            streams.append(SegmentStream(end))
+            streams.append(SegmentStream(end, Lookout()))
 
         def received(kind, number, payload):
             came.append((kind, number, bytes(payload)))
@@ -1223,18 +1223,18 @@ def test_payloads_may_change_after_a_flush(reads):
         ends, came = socket.socketpair(), []
         for end in ends:
             end.setblocking(False)
-        sender, payload = SegmentStream(ends[0]), np.full(SEGMENT_BYTES, 1, np.uint8)
+        sender, payload = SegmentStream(ends[0], Lookout()), np.full(SEGMENT_BYTES, 1, np.uint8)
         sender.use(None, lambda: None, lambda error: None)
         sender.send(HELLO, 0, b"")
         if reads:
-            receiver = SegmentStream(ends[1])
+            receiver = SegmentStream(ends[1], Lookout())
             receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
         for _ in range(3):
             sender.send(0, 0, payload)
         await sender.flush()
         payload[:] = 2
         if not reads:
-            receiver = SegmentStream(ends[1])
+            receiver = SegmentStream(ends[1], Lookout())
             receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
         while len(came) < 4:
             await asyncio.sleep(0)

@@ -25,7 +25,7 @@ from asyncoll.transport.addresses import prepare, process_of, remove_socket, use
 from asyncoll.transport.messages import service_protocol
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
 from asyncoll.transport.messages.monitor import silence_cause
-from asyncoll.transport.messages.segment_stream import SegmentStream, UnreadError
+from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -61,6 +61,7 @@ class StreamServer:
         self.url = url
         self._owner = owner
         self._loop = asyncio.get_running_loop()
+        self._lookout = Lookout()
         self._numbers = itertools.count()
         self._clients: dict[int, SegmentStream] = {}  # by peer
         self._others: dict[SegmentStream, asyncio.TimerHandle] = {}  # unauthenticated, or dropped: until they are over
@@ -173,7 +174,7 @@ class StreamServer:
             connection.close()
             self._unauthenticated.log("refused a connection: it belongs to another user")
             return
-        stream = SegmentStream(connection)
+        stream = SegmentStream(connection, self._lookout)
         stream.use(partial(self._greet, stream), partial(self._end, stream), partial(self._reject, stream))
         self._others[stream] = self._limit(stream)
 
@@ -320,7 +321,7 @@ class StreamClient:
         process = process_of(self._socket)
         self._process = 0 if process == os.getpid() or is_gone(process) else process
         self._watch()
-        self._stream = SegmentStream(self._socket)
+        self._stream = SegmentStream(self._socket, Lookout())
         self._stream.use(self._greeted, self._ended, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")
 
