@@ -250,6 +250,85 @@ def test_messages_arrive_in_order(small, size, steps):
     twin(size, main)
 
 
+# -- in a plain call ------------------------------------------------------------------------------
+
+
+async def acquainted(world):
+    """Let rank 0 send to rank 1 in plain calls: its first message there is sent by `send`. Returns its carrier."""
+    await world.carriers[0].send(1, b"first")
+    return world.carriers[0]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-{sum(lengths)}")
+def test_arrays_are_sent_in_a_plain_call_up_to_a_limit(run, lengths):
+    async def main(world):
+        world.open(1)
+        carrier = await acquainted(world)
+        sent = [numbers(index, length) for index, length in enumerate(lengths)]
+        fits = sum(lengths) < in_memory.AT_ONCE_BYTES
+        for number in range(3):
+            assert carrier.send_nowait(1, b"%d" % number, sent) == fits
+        assert not lender(world)._taken
+        expected = [(0, b"%d" % number, [array.tobytes() for array in sent]) for number in range(3)]
+        assert list(map(plain, await world.keepers[1].take(1 + 3 * fits)))[1:] == expected[: 3 * fits]
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("nbytes", [500, 5000])
+def test_a_plain_call_sends_nothing_if_it_would_have_to_wait(run, small, nbytes):
+    """The receiver does not read, so the ring or the window fills up."""
+
+    async def main(world):
+        carrier, count = await acquainted(world), 0
+        while carrier.send_nowait(1, b"%d" % count, [numbers(count, nbytes)]):
+            count += 1
+        assert count == (3 if nbytes == 5000 else RING_BYTES // 640)
+        assert not lender(world)._taken
+        waiting = asyncio.ensure_future(carrier.send(1, b"%d" % count, [numbers(count, nbytes)]))
+        await asyncio.sleep(0)
+        world.open(1)
+        await waiting
+        expected = [(0, b"%d" % number, [numbers(number, nbytes).tobytes()]) for number in range(count + 1)]
+        assert list(map(plain, await world.keepers[1].take(count + 2)))[1:] == expected
+
+    run(2, main)
+
+
+def test_a_plain_call_leaves_the_error_to_send_if_no_memory_is_left(run, monkeypatch):
+    def refuse(nbytes):
+        raise UsageError("the host has not so much left")
+
+    async def main(world):
+        world.open(1)
+        carrier = await acquainted(world)
+        monkeypatch.setattr(world.arenas[0], "allocate", refuse)
+        assert not carrier.send_nowait(1, b"", [numbers(1, 50_000)])
+        with pytest.raises(UsageError, match="not so much left"):
+            await carrier.send(1, b"", [numbers(1, 50_000)])
+        assert carrier.send_nowait(1, b"last", [numbers(1, 50)])
+        assert [head for _, head, _ in await world.keepers[1].take(2)] == [b"first", b"last"]
+
+    run(2, main)
+
+
+def test_long_messages_are_announced_before_they_are_complete(run, monkeypatch):
+    async def main(world):
+        carrier = await acquainted(world)
+        inbox = world.carriers[1]._inbox
+        for nbytes, announced in ((in_memory.ANNOUNCED_BYTES // 2, False), (in_memory.ANNOUNCED_BYTES, True)):
+            inbox.hear()
+            assert carrier.send_nowait(1, b"", [numbers(1, nbytes)])
+            assert inbox.has_announcements() == announced
+        world.open(1)  # announcements without news do not keep it busy
+        await world.keepers[1].take(3)
+        await until(lambda: not inbox.has_announcements())
+        inbox.announce()
+        await until(lambda: not inbox.has_announcements())
+
+    run(2, main)
+
+
 # -- flow control ---------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.transport import addresses
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import segment_stream, service_protocol, service_sockets, service_streams
-from asyncoll.transport.messages.segment_stream import HEADER, SegmentStream
+from asyncoll.transport.messages.segment_stream import HEADER, Lookout, SegmentStream
 from asyncoll.transport.messages.service_protocol import BYE, HELLO, VERSION
 from asyncoll.transport.wire import SEGMENT_BYTES
 
@@ -636,17 +636,39 @@ def test_a_client_and_a_service_of_which_one_has_a_key(ipc, tmp_path):
     run(main())
 
 
+STOPPED = """
+import os, signal, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print(flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 def test_the_error_says_that_a_stopped_service_does_not_answer(ipc, monkeypatch):
     """The kernel accepts connections for a stopped process."""
-    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(service_protocol, "FREEZE_S", 0.05)
 
     async def main():
-        with socket.socket(socket.AF_UNIX) as stopped:
-            stopped.bind(ipc.removeprefix("ipc://"))
-            stopped.listen()
-            with pytest.raises(ServiceLostError, match="it does not answer as it should: is it stopped"):
-                async with connect(ipc):
-                    raise AssertionError
+        with pytest.raises(ServiceLostError, match=r"no service at .*: it has shown no sign of life"):
+            async with connect(ipc):
+                raise AssertionError
+
+    command = [sys.executable, "-c", STOPPED, ipc.removeprefix("ipc://")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stopped:
+        stopped.stdout.readline()
+        run(main())
+        stopped.kill()
+
+
+def test_a_hello_that_comes_while_the_service_computes_is_in_time(ipc, monkeypatch):
+    """The time limit is over when the service reads it."""
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.0)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            assert await client.call("echo", 1) == 1
 
     run(main())
 
@@ -1171,7 +1193,7 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
         streams = []
         for end in ends:
             end.setblocking(False)
-            streams.append(SegmentStream(end))
+            streams.append(SegmentStream(end, Lookout()))
 
         def received(kind, number, payload):
             came.append((kind, number, bytes(payload)))
@@ -1191,6 +1213,37 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
         assert came == [(HELLO, 0, b""), *sent]
 
     run(main(), loop_factory)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_payloads_may_change_after_a_flush(reads):
+    """Also if the peer does not read for longer than a flush takes."""
+
+    async def main():
+        ends, came = socket.socketpair(), []
+        for end in ends:
+            end.setblocking(False)
+        sender, payload = SegmentStream(ends[0], Lookout()), np.full(SEGMENT_BYTES, 1, np.uint8)
+        sender.use(None, lambda: None, lambda error: None)
+        sender.send(HELLO, 0, b"")
+        if reads:
+            receiver = SegmentStream(ends[1], Lookout())
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+        for _ in range(3):
+            sender.send(0, 0, payload)
+        await sender.flush()
+        payload[:] = 2
+        if not reads:
+            receiver = SegmentStream(ends[1], Lookout())
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+        while len(came) < 4:
+            await asyncio.sleep(0)
+        assert came == [b"", *[b"\1" * SEGMENT_BYTES] * 3]
+        sender.close()
+        receiver.close()
+        await sender.flush()
+
+    run(main())
 
 
 def test_a_client_of_another_version(keyless):

@@ -32,7 +32,10 @@ class Carrier(Protocol):
         """
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
-        """Send one message if it is short and can be sent without a wait; returns whether it was. Raises as `send`."""
+        """Send one message if it is not too long and can be sent without a wait; returns whether it was.
+
+        Raises as `send`. The arrays may be changed once this has returned.
+        """
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send one message: `head`, of at most HEAD_BYTES, and flat uint8 arrays of any length.

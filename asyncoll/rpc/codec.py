@@ -12,6 +12,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -21,7 +22,7 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import as_operand, is_tensor
-from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_over, torch_view
+from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
 
 INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
 MAX_DEPTH = 64  # nested values
@@ -35,6 +36,8 @@ _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
 _OUTSIDE, _INSIDE = 0, 1
 _COMPLEX_STRUCT = struct.Struct("<dd")
+_DIMENSION = 8  # bytes of a dimension in a form
+_KNOWN_MAX = 256  # forms of short arrays that the decoder remembers
 _ARRAY_HEADER = struct.Struct("<BBBB")  # family, dtype, where its bytes are, dimensions; then the shape
 _FORMS = [struct.Struct(f"<BBBB{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1)]  # the same with the shape
 _STORAGE = [reductions.storage(dtype) for dtype in DTYPES]
@@ -256,11 +259,15 @@ class _Decoder:
         raise ProtocolError(f"a value of the unknown kind {code}")
 
     def _array(self, body: bytes) -> Any:
+        start = _ARRAY_HEADER.size + _DIMENSION * body[_ARRAY_HEADER.size - 1]
+        form = body[:start]
+        known = _known.get(form)
+        if known is not None and known.end == len(body):
+            return known.make(bytearray(body[start:]))
         family, dtype, where, dimensions = _ARRAY_HEADER.unpack_from(body)
         if family > _SCALAR or dtype >= len(DTYPES) or where > _INSIDE or dimensions > MAX_DIMENSIONS:
             raise ProtocolError(f"an array of kind {family}, dtype {dtype}, {dimensions} dimensions")
-        form = _FORMS[dimensions]
-        shape, rest = form.unpack_from(body)[4:], body[form.size :]
+        shape, rest = _FORMS[dimensions].unpack_from(body)[4:], body[start:]
         memory: bytearray | Array = bytearray(rest) if where == _INSIDE else self._take(rest)
         storage = _STORAGE[dtype]
         if math.prod(shape) * storage.itemsize != len(memory) or (family == _SCALAR and shape):
@@ -268,12 +275,12 @@ class _Decoder:
         if storage.kind == "b":
             flat = np.frombuffer(memory, np.uint8)
             np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
-        if family == _TORCH and len(memory):
-            return torch_over(memory, DTYPES[dtype], shape)
-        array = np.frombuffer(memory, storage).reshape(shape)  # not torch's `reshape`: it takes several times longer
-        if family == _TORCH:
-            return torch_view(array, DTYPES[dtype])
-        return array[()] if family == _SCALAR else array
+        if family == _TORCH and not len(memory):
+            return torch_view(np.empty(shape, storage), DTYPES[dtype])
+        make = _maker(family, dtype, shape)
+        if where == _INSIDE and storage.kind != "b" and len(_known) < _KNOWN_MAX:
+            _known[form] = _Known(len(body), make)
+        return make(memory)
 
     def _take(self, body: bytes) -> Array:
         """An array from beside the structured part. Each may be used once: a second use would share its memory."""
@@ -305,6 +312,27 @@ class _Decoder:
             return expected.type(**fields)
         except Exception as error:  # its own __init__ or __post_init__ may object to anything
             raise UsageError(f"no {name} can be made of the fields that were received: {error!r}") from None
+
+
+class _Known(NamedTuple):
+    """What the decoder has found out of a form of short arrays."""
+
+    end: int  # bytes of the form and of the array
+    make: Callable[[Any], Any]  # takes the memory
+
+
+# By form, whose dtype and shape fit the bytes: most programs send few forms, and each check takes time.
+_known: dict[bytes, _Known] = {}
+
+
+def _maker(family: int, dtype: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function that makes an array of this kind over the memory that it is given."""
+    if family == _TORCH:
+        return torch_maker(DTYPES[dtype], shape)
+    flat = partial(np.frombuffer, dtype=_STORAGE[dtype])
+    if family == _SCALAR:
+        return lambda memory: flat(memory)[0]
+    return flat if len(shape) == 1 else lambda memory: flat(memory).reshape(shape)
 
 
 def _require_list(value: Any) -> list[Any]:

@@ -230,15 +230,15 @@ def torch_view(flat: Array, dtype: str) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
-def torch_over(memory: bytearray | Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The torch tensor of this dtype and shape over `memory`, which is not empty and fits.
+def torch_maker(dtype: str, shape: tuple[int, ...]) -> Callable[[bytearray | Array], torch.Tensor]:
+    """A function that makes the torch tensor of this dtype and shape over memory, which is not empty and fits.
 
     One step; through numpy it would take three, which matters for short tensors.
     """
     import torch
 
-    tensor = torch.frombuffer(memory, dtype=getattr(torch, dtype))
-    return tensor if len(shape) == 1 else tensor.view(shape)
+    flat = partial(torch.frombuffer, dtype=getattr(torch, dtype))
+    return flat if len(shape) == 1 else lambda memory: flat(memory).view(shape)
 
 
 def widened(flat: Array, dtype: str) -> Array:

@@ -8,6 +8,9 @@ does not speak this protocol.
 others of that turn are joined, and written in the next turn. What the kernel does not take is written when the socket
 has room: `send` never waits. Long payloads are not copied; `flush` tells when they may be changed.
 
+*Looking.* After each segment the loop looks for the next one for a short time before it sleeps: an idle core may take
+longer to wake up than the other end takes for a short call. Other callbacks and tasks run between two looks.
+
 *Receiving.* One read of the socket for each event; short segments that came together are delivered from one buffer. A
 long payload is read into the memory where its owner wants it.
 """
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -34,6 +39,9 @@ _BUFFER_BYTES = 1 << 14  # read at a time: about a hundred short segments, befor
 _JOINED_BYTES = 1 << 13  # a payload of at most this size is copied behind its header: two buffers cost more
 _VECTOR = 64  # buffers of one write
 _SOCKET_BYTES = 1 << 20  # of the socket's buffer, if the host allows as many
+_LOOK_S = 60e-6  # about as long as it takes to wake an idle core
+_SLICE_S = 0.001  # that another process had the core
+_NO_LOOKING_S = 0.1  # after that
 _FLUSH_S = 0.05  # for a peer to read; then the payloads that it has not read are copied
 
 
@@ -45,14 +53,46 @@ class UnreadError(Exception):
     """The peer does not read: more than UNSENT_MAX bytes wait for it."""
 
 
+class Lookout:
+    """Keeps a loop from sleeping for a short time after each segment. One for all streams of a service or client."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_looking = False
+        self._until_s = 0.0  # end of the looks
+        self._not_before_s = 0.0
+
+    def look(self) -> None:
+        """Begin to look, or begin again."""
+        now_s = time.monotonic()  # noqa: TID251 (loops have clocks of their own, which may lag by milliseconds)
+        self._until_s = now_s + _LOOK_S
+        if not self._is_looking and now_s >= self._not_before_s:
+            self._is_looking = True
+            self._loop.call_soon(self._stay)
+
+    def _stay(self) -> None:
+        """Let the loop poll its sockets once more. It does not sleep while there is a callback."""
+        before_s = time.monotonic()  # noqa: TID251 (as above)
+        os.sched_yield()
+        now_s = time.monotonic()  # noqa: TID251 (as above)
+        if now_s - before_s > _SLICE_S:
+            self._not_before_s = now_s + _NO_LOOKING_S
+            self._is_looking = False
+        elif now_s >= self._until_s:
+            self._is_looking = False
+        else:
+            self._loop.call_soon(self._stay)
+
+
 class SegmentStream:
     """Segments over one connected, non-blocking unix socket, which this object owns.
 
     In: `send`, `ignore`, `close`. Out: the callbacks of `use`. All run on the loop on which this object was made.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, lookout: Lookout) -> None:
         """Begin to read. Call `use` before the loop runs."""
+        self._lookout = lookout
         self._loop = asyncio.get_running_loop()
         self._socket = connection
         self._received: Received | None = None
@@ -71,7 +111,7 @@ class SegmentStream:
         self._waits_for_room = False
         self._is_closed = False
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._loop.add_reader(connection.fileno(), self._read)
+        self._loop.add_reader(connection.fileno(), self.read)
 
     def use(
         self,
@@ -136,6 +176,7 @@ class SegmentStream:
             self._queue(parts, sent)
         self._is_corked = True
         self._loop.call_soon(self._uncork)
+        self._lookout.look()
 
     async def flush(self) -> None:
         """Wait until the payloads of all segments may be changed: at most a short time, whatever the peer does."""
@@ -144,7 +185,12 @@ class SegmentStream:
         flushed = self._loop.create_future()
         self._flushed.append(flushed)
         await asyncio.wait([flushed], timeout=_FLUSH_S)
-        if self._lends and not flushed.done():
+        if not flushed.done():
+            self.copy_unsent()
+
+    def copy_unsent(self) -> None:
+        """Let callers change all payloads now."""
+        if self._lends:
             self._unsent = deque(bytes(part) for part in self._unsent)
             self._settle()
 
@@ -216,8 +262,8 @@ class SegmentStream:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Read once, and deliver the segments that are complete."""
+    def read(self) -> None:
+        """Read once, and deliver the segments that are complete. The loop calls this when there is something."""
         long = self._long
         try:
             nbytes = self._socket.recv_into(self._buffer[self._end :] if long is None else long.rest())
@@ -225,6 +271,7 @@ class SegmentStream:
             return
         except OSError:  # reset by the peer
             nbytes = 0
+        self._lookout.look()
         if not nbytes:
             self._stop()
         elif long is None:

@@ -25,7 +25,7 @@ from asyncoll.transport.addresses import prepare, process_of, remove_socket, use
 from asyncoll.transport.messages import service_protocol
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
 from asyncoll.transport.messages.monitor import silence_cause
-from asyncoll.transport.messages.segment_stream import SegmentStream, UnreadError
+from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -61,6 +61,7 @@ class StreamServer:
         self.url = url
         self._owner = owner
         self._loop = asyncio.get_running_loop()
+        self._lookout = Lookout()
         self._numbers = itertools.count()
         self._clients: dict[int, SegmentStream] = {}  # by peer
         self._others: dict[SegmentStream, asyncio.TimerHandle] = {}  # unauthenticated, or dropped: until they are over
@@ -173,13 +174,18 @@ class StreamServer:
             connection.close()
             self._unauthenticated.log("refused a connection: it belongs to another user")
             return
-        stream = SegmentStream(connection)
+        stream = SegmentStream(connection, self._lookout)
         stream.use(partial(self._greet, stream), partial(self._end, stream), partial(self._reject, stream))
         self._others[stream] = self._limit(stream)
 
     def _limit(self, stream: SegmentStream) -> asyncio.TimerHandle:
         """Close a connection after the time limit of handshakes."""
-        return self._loop.call_later(service_protocol.HANDSHAKE_S, self._end, stream)
+        return self._loop.call_later(service_protocol.HANDSHAKE_S, self._expire, stream)
+
+    def _expire(self, stream: SegmentStream) -> None:
+        stream.read()  # the hello may have come while the loop was busy
+        if stream in self._others:
+            self._end(stream)
 
     def _end(self, stream: SegmentStream) -> None:
         """Close a connection that is not that of a client, or not any more."""
@@ -225,6 +231,7 @@ class StreamServer:
             with contextlib.suppress(UnreadError):
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
+        stream.copy_unsent()  # nobody waits for it any more
         if stream in self._others:
             self._others.pop(stream).cancel()
         self._others[stream] = self._limit(stream)
@@ -236,8 +243,8 @@ class StreamClient:
     def __init__(self, owner: Owner, url: str, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`, which begins with `ipc://`.
 
-        `connected` is called with the protocol version of the service, once the service has answered and its process is
-        watched.
+        `connected` is called with the protocol version of the service, once the service has answered. Its process is
+        watched from the connection on. The owner limits the time until the answer.
 
         Raises UsageError if `url` is malformed, or belongs to another user.
         """
@@ -248,12 +255,10 @@ class StreamClient:
         self._stream: SegmentStream | None = None
         self._is_lost = False
         self._is_closed = False
-        self._limit = self._loop.call_later(service_protocol.HANDSHAKE_S, self._report_loss, SILENT)
         self._next: asyncio.TimerHandle | None = None  # the next attempt to connect, or look at the process
         self._process = 0  # of the service; 0 if it is unknown, or this one
         self._stopped = 0  # looks that have found it stopped, one after another
         with contextlib.ExitStack() as undo, prepare(url, has_key=False, listens=False) as self._uid:
-            undo.callback(self._limit.cancel)
             self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._socket.setblocking(False)
             self._connect()
@@ -284,7 +289,7 @@ class StreamClient:
             return
         self._is_closed = True
         forks.unregister(self)
-        self._stop_timers()
+        self._stop_timer()
         if self._stream is not None:
             self._stream.close()
         self._socket.close()
@@ -313,22 +318,21 @@ class StreamClient:
         if user_of(self._socket) != self._uid:
             self._loop.call_soon(self._report_loss, FOREIGN_USER)
             return
-        self._stream = SegmentStream(self._socket)
+        process = process_of(self._socket)
+        self._process = 0 if process == os.getpid() or is_gone(process) else process
+        self._watch()
+        self._stream = SegmentStream(self._socket, Lookout())
         self._stream.use(self._greeted, self._ended, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")
 
     def _greeted(self, kind: int, version: int, payload: Buffer) -> None:
-        """The service has answered: it is connected, and its process is watched."""
+        """The service has answered."""
         assert self._stream is not None
-        self._limit.cancel()
         self._stream.use(self._received, self._ended, self._malformed, partial(self._owner.room, 0))
-        if kind != HELLO:
+        if kind == HELLO:
+            self._connected(version)
+        else:
             self._received(kind, version, payload)
-            return
-        process = process_of(self._socket)
-        self._process = 0 if process == os.getpid() or is_gone(process) else process
-        self._watch()
-        self._connected(version)
 
     def _received(self, kind: int, number: int, payload: Buffer) -> None:
         if kind == BYE:
@@ -358,12 +362,11 @@ class StreamClient:
     def _report_loss(self, cause: str) -> None:
         if not self._is_lost and not self._is_closed:
             self._is_lost = True
-            self._stop_timers()
+            self._stop_timer()
             if self._stream is not None:
                 self._stream.ignore()
             self._owner.lost(0, cause)
 
-    def _stop_timers(self) -> None:
-        self._limit.cancel()
+    def _stop_timer(self) -> None:
         if self._next is not None:
             self._next.cancel()
