@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from test_meetings import cores, ranks
+from test_processes import finish, world
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
 from asyncoll.algorithms.dense.meetings import WAITING
@@ -200,10 +201,9 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
 
 @pytest.mark.parametrize("core", KINDS)
 def test_a_call_keeps_its_promises_however_its_caller_treats_it(core):
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_call_ways.py"), core]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all is well") == 2
+    with world(dict(os.environ), 2, SCRIPTS / "short_call_ways.py", core) as processes:
+        for code, out, err in map(finish, processes):
+            assert (code, out) == (0, "all is well\n"), err
 
 
 @pytest.mark.slow
