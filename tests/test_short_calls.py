@@ -59,14 +59,19 @@ def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives
 
 
 @shared
-def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport):
-    aborted = asyncio.Event()
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, is_known):
+    ready, aborted = asyncio.Event(), asyncio.Event()
 
     async def main(comm: Communicator) -> None:
         await comm.allreduce(np.ones(10, np.float32))
         x = comm.empty(LENT, np.float32)
         x[...] = 1
+        if is_known:
+            assert (await comm.allreduce(x) == 2).all()
+            assert (await comm.allreduce(x) == 4).all()
         if comm.rank == 0:
+            await ready.wait()
             call = comm.allreduce(x)
             comm.abort("a test")
             with pytest.raises(AbortedError):
@@ -74,6 +79,7 @@ def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport):
             x[...] = -7
             aborted.set()
         else:
+            ready.set()
             await aborted.wait()
             with pytest.raises(AbortedError):
                 await comm.allreduce(x)
@@ -117,6 +123,9 @@ def test_calls_that_differ_in_one_argument_do_not_mix(transport, size):
             assert (await comm.allreduce(np.full(4, rank + 1, np.uint16), MAX) == size).all()
             assert (await comm.allreduce(torch.full((4,), rank + 1.0), MAX) == size).all()
             assert (await comm.allreduce(np.empty(0))).size == 0
+            for long in (np.empty(LENT, np.float32), comm.empty((2, LENT // 2), np.float32)):
+                long[...] = rank + 1
+                assert (await comm.allreduce(long) == size * (size + 1) // 2).all()
             assert await comm.barrier() is None
             await comm.broadcast(x)
 
@@ -172,6 +181,7 @@ def test_a_known_call_after_the_end_of_its_communicator_raises(transport):
         for _ in range(2):
             await part.allreduce(np.ones(4))
             await part.barrier()
+        await comm.barrier()
         if comm.rank == 0:
             part.abort("a test")
         for start in (lambda: part.allreduce(np.ones(4)), part.barrier):
