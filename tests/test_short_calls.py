@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import PATIENCE_S
 from test_meetings import cores, ranks
+from test_processes import finish, world
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
 from asyncoll.algorithms.dense.meetings import WAITING
@@ -64,14 +65,19 @@ def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives
 
 @shared
 @pytest.mark.parametrize("count", [LENT, LONG])
-def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, count):
-    aborted = asyncio.Event()
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, is_known, count):
+    ready, aborted = asyncio.Event(), asyncio.Event()
 
     async def main(comm: Communicator) -> None:
         await comm.allreduce(np.ones(10, np.float32))
         x = comm.empty(count, np.float32)
         x[...] = 1
+        if is_known:
+            assert (await comm.allreduce(x) == 2).all()
+            assert (await comm.allreduce(x) == 4).all()
         if comm.rank == 0:
+            await ready.wait()
             call = comm.allreduce(x)
             comm.abort("a test")
             with pytest.raises(AbortedError):
@@ -79,6 +85,7 @@ def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, coun
             x[...] = -7
             aborted.set()
         else:
+            ready.set()
             await aborted.wait()
             with pytest.raises(AbortedError):
                 await comm.allreduce(x)
@@ -175,6 +182,9 @@ def test_calls_that_differ_in_one_argument_do_not_mix(transport, size):
             assert (await comm.allreduce(np.full(4, rank + 1, np.uint16), MAX) == size).all()
             assert (await comm.allreduce(torch.full((4,), rank + 1.0), MAX) == size).all()
             assert (await comm.allreduce(np.empty(0))).size == 0
+            for long in (np.empty(LENT, np.float32), comm.empty((2, LENT // 2), np.float32)):
+                long[...] = rank + 1
+                assert (await comm.allreduce(long) == size * (size + 1) // 2).all()
             assert await comm.barrier() is None
             await comm.broadcast(x)
 
@@ -230,6 +240,7 @@ def test_a_known_call_after_the_end_of_its_communicator_raises(transport):
         for _ in range(2):
             await part.allreduce(np.ones(4))
             await part.barrier()
+        await comm.barrier()
         if comm.rank == 0:
             part.abort("a test")
         for start in (lambda: part.allreduce(np.ones(4)), part.barrier):
@@ -259,10 +270,9 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
 
 @pytest.mark.parametrize("core", KINDS)
 def test_a_call_keeps_its_promises_however_its_caller_treats_it(core):
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_call_ways.py"), core]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all is well") == 2
+    with world(dict(os.environ), 2, SCRIPTS / "short_call_ways.py", core) as processes:
+        for code, out, err in map(finish, processes):
+            assert (code, out) == (0, "all is well\n"), err
 
 
 @pytest.mark.slow

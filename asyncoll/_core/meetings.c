@@ -802,6 +802,11 @@ int64_t meetings_calls(const Meetings *self)
     return self->calls;
 }
 
+int64_t meetings_shown_min(const Meetings *self)
+{
+    return self->shown_min;
+}
+
 bool meetings_has_short_arrays(const Meetings *self)
 {
     return self->block->cells[self->addresses + self->rank] != 0;

@@ -159,6 +159,9 @@ bool is_meetings(PyObject *object);
 /* The number of calls that may be under way; call `number` uses the record of call `number - meetings_calls()`. */
 int64_t meetings_calls(const Meetings *self);
 
+/* An array of so many bytes is shown where it is, if it is registered. */
+int64_t meetings_shown_min(const Meetings *self);
+
 /* Whether this rank has allocated its memory for short arrays. */
 bool meetings_has_short_arrays(const Meetings *self);
 

@@ -139,6 +139,7 @@ class ShortCalls:
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,
+        address_of: Callable[[Any], int | None],
         polls: int,
         sleep_ns: int,
     ) -> ShortCalls: ...

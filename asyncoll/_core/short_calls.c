@@ -28,6 +28,7 @@ typedef struct {
     Py_ssize_t nbytes;
     PyObject *plan; /* asyncoll.algorithms.backend.Plan; NULL in an empty entry */
     Meeting meeting;
+    bool is_shown;    /* the others see a registered array where it is */
     int64_t reduced;  /* since `counts`: calls that ended here, and that this rank has reduced */
     int64_t received; /* calls that another rank has reduced */
 } Kind;
@@ -54,6 +55,7 @@ typedef struct {
     PyObject *running_loop; /* asyncio.get_running_loop */
     PyObject *expiry;       /* the end of the deadline of the current context, or None */
     PyObject *array_type;   /* numpy.ndarray */
+    PyObject *address_of;   /* address_of(array): of an array to show; None if the call is left to Python */
     PyObject *call_type;    /* ShortCall */
     PyObject *entry;        /* of the newest call, or NULL */
     PyObject *names[NAMES];
@@ -85,7 +87,7 @@ typedef struct {
     PyObject *expires_s;
     PyObject *rest;
     Py_buffer bytes;
-    long long number;
+    long long number, address; /* the address is that of `array`, if the others see it */
     double since_s;
     int state;
 } ShortCall;
@@ -110,9 +112,10 @@ static Kind *entry_of(ShortCalls *self, PyObject *key, PyObject *op, Py_ssize_t 
     }
 }
 
-static void fill(Kind *kind, PyObject *plan, const Meeting *meeting)
+static void fill(ShortCalls *self, Kind *kind, PyObject *plan, const Meeting *meeting)
 {
     kind->meeting = *meeting;
+    kind->is_shown = kind->nbytes && kind->nbytes >= meetings_shown_min(self->meetings);
     kind->plan = Py_NewRef(plan);
 }
 
@@ -136,7 +139,7 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
     }
     if (key == Py_None) {
         if (!self->barriers.plan)
-            fill(&self->barriers, plan, &meeting);
+            fill(self, &self->barriers, plan, &meeting);
         Py_RETURN_NONE;
     }
     Kind *kind = entry_of(self, key, op, (Py_ssize_t)nbytes);
@@ -145,7 +148,7 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
         kind->key = Py_NewRef(key); /* so no other object gets its address */
         kind->op = Py_NewRef(op);
         kind->nbytes = (Py_ssize_t)nbytes;
-        fill(kind, plan, &meeting);
+        fill(self, kind, plan, &meeting);
     }
     Py_RETURN_NONE;
 }
@@ -314,7 +317,8 @@ static int arrive(ShortCalls *self, ShortCall *call, bool is_clear)
     Py_XDECREF(told);
     if (!told)
         return -1;
-    int state = meetings_arrive(self->meetings, call->number, &call->kind->meeting, 0, &call->bytes, is_clear);
+    int state =
+        meetings_arrive(self->meetings, call->number, &call->kind->meeting, call->address, &call->bytes, is_clear);
     if (state == OVER)
         return end(call, true) < 0 ? -1 : 1;
     return state < 0 ? -1 : 0;
@@ -375,10 +379,27 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     return call;
 }
 
+/* Find out where `array` is, which the others may see there. 1; 0 if the call is left to Python; -1 with an exception. */
+static int locate(ShortCalls *self, PyObject *array, long long *address)
+{
+    PyObject *found = PyObject_CallFunctionObjArgs(self->address_of, array, NULL);
+    if (!found)
+        return -1;
+    int is_here = found != Py_None;
+    *address = is_here ? PyLong_AsLongLong(found) : 0;
+    Py_DECREF(found);
+    return PyErr_Occurred() ? -1 : is_here;
+}
+
 /* Start a call of `kind`. */
 static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
 {
+    long long address = 0;
     int is = is_unusual(self);
+    if (!is && kind->is_shown) {
+        is = locate(self, array, &address);
+        is = is < 0 ? -1 : !is;
+    }
     PyObject *loop = is ? NULL : loop_of(self), *started = NULL;
     if (is || !loop || loop == Py_None) {
         if (bytes->obj)
@@ -387,8 +408,10 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
     ShortCall *call = make(self, kind, array, result, bytes);
-    if (call)
+    if (call) {
+        call->address = address;
         started = begin(self, call, loop);
+    }
     Py_XDECREF((PyObject *)call);
     Py_DECREF(loop);
     return started;
@@ -732,18 +755,18 @@ PyType_Spec short_call_spec = {
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
 /* `ShortCalls(meetings, host, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
- * running_loop, expiry, array_type, polls, sleep_ns)` */
+ * running_loop, expiry, array_type, address_of, polls, sleep_ns)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *parts[15];
+    PyObject *parts[16];
     long long polls, sleep_ns;
-    static char *known[] = {"meetings",     "host",   "runner",     "home",  "held",     "endpoint",
-                            "failures",     "unused", "unfinished", "turns", "end",      "note",
-                            "running_loop", "expiry", "array_type", "polls", "sleep_ns", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOLL:ShortCalls", known, &parts[0], &parts[1],
-                                     &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7], &PySet_Type,
-                                     &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11], &parts[12], &parts[13],
-                                     &parts[14], &polls, &sleep_ns))
+    static char *known[] = {"meetings",   "host",       "runner", "home",     "held", "endpoint",     "failures",
+                            "unused",     "unfinished", "turns",  "end",      "note", "running_loop", "expiry",
+                            "array_type", "address_of", "polls",  "sleep_ns", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOOLL:ShortCalls", known, &parts[0],
+                                     &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7],
+                                     &PySet_Type, &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11],
+                                     &parts[12], &parts[13], &parts[14], &parts[15], &polls, &sleep_ns))
         return NULL;
     if (!is_meetings(parts[0]) || (parts[4] != Py_None && !PyDict_Check(parts[4]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
@@ -768,7 +791,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
                            &self->note,
                            &self->running_loop,
                            &self->expiry,
-                           &self->array_type};
+                           &self->array_type,
+                           &self->address_of};
     for (size_t i = 1; i < sizeof parts / sizeof *parts; i++)
         *fields[i] = Py_NewRef(parts[i]);
     self->polls = polls;
@@ -804,6 +828,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->running_loop);
     Py_VISIT(self->expiry);
     Py_VISIT(self->array_type);
+    Py_VISIT(self->address_of);
     Py_VISIT(self->call_type);
     Py_VISIT(self->entry);
     return 0;
@@ -831,6 +856,7 @@ static void destroy(PyObject *object)
     }
     PyMem_Free(self->kinds);
     Py_XDECREF(self->barriers.plan);
+    Py_XDECREF(self->address_of);
     PyObject *parts[] = {(PyObject *)self->meetings,
                          self->host,
                          self->runner,

@@ -16,7 +16,13 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 import asyncoll  # noqa: E402
-from asyncoll import AbortedError, Communicator, DeadlineError, MismatchError  # noqa: E402
+from asyncoll import (  # noqa: E402
+    AbortedError,
+    Communicator,
+    DeadlineError,
+    MismatchError,
+    _core,
+)
 
 
 def ones() -> np.ndarray:
@@ -142,6 +148,7 @@ async def endless(part: Communicator) -> None:
 
 
 async def main(comm: Communicator) -> None:
+    assert (_core.native is None) == (core == "python")
     await warm(comm)
     await taken_over(comm)
     await awaited_late(comm)

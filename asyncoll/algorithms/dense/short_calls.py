@@ -24,7 +24,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 
 _KINDS_MAX = 192
 _UNCOUNTED_MAX = 256  # calls that have ended and are not counted yet
-_ABOVE = 2  # frames between a function here and the caller of the public method
+_ABOVE = 3  # frames from `_start` to the caller of the public method
 
 
 class Closing(Protocol):

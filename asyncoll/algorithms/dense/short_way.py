@@ -20,6 +20,7 @@ from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
 from asyncoll.algorithms.dense.short_calls import Closing, Failures, PythonShortCalls
 from asyncoll.algorithms.dense.staging import Copy, StagingArea, signed
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Driven, Work
@@ -91,10 +92,20 @@ class ShortWay:
             asyncio.get_running_loop,
             deadlines.expiry.get,
             np.ndarray,
+            self._address_of,
             self._polls,
             self._sleep_ns,
         )
         return self._compiled
+
+    def _address_of(self, x: Array) -> int | None:
+        """The address of `x`, if it is registered; else 0, for a copy. None if the call is left to Python.
+
+        A call that shows its caller's memory takes it back after an exception, which takes more than one step. So it is
+        left to Python if a signal handler may raise; and so is a long array that is not registered.
+        """
+        address = None if may_interrupt() else self._staging.address_of_short(x)
+        return address if address or x.nbytes <= self._staging.sizes.short else None
 
     def takes(self, x: Array) -> bool:
         sizes = self._staging.sizes
@@ -128,7 +139,7 @@ class ShortWay:
             key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic
         )
         self._plans[key] = plan
-        if (self._compiled is not None and is_atomic) or (self._in_python is not None and (is_copied or not nbytes)):
+        if not nbytes or (kernel if self._compiled is not None else is_copied):
             self._teach(plan, op, nbytes)
         return plan
 
