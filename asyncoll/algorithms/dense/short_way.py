@@ -100,10 +100,10 @@ class ShortWay:
     def _begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
         state = NOT_FREE
-        # The first call with a short array goes the general way, which allocates the memory for such arrays.
-        has_memory = x is None or staging.has_short_arrays or x.nbytes > staging.sizes.short
+        address = 0 if x is None else staging.address_of_short(x)
+        # The first call with an array to copy goes the general way, which allocates the memory for copies.
+        has_memory = x is None or address or staging.has_short_arrays
         if has_memory and staging.is_over(number - staging.sizes.calls):
-            address = 0 if x is None else staging.address_of_short(x)
             clear = staging.is_alone(number)
             state = self._meetings.arrive(number, plan.fingerprint, x, address, plan.kernel, plan.divisor, clear)
         if state == OVER or (state == LAST and self._reduce(plan, number, x)):
