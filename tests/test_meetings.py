@@ -48,11 +48,10 @@ class Rank:
         rendezvous = self.staging.rendezvous(number, 0, fingerprint)
         if x is not None and rendezvous.is_shown(x.nbytes):
             self.reduce_chunks(number, x, op)
-            assert self.complete(number, x)
-        else:
-            if x is not None:
-                rendezvous.reduce_copies(x, reducer_in_python(op, dtype), divisor)
-            self.meetings.publish(number, _done(x), True)
+            return state if self.complete(number, x) else WAITING  # another rank still reduces a chunk
+        if x is not None:
+            rendezvous.reduce_copies(x, reducer_in_python(op, dtype), divisor)
+        self.meetings.publish(number, _done(x), True)
         return state
 
     def reduce_chunks(self, number: int, x: Array, op: ReduceOp, count: int = sys.maxsize) -> None:

@@ -15,7 +15,7 @@ from test_pieces import interleave, staging_areas
 from asyncoll import AbortedError, Communicator, _core
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
-from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
 from asyncoll.testing import run_ranks
 
@@ -144,12 +144,12 @@ def test_a_rank_that_reads_memory_that_was_withdrawn_waits_for_the_failure():
         async def late() -> None:
             await SharedCall(areas[1], 0, 5).allreduce(x, ReduceOp.SUM, "float32")
 
-        rendezvous = areas[0].rendezvous(0, 0, 5)
+        rendezvous = areas[0].rendezvous(0, 0, signed(5))
         rendezvous.arrive(16, x.nbytes, private=True)  # no array is there
         call = late()
         with pytest.raises(OSError):  # noqa: PT011 (of any number: the kernel refuses the address)
             call.send(None)
-        rendezvous = areas[0].rendezvous(1, 0, 5)
+        rendezvous = areas[0].rendezvous(1, 0, signed(5))
         rendezvous.arrive(16, x.nbytes, private=True)
         with pytest.raises(StopIteration):
             rendezvous.withdraw(x.nbytes, lambda rank: False).send(None)

@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import PATIENCE_S
 from test_meetings import cores, ranks
-from test_processes import finish, world
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
 from asyncoll.algorithms.dense.meetings import WAITING
@@ -269,10 +268,10 @@ def test_a_call_of_one_rank_leaves_no_reference_to_its_array():
 
 
 @pytest.mark.parametrize("core", KINDS)
-def test_a_call_keeps_its_promises_however_its_caller_treats_it(core):
-    with world(dict(os.environ), 2, SCRIPTS / "short_call_ways.py", core) as processes:
-        for code, out, err in map(finish, processes):
-            assert (code, out) == (0, "all is well\n"), err
+def test_a_call_keeps_its_promises_however_its_caller_treats_it(forked_world, core):
+    for rank in forked_world(dict(os.environ), 2, SCRIPTS / "short_call_ways.py", core):
+        code, out, err = rank.end()
+        assert (code, out) == (0, "all is well\n"), err
 
 
 @pytest.mark.slow

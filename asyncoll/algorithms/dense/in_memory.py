@@ -20,7 +20,6 @@ from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
-from asyncoll.forks import address_of
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.transport.control_block import checkpoint, failure
@@ -90,7 +89,7 @@ class SharedCall:
         if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
-            rendezvous.arrive(address_of(x), total, private=True)
+            rendezvous.arrive(x.ctypes.data, total, private=True)
             self._lend(rendezvous, 0, total)
         elif address is None:
             rendezvous = await self._come_with_slot(what)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll._core import Core
-from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import ControlBlock
 
@@ -54,7 +53,7 @@ class Peers:
         mine = first + PEER_CELLS * rank
         with control_block:
             self._cells[mine + _PID] = os.getpid()
-            self._cells[mine + _ADDRESS] = address_of(self._token)
+            self._cells[mine + _ADDRESS] = self._token.ctypes.data
             self._cells[mine + _TOKEN] = int(self._token[0])
 
     def can_read(self) -> bool:

@@ -183,7 +183,7 @@ class ShortWay:
         staging = self._staging
         state = NOT_FREE
         address = 0 if x is None else staging.address_of_short(x)
-        # The first call that shows a copy goes the general way, which allocates the memory of short arrays.
+        # The first call with an array to copy goes the general way, which allocates the memory for copies.
         has_memory = x is None or address or staging.has_short_arrays
         if has_memory and staging.is_over(number - staging.sizes.calls):
             clear = staging.is_alone(number)
