@@ -52,6 +52,8 @@ enum Point {
     PIECE_COPIED_OUT,
     PIECE_COUNTED, /* under the lock: the step is counted */
     PIECE_AWAITED, /* the condition of the next step seems to be met */
+    PEER_READ,     /* a block of another rank's private array is in the cache */
+    PEERS_REDUCED, /* such a block is reduced, into this rank's array */
     ROUND_FILLED,  /* under the lock, as all of a round: the contribution is in a new block */
     ROUND_STAGED,
     ROUND_ARRIVED,

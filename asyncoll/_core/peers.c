@@ -87,11 +87,13 @@ static int reduce_blocks_of(const Job *job)
             int error = copy_from(job->places[rank].pid, job->places[rank].start + at, room, length);
             if (error)
                 return error;
+            pass_point(PEER_READ);
             room += job->block;
         }
         job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
         if (job->rank != 0)
             memcpy(job->own + at, job->operands[0], length);
+        pass_point(PEERS_REDUCED);
     }
     return 0;
 }

@@ -50,10 +50,12 @@ void rounds_drop_block(Rounds *self, int64_t block)
 /* The memory of `block`; NULL if it has none. */
 char *rounds_find_memory(const Rounds *self, int64_t block)
 {
-    if (!is_block(self, block) || self->addresses[block] < 0)
+    if (!is_block(self, block))
         return NULL;
-    int64_t capacity = self->segments[0].len, address = self->addresses[block], offset = address % capacity;
-    if (address / capacity >= self->segment_count || offset > capacity - self->nbytes)
+    /* Read once: a broken peer may change it meanwhile. */
+    int64_t address = __atomic_load_n(&self->addresses[block], __ATOMIC_RELAXED);
+    int64_t capacity = self->segments[0].len, offset = address % capacity;
+    if (address < 0 || address / capacity >= self->segment_count || offset > capacity - self->nbytes)
         return NULL;
     return (char *)self->segments[address / capacity].buf + offset;
 }

@@ -48,10 +48,11 @@ from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
 _SIZES = Sizes(
     shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private=1 << 62, calls=2
 )
-_ALLOWED = (AsyncollError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
+_ALLOWED = (AsyncollError, OSError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
 _CANARY = bytes(range(200, 232))
 _BATCH = 200  # inputs on one world
 _ADDRESSES = 1 << 40  # those of the arena are below
+_SEGMENT = 1 << 20  # bytes of the memory of a rank that the rounds see
 _PTHREAD_BYTES = 40  # on x86-64; 48 on ARM, where the last 8 bytes of it are not damaged either
 
 
@@ -241,8 +242,9 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     objects = [
         meetings_of(
             SimpleNamespace(  # type: ignore[arg-type]
-                arena=SimpleNamespace(native=_core.native, view=memory.view),
+                arena=SimpleNamespace(native=_core.native, view=memory.view, cores=2),
                 sizes=_SIZES,
+                shown=_SIZES.shown,
                 control_block=block,
                 size=size,
                 rank=rank,
@@ -254,11 +256,12 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     any_array, done = _Argument(_array), _Argument(lambda draw: draw.choice((1, 64, 1024)))
     fingerprint = _Argument(lambda draw: signed(draw.choice(numbers)))
     address = _Argument(lambda draw: draw.choice((0, 0, 4096)))
+    polls, sleep_ns = _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))
     methods = {
         "arrive": [valid, fingerprint, any_array, address, _Argument(_kernel), _divisor, _flag],
         "publish": [valid, done, _flag],
         "complete": [valid, done, any_array, _flag],
-        "look": [valid, done, _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))],
+        "look": [valid, done, polls, sleep_ns, _Argument(_kernel), _divisor],
     }
     return _Target(image, states, objects, methods)
 
@@ -271,15 +274,16 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
         options["group_size"] = draw.randrange(1, size + 1)
     operation = Operation("g", (("float64", draw.choice((1, 9))),), ReduceOp.SUM, opening, **options)
     states: list[bytes] = []
-    layout, memory = BlockLayout.of(operation), _Memory()
+    layout = BlockLayout.of(operation)
     with local_world(size, (None,)) as arenas:
         ranks = [_one_sided(arena, operation) for arena in arenas]
         for _ in range(12):
             _call(draw.choice(ranks), operation)
-            states.append(ranks[0]._control_block.cells.tobytes())
+            states.append(_at_small_addresses(ranks[0]._control_block.cells, arenas[0].segments[0].size))
         record = ranks[0]._rounds
         image = _Image(len(record.cells), size, shared=shared)
-        arena: Any = SimpleNamespace(native=_core.native, view=memory.view)
+        segments = [np.zeros(_SEGMENT, np.uint8) for _ in range(size)]
+        arena: Any = SimpleNamespace(native=_core.native, segments=segments)
         objects = []
         for rank, block in enumerate(image.blocks):
             fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": True}
@@ -301,6 +305,12 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
         "plan": [number, ranks_of, groups],
     }
     return _Target(image, states, [_planned(each, size) for each in objects], methods)
+
+
+def _at_small_addresses(cells: np.ndarray[Any, Any], capacity: int) -> bytes:
+    """The cells, with addresses in segments of `capacity` bytes moved to segments of `_SEGMENT` bytes."""
+    ranks, offsets = np.divmod(cells, capacity)
+    return np.where(ranks > 0, ranks * _SEGMENT + offsets, cells).tobytes()
 
 
 class _planned:  # noqa: N801 (stands in for an object of the core)
@@ -368,14 +378,35 @@ def _create(right: list[Any], draw: _Random) -> Callable[..., None]:
 def _reductions(draw: _Random, shared: bool) -> _Target:
     image = _Image(1, 1, shared=shared)
     assert _core.native is not None
-    functions = SimpleNamespace(reduce=_core.native.reduce, find_kernel=_core.native.find_kernel)
+    names = ("reduce", "reduce_to_all", "reduce_from_peers", "read_memory", "find_kernel")
+    functions = SimpleNamespace(**{name: getattr(_core.native, name) for name in names})
     arrays = _Argument(lambda draw: [_array(draw) for _ in range(draw.randrange(4))])
     text = _Argument(lambda draw: draw.choice(("sum", "avg", "float64", "int8", "bool", "", "x" * 99)))
     number = _Argument(lambda draw: draw.choice((_kernel(draw), draw.randrange(-2, 300))))
+    # This process has memory at some of the addresses, and there is no process of the other numbers.
+    room = np.zeros(1 << 10)
+    pid = _Argument(lambda draw: draw.choice((os.getpid(), os.getpid(), -1, 0, 1 << 30)))
+    address = _Argument(lambda draw: draw.choice((room.ctypes.data, room.ctypes.data, draw.number(room.ctypes.data))))
+    pids = _Argument(lambda draw: tuple(pid.draw(draw) for _ in range(draw.randrange(1, 4))))
+    addresses = _Argument(lambda draw: tuple(address.draw(draw) for _ in range(draw.randrange(1, 4))))
+    rank, place = _Argument(lambda draw: draw.randrange(-1, 3)), _Argument(lambda draw: 8 * draw.randrange(-1, 300))
     same = np.zeros(64)
     equal = _Argument(lambda draw: [same] * draw.randrange(1, 4))
     methods = {
         "reduce": [number, _Argument(_array), arrays, _divisor],
+        "reduce_to_all": [number, arrays, _divisor],
+        "reduce_from_peers": [
+            number,
+            pids,
+            addresses,
+            rank,
+            _Argument(_array),
+            place,
+            place,
+            _Argument(_array),
+            _divisor,
+        ],
+        "read_memory": [pid, address, _Argument(_array)],
         "find_kernel": [text, text, _flag],
     }
     if draw.randrange(2):

@@ -148,7 +148,7 @@ async def endless(part: Communicator) -> None:
 
 
 async def main(comm: Communicator) -> None:
-    assert (_core.native is None) == (core == "python")
+    assert (_core.of_rank() is None) == (core == "python")
     await warm(comm)
     await taken_over(comm)
     await awaited_late(comm)

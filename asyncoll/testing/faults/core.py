@@ -16,6 +16,7 @@ _SLEEPERS = ("doorbell-chosen", "doorbell-rung")
 _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
+_PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 
@@ -26,15 +27,8 @@ PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("allreduce", 20_000): ("meeting-copied", "meeting-shown", "meeting-counted", "meeting-received"),
     ("registered_allreduce", 12_000): (*_LOCK, *_ARRIVAL, "meeting-shown", "meeting-counted", *_END),
     ("registered_allreduce", 1_200_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
-    ("allreduce", 300_000): (
-        *_LOCK,
-        *_SLEEPERS,
-        "piece-copied-in",
-        "piece-reduced",
-        "piece-copied-out",
-        "piece-counted",
-        "piece-awaited",
-    ),
+    ("allreduce", 300_000): (*_LOCK, *_SLEEPERS, "peer-read", "peers-reduced"),
+    ("reduce", 300_000): (*_LOCK, *_SLEEPERS, *_PIECE),
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("quorum", 8): (*_LOCK, *_ROUND, *_RESULT, *_SLEEPERS),
