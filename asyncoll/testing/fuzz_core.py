@@ -307,10 +307,11 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
     return _Target(image, states, [_planned(each, size) for each in objects], methods)
 
 
-def _at_small_addresses(cells: np.ndarray[Any, Any], capacity: int) -> bytes:
+def _at_small_addresses(cells: memoryview[int], capacity: int) -> bytes:
     """The cells, with addresses in segments of `capacity` bytes moved to segments of `_SEGMENT` bytes."""
-    ranks, offsets = np.divmod(cells, capacity)
-    return np.where(ranks > 0, ranks * _SEGMENT + offsets, cells).tobytes()
+    whole = np.asarray(cells)
+    ranks, offsets = np.divmod(whole, capacity)
+    return np.where(ranks > 0, ranks * _SEGMENT + offsets, whole).tobytes()
 
 
 class _planned:  # noqa: N801 (stands in for an object of the core)
