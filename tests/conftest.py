@@ -253,7 +253,8 @@ def _descriptors() -> set[tuple[str, str]]:
     return found
 
 
-def _children() -> set[str]:
+def children() -> set[str]:
+    """The numbers of the processes that this one has started and not waited for."""
     found = set()
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
@@ -265,7 +266,7 @@ def _state() -> dict[str, set]:
     return {
         "descriptors": _descriptors(),
         "threads": {thread.name for thread in threading.enumerate()},
-        "children": _children(),
+        "children": children(),
         # Other programs of the machine use /dev/shm, too, so only names of this library count. Memory without a name
         # is found among the descriptors.
         "/dev/shm": {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")},

@@ -541,10 +541,10 @@ def test_a_malformed_segment_is_rejected(folder, monkeypatch, change, reason):
 @pytest.mark.parametrize("local_rank", [0, 2])
 def test_a_rank_that_cannot_map_the_others(folder, monkeypatch, local_rank):
     class Cramped(HostArena):
-        def __init__(self, mine, ranks, parts):
+        def __init__(self, mine, *more):
             if mine == local_rank:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            super().__init__(mine, ranks, parts)
+            super().__init__(mine, *more)
 
     monkeypatch.setattr(fd_passing, "HostArena", Cramped)
     with pytest.raises(ArenaUnavailable, match=f"rank {10 + local_rank} cannot map .* Cannot allocate memory"):

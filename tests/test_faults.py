@@ -426,7 +426,7 @@ CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orph
 CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 
 
-CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-written", "kill/solo/round-taken")
+CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
 
 
 @pytest.mark.slow

@@ -228,12 +228,14 @@ class SharedCall:
 
     async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
-        await self._reduce_chunks(rendezvous, what)
+        mine = await self._reduce_chunks(rendezvous, what)
         await rendezvous.reduced(what.raw.size, PATIENCE)
+        self.traffic.received(what.raw.size - mine)  # others have written it into this rank's array
         await self._leave(rendezvous)
 
-    async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> None:
-        """Claim and reduce chunks of what all ranks show, until all are claimed."""
+    async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> int:
+        """Claim and reduce chunks of what all ranks show, until all are claimed. Returns how many bytes."""
+        mine = 0
         arrays = rendezvous.arrays(what.raw.size, what.dtype)
         reduce = into_all(what.reduce, what.kernel, self._staging.arena.native)
         interrupted: BaseException | None = None
@@ -243,9 +245,11 @@ class SharedCall:
             except BaseException as error:
                 interrupted = error  # raised after the last chunk: other ranks wait for each chunk that is claimed
             rendezvous.reduce_chunk(chunk, arrays, reduce, what.divisor)
-            self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))
+            mine += chunk.stop - chunk.start
+        self.traffic.received(mine * (self.size - 1))
         if interrupted is not None:
             raise interrupted
+        return mine
 
     async def _reduce_privately(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays in private memory (`peers`). Each rank claims chunks, and reduces them into its own array.
