@@ -1,6 +1,6 @@
 /* Whole short calls, an allreduce or a barrier, from the arguments of the caller to the end of its `await`.
  *
- * The types behind `ShortCalls` and `ShortCall` of asyncoll/algorithms/short_calls.py, which says what they do. A call
+ * Implements `ShortCalls` and `BegunShortCall` of asyncoll/algorithms/backend.py, which say what they do. A call
  * that is unusual in any way is left to Python before it has a number: nothing has changed then. A call that has begun,
  * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
  *
@@ -41,7 +41,7 @@ static const char *const names[NAMES] = {"any",         "closed",  "f_code",    
 typedef struct {
     PyObject_HEAD
     Meetings *meetings;
-    PyObject *host;         /* asyncoll.algorithms.short_calls.Host */
+    PyObject *host;         /* asyncoll.algorithms.backend.Host */
     PyObject *runner;       /* asyncoll.runtime.progress.Runner */
     PyObject *home;         /* the only loop that may make calls; None: any loop may */
     PyObject *held;         /* the calls that have begun and wait for their callers: a dict of the runner, or None */
