@@ -42,7 +42,8 @@ PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t 
     return (PyObject *)self;
 }
 
-/* The result has no receiver: as `Engine.take_back`. Returns 0, or -1 with an exception set. Without effect if it was handed over. */
+/* The result has no receiver: as `Engine.take_back`. Without effect if it was handed over. Returns 0, or -1 with an
+ * exception set. */
 static int return_result(Answer *self)
 {
     PyObject *result = self->result;

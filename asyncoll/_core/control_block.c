@@ -82,8 +82,12 @@ static int complete_lock(ControlBlock *self, int failure)
         pass_point(LOCK_TAKEN);
     if (failure || *self->holder < 0) {
         PyObject *result = PyObject_CallMethod(self->mutex_in_python, "resume", "i", failure);
-        if (!result) {
-            control_block_abandon(self); /* without effect if this thread does not hold the lock */
+        if (!result) { /* perhaps of a signal handler; no cell has changed */
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            if (call(self->mutex_in_python, "give_back") < 0)
+                PyErr_WriteUnraisable((PyObject *)self);
+            PyErr_Restore(type, value, trace);
             return -1;
         }
         Py_DECREF(result);

@@ -83,7 +83,6 @@ typedef struct {
     PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
     PyObject *everyone;   /* all ranks, as a tuple */
     PyObject *turns[4];   /* `CallOrder` (asyncoll/algorithms/rounds/call_order.py): numbers, now, over, waiting */
-    PyObject *end_turn;   /* its method */
     PyObject *owed;       /* `Engine.owed` (asyncoll/algorithms/rounds/engine.py) */
     Py_buffer engine;     /* `Engine.cells` */
     int64_t divisor;      /* of a result; 0: by the number of contributors */

@@ -15,30 +15,57 @@ enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
 /* progress.py: CALLS_PER_TURN. */
 enum { CALLS_PER_TURN = 64 };
 
-/* The turn of a call that begins now; NULL, without an exception, if an earlier call of this rank is under way. */
+/* The turn of a call that begins now; NULL if an earlier call of this rank is under way, or with an exception set. */
 static PyObject *take_turn(Rounds *self)
 {
     PyObject *turn = PyIter_Next(self->turns[ORDER_NUMBERS]);
     if (!turn || PyObject_RichCompareBool(turn, PyList_GetItem(self->turns[ORDER_NOW], 0), Py_EQ) == 1)
         return turn;
-    PyObject *done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
+    /* The call is over before its turn. No thread comes between, so the call whose turn it is finds this one. */
+    PySet_Add(self->turns[ORDER_OVER], turn);
     Py_DECREF(turn);
-    Py_XDECREF(done);
     return NULL;
+}
+
+/* Wake the call that waits for turn `next`, if there is one. A signal handler may raise in `Turn.set`, which is written
+ * in Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
+static int wake_turn(Rounds *self, PyObject *next)
+{
+    PyObject *turn = PyDict_GetItemWithError(self->turns[ORDER_WAITING], next);
+    if (!turn)
+        return PyErr_Occurred() ? -1 : 0;
+    Py_INCREF(turn);
+    PyDict_DelItem(self->turns[ORDER_WAITING], next);
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *set = NULL;
+    while (!set) {
+        set = PyObject_CallMethod(turn, "set", NULL);
+        if (!set) {
+            Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+            PyErr_Fetch(&type, &value, &trace);
+        }
+    }
+    Py_DECREF(set);
+    Py_DECREF(turn);
+    if (type)
+        PyErr_Restore(type, value, trace);
+    return type ? -1 : 0;
 }
 
 /* `CallOrder.end` of a call that had its turn. Returns 0, or -1 with an exception set. */
 static int end_turn(Rounds *self, PyObject *turn)
 {
-    PyObject *done = NULL;
-    if (PySet_Size(self->turns[ORDER_OVER]) || PyDict_Size(self->turns[ORDER_WAITING]))
-        done = PyObject_CallFunctionObjArgs(self->end_turn, turn, NULL);
-    else {
-        PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(turn) + 1);
-        done = next && PyList_SetItem(self->turns[ORDER_NOW], 0, next) == 0 ? Py_NewRef(Py_None) : NULL;
+    int64_t number = PyLong_AsLongLong(turn) + 1;
+    PyObject *next = PyLong_FromLongLong(number);
+    while (next && PySet_Discard(self->turns[ORDER_OVER], next) == 1) {
+        Py_DECREF(next);
+        next = PyLong_FromLongLong(++number);
     }
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    if (!next)
+        return -1;
+    PyList_SetItem(self->turns[ORDER_NOW], 0, Py_NewRef(next));
+    int failed = wake_turn(self, next);
+    Py_DECREF(next);
+    return failed;
 }
 
 /* Whether `block` has memory, or stands for none. */
@@ -173,7 +200,34 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
     return answer;
 }
 
-/* `at_once(array)`: a whole call, if it is over without a wait. */
+/* The end of a call that had `turn`, a new reference: what `at_once` returns if the call has come to `answer`, NULL with an
+ * exception set. */
+static PyObject *end_call(Rounds *self, PyObject *turn, PyObject *answer)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace); /* no Python runs with an exception set */
+    PyErr_NormalizeException(&type, &value, &trace);
+    int failed = end_turn(self, turn);
+    Py_DECREF(turn);
+    if (failed) {
+        PyObject *handler_type, *handler_value, *handler_trace;
+        PyErr_Fetch(&handler_type, &handler_value, &handler_trace);
+        Py_CLEAR(answer); /* its round is owed to the next call */
+        PyErr_Restore(handler_type, handler_value, handler_trace);
+    } else if (value && PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
+        answer = Py_NewRef(value);
+    } else if (type) {
+        PyErr_Restore(type, value, trace);
+        return NULL;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return answer;
+}
+
+/* `at_once(array)`: a whole call, if it is over without a wait. A failure of the rounds is returned: what is raised is the
+ * exception of a signal handler, which breaks nothing. */
 PyObject *rounds_at_once(PyObject *object, PyObject *array)
 {
     Rounds *self = (Rounds *)object;
@@ -186,27 +240,20 @@ PyObject *rounds_at_once(PyObject *object, PyObject *array)
     }
     bool suits = flat.len == self->parts[0].length && (uintptr_t)flat.buf % (uintptr_t)flat.itemsize == 0;
     PyObject *turn = suits ? take_turn(self) : NULL;
-    PyObject *answer = NULL;
-    if (turn)
-        answer = answer_at_once(self, array, &flat);
-    else if (!PyErr_Occurred())
-        answer = Py_NewRef(Py_None);
+    PyObject *answer = turn ? answer_at_once(self, array, &flat) : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     PyBuffer_Release(&flat);
-    if (turn && end_turn(self, turn) < 0)
-        Py_CLEAR(answer);
-    Py_XDECREF(turn);
-    return answer;
+    return turn ? end_call(self, turn, answer) : answer;
 }
 
-/* `attach(answer, reduction, fields, turns, end_turn, owed, engine, divisor)`: what `at_once` needs. */
+/* `attach(answer, reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
-    PyObject *answer, *reduction, *fields, *turns[4], *end, *owed, *engine;
+    PyObject *answer, *reduction, *fields, *turns[4], *owed, *engine;
     long long divisor;
-    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
+    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
                           &fields, &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type,
-                          &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &end, &owed, &engine, &divisor))
+                          &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
         return NULL;
     if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->history || divisor < 0)
@@ -224,7 +271,6 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
         self->turns[i] = Py_NewRef(turns[i]);
     self->reduction = Py_NewRef(reduction);
     self->fields = Py_NewRef(fields);
-    self->end_turn = Py_NewRef(end);
     self->owed = Py_NewRef(owed);
     self->divisor = divisor;
     self->answer = Py_NewRef(answer); /* last: now `at_once` may be called */
@@ -240,7 +286,6 @@ int rounds_visit_attached(Rounds *self, visitproc visit, void *arg)
                             self->turns[ORDER_NOW],
                             self->turns[ORDER_OVER],
                             self->turns[ORDER_WAITING],
-                            self->end_turn,
                             self->owed};
     for (size_t i = 0; i < sizeof attached / sizeof *attached; i++)
         Py_VISIT(attached[i]);
@@ -255,7 +300,6 @@ void rounds_detach(Rounds *self)
     Py_XDECREF(self->everyone);
     for (int i = 0; i < 4; i++)
         Py_XDECREF(self->turns[i]);
-    Py_XDECREF(self->end_turn);
     Py_XDECREF(self->owed);
     if (self->engine.obj)
         PyBuffer_Release(&self->engine);

@@ -274,8 +274,10 @@ class SharedCall:
                     staging.peers.read(reduction, rank, own, chunk)
                     self.traffic.received(chunk.stop - chunk.start)
         except OSError as error:
-            # The rank whose memory could not be read has ended, or has failed and returned its array to its caller.
-            if not isinstance(error, ProcessLookupError) and not rendezvous.is_withdrawn():
+            # The rank whose memory could not be read has ended, or runs another program, or has failed and returned its
+            # array to its caller.
+            is_lost = isinstance(error, ProcessLookupError) or not staging.peers.has_read_all()
+            if not is_lost and not rendezvous.is_withdrawn():
                 raise
             await failure(rendezvous.control_block)
         await self._leave(rendezvous)

@@ -49,7 +49,7 @@ class Peers:
         self._size = size
         self._rank = rank
         self._token = np.frombuffer(bytearray(os.urandom(8)), np.int64) >> 1 | 1
-        self._scratch: Array | None = None
+        self._spare: list[Array] = []
         mine = first + PEER_CELLS * rank
         with control_block:
             self._cells[mine + _PID] = os.getpid()
@@ -60,10 +60,11 @@ class Peers:
         """Whether all ranks can read the memory of all others. A hint: the other ranks may decide otherwise now."""
         mine = self._first + PEER_CELLS * self._rank + _CAN_READ
         if not self._cells[mine] and all(self._column(_TOKEN)):
-            self._cells[mine] = 1 if self._has_read_all() else -1
+            self._cells[mine] = 1 if self.has_read_all() else -1
         return min(self._column(_CAN_READ)) == 1
 
-    def _has_read_all(self) -> bool:
+    def has_read_all(self) -> bool:
+        """Whether the token of each rank is where it was: otherwise a rank has ended, or runs another program."""
         found = np.zeros(1, np.int64)
         for pid, address, token in zip(*map(self._column, (_PID, _ADDRESS, _TOKEN)), strict=True):
             try:
@@ -87,12 +88,16 @@ class Peers:
 
         Raises OSError if another rank has ended, or has returned its array. It is ProcessLookupError in the first case.
         """
-        if self._scratch is None:
-            self._scratch = np.empty(max(_SCRATCH, 4096 * self._size), np.uint8)
+        # `pop`, without a look before: calls of one communicator run in several threads at the same time.
+        try:
+            scratch = self._spare.pop()
+        except IndexError:
+            scratch = np.empty(max(_SCRATCH, 4096 * self._size), np.uint8)
         pids, addresses, kernel, divisor = reduction
         self._native.reduce_from_peers(
-            kernel, pids, addresses, self._rank, own, chunk.start, chunk.stop, self._scratch, divisor
+            kernel, pids, addresses, self._rank, own, chunk.start, chunk.stop, scratch, divisor
         )
+        self._spare.append(scratch)
 
     def read(self, reduction: Reduction, rank: int, own: Array, chunk: slice) -> None:
         """Copy these bytes of the array of `rank` into those of `own`. Raises OSError as `reduce` does."""

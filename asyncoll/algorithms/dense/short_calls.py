@@ -101,8 +101,11 @@ class PythonShortCalls:
         if not rendezvous.is_free_now():
             return None
         frame = sys._getframe(_ABOVE)
-        entry = self._latest = plan, number, frame.f_code, frame.f_lasti
+        entry = plan, number, frame.f_code, frame.f_lasti
+        if self.last + 1 != number:  # another thread has made a call meanwhile
+            return None
         self.last = number
+        self._latest = entry
         call = _ShortCall(self, entry, rendezvous, x, result)
         try:
             self._unfinished.add(number)

@@ -63,7 +63,6 @@ class CompiledRounds(Protocol):
         reduction: type,
         slots: tuple[Any, ...],
         turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
-        end_turn: Callable[[int], None],
         owed: Any,
         cells: memoryview,
         divisor: int,
@@ -71,7 +70,7 @@ class CompiledRounds(Protocol):
     ) -> None:
         """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
 
-        `turns` are the attributes of the `CallOrder`, `end_turn` its method, `owed` and `cells` those of the `Engine`.
+        `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
         Results are divided by `divisor`, or, if that is 0, by the number of contributors.
         """
 
@@ -122,5 +121,5 @@ def whole_calls(
     Coroutine.register(native.Answer)  # a task takes it only then
     divisor = {ReduceOp.AVG: group.size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
     turns = order.numbers, order.now, order.over, order.waiting
-    compiled.attach(native.Answer, Reduction, SLOTS, turns, order.end, engine.owed, engine.cells, divisor)
+    compiled.attach(native.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
     return compiled.at_once

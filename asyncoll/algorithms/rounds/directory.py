@@ -14,7 +14,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
-AtOnce = Callable[[Array], Coroutine[Any, Any, Reduction] | None]
+AtOnce = Callable[[Array], Coroutine[Any, Any, Reduction] | Exception | None]
 
 
 class Rounds(Protocol):
@@ -46,7 +46,7 @@ class Rounds(Protocol):
 
         Returns an awaitable `Reduction`, with the result in the array. Returns None, and has done nothing, if the call
         would have to wait, or is not one of the frequent cases. If the awaitable is not awaited, its round is told to
-        the next call.
+        the next call. Returns the exception if the rounds have failed.
         """
 
     async def call(self, contribution: Contribution) -> Delivery:

@@ -17,7 +17,6 @@ import numpy as np
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
-from asyncoll.errors import AsyncollError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
@@ -82,10 +81,9 @@ class Repeat:
             self._code, self._instruction = frame.f_code, frame.f_lasti
             call = self._call = RoundCall(self._operation, Site(frame.f_code, frame.f_lasti))
         self._member.check_caller()
-        try:
-            answer = self._at_once(x)
-        except (AsyncollError, ValueError) as error:  # not of a signal handler, which breaks nothing here
-            return self._fail(call, error)
+        answer = self._at_once(x)  # may raise the exception of a signal handler, which breaks nothing here
+        if isinstance(answer, Exception):
+            return self._fail(call, answer)
         if answer is not None:
             self._pending.note(call)
         return answer

@@ -134,6 +134,11 @@ class RobustMutex:
             self._holder[0] = _INTERRUPTED - self._local_rank
             self.release()
 
+    def give_back(self) -> None:
+        """Release the lock if this thread holds it: it has changed nothing. A dead owner stays on record."""
+        if self._futex[0] & _OWNER_BITS == threading.get_native_id():
+            self.release()
+
     def _acquire_slowly(self, failure: int) -> None:
         """Acquire the lock after a failed trylock, whose error is `failure`."""
         if failure == errno.EBUSY:
