@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +112,12 @@ def test_many_calls_of_long_arrays_follow_each_other(transport, size):
         return good
 
     assert run_ranks(size, main, transport) == [True] * size
+
+
+@pytest.mark.slow
+def test_calls_that_two_threads_reduce_at_the_same_time_do_not_mix(forked_world):
+    for rank in forked_world(dict(os.environ), 2, Path(__file__).parent / "scripts" / "long_calls.py"):
+        assert rank.end() == (0, "all right\n", "")
 
 
 @shared
