@@ -307,7 +307,15 @@ static int hold(ShortCalls *self, ShortCall *call, PyObject *loop)
         return is_set < 0 ? -1 : 0;
     PyObject *told = PyObject_CallMethodObjArgs(self->runner, self->names[SET_TIMER], NULL);
     Py_XDECREF(told);
-    return told ? 0 : -1;
+    if (told)
+        return 0;
+    /* The caller gets the exception, so the runner must not go on with the call. */
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (PyDict_DelItem(self->held, (PyObject *)call) < 0)
+        PyErr_Clear(); /* it has been taken out already */
+    PyErr_Restore(type, value, trace);
+    return -1;
 }
 
 /* Arrive. Returns 1 if the call is over, 0 if it is to go on, -1 with an exception. */
