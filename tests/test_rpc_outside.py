@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import gc
 import os
@@ -1198,8 +1199,8 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
         def received(kind, number, payload):
             came.append((kind, number, bytes(payload)))
 
-        streams[0].use(None, lambda: None, lambda error: None)
-        streams[1].use(received, done.set, pytest.fail)
+        streams[0].use(None, lambda cause: None, lambda error: None)
+        streams[1].use(received, lambda cause: done.set(), pytest.fail)
         streams[0].send(HELLO, 0, b"")
         for kind, number, payload in sent:
             streams[0].send(kind, number, np.frombuffer(payload, np.uint8) if number % 2 else payload)
@@ -1224,24 +1225,68 @@ def test_payloads_may_change_after_a_flush(reads):
         for end in ends:
             end.setblocking(False)
         sender, payload = SegmentStream(ends[0], Lookout()), np.full(SEGMENT_BYTES, 1, np.uint8)
-        sender.use(None, lambda: None, lambda error: None)
+        sender.use(None, lambda cause: None, lambda error: None)
         sender.send(HELLO, 0, b"")
         if reads:
             receiver = SegmentStream(ends[1], Lookout())
-            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda cause: None, pytest.fail)
         for _ in range(3):
             sender.send(0, 0, payload)
         await sender.flush()
         payload[:] = 2
         if not reads:
             receiver = SegmentStream(ends[1], Lookout())
-            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda cause: None, pytest.fail)
         while len(came) < 4:
             await asyncio.sleep(0)
         assert came == [b"", *[b"\1" * SEGMENT_BYTES] * 3]
         sender.close()
         receiver.close()
         await sender.flush()
+
+    run(main())
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 16])
+def test_a_peer_that_is_gone_kills_no_program_that_has_restored_sigpipe(nbytes):
+    async def main():
+        ends, done = socket.socketpair(), asyncio.Event()
+        ends[0].setblocking(False)
+        stream = SegmentStream(ends[0], Lookout())
+        stream.use(None, lambda cause: done.set(), pytest.fail)
+        ends[1].close()
+        for _ in range(3):
+            stream.send(0, 0, bytes(nbytes))
+        await done.wait()
+        stream.close()
+
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        run(main())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_stream_that_cannot_be_written_ends_with_the_cause(queued, monkeypatch):
+    def fail(stream, parts):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    async def main():
+        ends, ended = socket.socketpair(), asyncio.Queue()
+        ends[0].setblocking(False)
+        stream = SegmentStream(ends[0], Lookout())
+        stream.use(None, ended.put_nowait, pytest.fail)
+        if queued:
+            stream.send(0, 0, b"")
+        monkeypatch.setattr(SegmentStream, "_put", fail)
+        stream.send(0, 0, b"")
+        assert ended.empty()  # the owner is not called while it sends
+        assert await ended.get() == "its connection failed: No buffer space available"
+        stream.send(0, 0, b"")
+        stream.close()
+        ends[1].close()
+        assert ended.empty()
 
     run(main())
 

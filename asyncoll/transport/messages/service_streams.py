@@ -29,7 +29,6 @@ from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, U
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
-    CLOSED,
     FOREIGN_USER,
     HELLO,
     REASON_BYTES,
@@ -187,7 +186,7 @@ class StreamServer:
         if stream in self._others:
             self._end(stream)
 
-    def _end(self, stream: SegmentStream) -> None:
+    def _end(self, stream: SegmentStream, _: str = "") -> None:
         """Close a connection that is not that of a client, or not any more."""
         limit = self._others.pop(stream, None)
         if limit is not None:
@@ -212,13 +211,18 @@ class StreamServer:
             self._others.pop(stream).cancel()
             peer = next(self._numbers)
             self._clients[peer] = stream
-            stream.use(partial(self._owner.received, peer), partial(self._ended, peer), partial(self._malformed, peer))
+            stream.use(
+                partial(self._owner.received, peer),
+                partial(self._ended, peer),
+                partial(self._malformed, peer),
+                partial(self._owner.room, peer),
+            )
             self.send(peer, HELLO, VERSION, b"")
 
-    def _ended(self, peer: int) -> None:
+    def _ended(self, peer: int, cause: str) -> None:
         """The connection of a client has ended."""
         self._clients.pop(peer).close()
-        self._owner.lost(peer, CLOSED)
+        self._owner.lost(peer, cause)
 
     def _malformed(self, peer: int, error: ProtocolError) -> None:
         logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, peer, error)
@@ -322,13 +326,13 @@ class StreamClient:
         self._process = 0 if process == os.getpid() or is_gone(process) else process
         self._watch()
         self._stream = SegmentStream(self._socket, Lookout())
-        self._stream.use(self._greeted, self._ended, lambda error: self._report_loss(SILENT))
+        self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")
 
     def _greeted(self, kind: int, version: int, payload: Buffer) -> None:
         """The service has answered."""
         assert self._stream is not None
-        self._stream.use(self._received, self._ended, self._malformed, partial(self._owner.room, 0))
+        self._stream.use(self._received, self._report_loss, self._malformed, partial(self._owner.room, 0))
         if kind == HELLO:
             self._connected(version)
         else:
@@ -339,9 +343,6 @@ class StreamClient:
             self._report_loss(bytes(payload)[:REASON_BYTES].decode(errors="replace"))
         elif kind != HELLO:
             self._owner.received(0, kind, number, payload)
-
-    def _ended(self) -> None:
-        self._report_loss(CLOSED)
 
     def _malformed(self, error: ProtocolError) -> None:
         self._report_loss(f"it broke the protocol: {error}")
