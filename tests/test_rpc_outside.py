@@ -458,7 +458,9 @@ def test_lost_clients_leave_no_state(url, ipc):
         socket = server._socket
         while socket._clients or runs._calls or server._carrier._segments._peers:
             await asyncio.sleep(0)
-        assert not (socket._others if url.startswith("ipc") else socket._names or socket._descriptors)
+        assert not (
+            socket._strangers or socket._dropped if url.startswith("ipc") else socket._names or socket._descriptors
+        )
         assert not [*runs._streams, *runs._counts, *runs._answers, *runs._answering]
         await server.close()
 
@@ -942,6 +944,51 @@ def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
     assert outcomes == [f"cannot listen on {ipc}: it is there already, and in use"]
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_service_removes_its_file_before_others_may_listen_there(is_relative, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, unlink, was_served = tmp_path / "s", Path.unlink, []
+
+    def watched(file, *arguments, **options):
+        was_served.append(not addresses.refuses_connections(f"ipc://{file}"))
+        unlink(file, *arguments, **options)
+
+    async def main():
+        async with serve(Service(), "ipc://s" if is_relative else f"ipc://{path}"):
+            assert path.is_socket()
+            os.chdir("/")
+            monkeypatch.setattr(Path, "unlink", watched)
+
+    run(main())
+    assert was_served == [True]
+    assert not path.exists()
+
+
+def test_a_service_leaves_the_file_of_the_next_one(ipc):
+    async def main():
+        async with contextlib.AsyncExitStack() as new:
+            async with serve(Service(), ipc):
+                Path(ipc.removeprefix("ipc://")).unlink()
+                await new.enter_async_context(serve(Service(), ipc))
+            async with connect(ipc) as client:
+                assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("url", ["ipc://\0name", "ipc:///tmp/na\0me", "tcp://127.0.0.1\0:0"])
+def test_an_address_with_a_nul_is_refused(url):
+    async def main():
+        with pytest.raises(UsageError, match="contains a NUL"):
+            async with serve(Service(), url):
+                raise AssertionError
+        with pytest.raises(UsageError, match="contains a NUL"):
+            async with connect(url):
+                raise AssertionError
+
+    run(main())
+
+
 # -- hostile peers -------------------------------------------------------------------------------
 
 
@@ -1136,6 +1183,50 @@ def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monk
                 monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 5.0)
                 async with connect(ipc) as client:
                     assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+def test_strangers_and_dropped_clients_are_counted_apart(ipc, monkeypatch):
+    monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
+    monkeypatch.setattr(service_streams, "_PAUSE_S", 0.01)
+
+    async def main():
+        registry = FunctionRegistry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        service, most = server._socket, 0
+        with contextlib.ExitStack() as crowd:
+            for _ in range(3):
+                hostile = crowd.enter_context(a_connection(ipc))
+                hostile.sendall(segment(HELLO, VERSION) + HEADER.pack(segment_stream.PAYLOAD_MAX + 1, 0, 0))
+            while len(service._dropped) < 3:
+                await asyncio.sleep(0)
+            async with connect(ipc) as client:
+                for _ in range(5):
+                    crowd.enter_context(a_connection(ipc))
+                for _ in range(100):
+                    assert await client.call("echo", 1) == 1
+                    most = max(most, len(service._strangers))
+        assert most == 2
+        await server.close()
+
+    run(main())
+
+
+def test_a_service_whose_process_ends_while_a_client_connects_is_lost(ipc, monkeypatch):
+    """The process has ended after the connection, and a child keeps the socket."""
+    states = iter([False])
+    monkeypatch.setattr(service_streams, "is_gone", lambda process: next(states, True))
+    monkeypatch.setattr(service_streams, "process_of", lambda connection: 1)
+
+    async def main():
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(ipc.removeprefix("ipc://"))
+            listener.listen()
+            with pytest.raises(ServiceLostError, match="its process has ended"):
+                async with connect(ipc):
+                    raise AssertionError
 
     run(main())
 

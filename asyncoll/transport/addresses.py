@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncoll.errors import UsageError
@@ -32,6 +32,8 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
     Raises UsageError for an address that cannot be used or is not safe.
     """
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
+    if "\0" in rest:  # at the begin of a path, it would name an abstract socket, which has no mode
+        raise UsageError(f"{url!r:.100} contains a NUL, which no path or address may")
     if scheme == "ipc" and rest and not rest.startswith("@"):
         if not listens:
             _check_owner(url, Path(rest))
@@ -131,10 +133,28 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
         connection.detach()
 
 
-def remove_socket(url: str) -> None:
-    """Remove the file of a unix socket, whose service has stopped; nothing to do for tcp."""
-    if url.startswith("ipc://"):
-        Path(url.removeprefix("ipc://")).unlink(missing_ok=True)
+def removal(url: str) -> Callable[[], None]:
+    """Return what removes the file of the socket that was just bound to `url`; for tcp, that does nothing.
+
+    It leaves the file of another socket that has been bound there since, so call it before the socket is closed: until
+    then, nobody else considers the file as stale, and its inode number is not used again.
+    """
+    if not url.startswith("ipc://"):
+        return lambda: None
+    path = Path(url.removeprefix("ipc://")).absolute()  # the program may change its folder
+    bound = _identity(path)
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):  # it is gone, or the folder is
+            if _identity(path) == bound:
+                path.unlink()
+
+    return remove
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _check_owner(url: str, path: Path) -> None:
