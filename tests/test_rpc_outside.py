@@ -965,10 +965,12 @@ def test_a_service_removes_its_file_before_others_may_listen_there(is_relative, 
 
 
 def test_a_service_leaves_the_file_of_the_next_one(ipc):
+    remove = Path(ipc.removeprefix("ipc://")).unlink
+
     async def main():
         async with contextlib.AsyncExitStack() as new:
             async with serve(Service(), ipc):
-                Path(ipc.removeprefix("ipc://")).unlink()
+                remove()
                 await new.enter_async_context(serve(Service(), ipc))
             async with connect(ipc) as client:
                 assert await client.call("echo", 1) == 1
@@ -1172,17 +1174,49 @@ def test_slow_strangers_are_disconnected_after_a_time(ipc, beginning, monkeypatc
 
 
 def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monkeypatch):
+    def soon(service, stream):  # the limit of clients remains
+        return asyncio.get_running_loop().call_later(0.05, service._expire, stream)
+
     monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
+    monkeypatch.setattr(service_streams.StreamServer, "_limit", soon)
 
     async def main():
         async with serve(Service(), ipc):
-            monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
             with contextlib.ExitStack() as crowd:
                 for _ in range(5):
                     crowd.enter_context(a_connection(ipc))
-                monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 5.0)
                 async with connect(ipc) as client:
                     assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("nbytes", [100, 3 * segments.WINDOW_BYTES])
+def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatch):
+    """Also those to its notifications, which nobody cancels, and answers of several segments."""
+
+    async def main():
+        registry = FunctionRegistry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        runs, carrier = server._exchange._server, server._carrier
+        with a_connection(ipc) as hostile:
+            hostile.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x91\x01\x80", "echo")))
+            while 0 not in carrier._segments._peers:
+                await asyncio.sleep(0)
+            peer = carrier._segments._peers[0]
+            peer.outstanding = segments.WINDOW_BYTES - 10
+            for number in range(1, 4):
+                head = protocol.encode(protocol.NOTIFY, number, b"\x92\x91\x01\x80", name="echo")[0]
+                hostile.sendall(segment(*whole(head)))
+            arrays = [np.zeros(nbytes, np.uint8)]
+            sends = [asyncio.ensure_future(carrier.send(0, b"", arrays)) for _ in range(6)]
+            while len(peer.waiters) < 3 + (6 if nbytes == 100 else segments._LONG_MAX):
+                await asyncio.sleep(0)
+        await asyncio.gather(*sends)
+        while runs._tasks or runs._calls or carrier._segments._peers:
+            await asyncio.sleep(0)
+        await server.close()
 
     run(main())
 
