@@ -991,6 +991,23 @@ def test_an_address_with_a_nul_is_refused(url):
     run(main())
 
 
+def test_a_folder_that_others_keep_locked_is_refused(ipc, tmp_path, monkeypatch):
+    monkeypatch.setattr(addresses, "_LOCK_ATTEMPTS", 3)
+
+    def listen():
+        with addresses.prepare(ipc, has_key=False):
+            raise AssertionError
+
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        assert "another process keeps a lock on the folder" in in_a_thread(
+            listen, lambda: fcntl.flock(folder, fcntl.LOCK_UN)
+        )
+    finally:
+        os.close(folder)
+
+
 # -- hostile peers -------------------------------------------------------------------------------
 
 

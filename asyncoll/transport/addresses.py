@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from asyncoll.errors import UsageError
 
 _SO_PEERPIDFD = 77  # of Linux 6.5; Python does not export it
 _MAX_PATH = 107  # bytes of the path of a unix socket
+_LOCK_ATTEMPTS = 200
+_LOCK_RETRY_S = 0.02  # until the next attempt; others need the lock for less than that
 _PROBE_S = 0.2  # for another host to refuse a connection; a host that does not answer has not refused it
 
 
@@ -184,13 +187,23 @@ def _private_socket(path: Path) -> Iterator[None]:
         except OSError as error:
             raise UsageError(f"cannot listen in {path.parent}: {error.strerror}") from error
         undo.callback(os.close, folder)
-        fcntl.flock(folder, fcntl.LOCK_EX)  # of two processes that begin to listen here, the second finds the first
+        _lock(folder, path)  # of two processes that begin to listen here, the second finds the first
         if path.is_socket() and not _is_served(path):
             path.unlink()
         elif path.exists():
             raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
         undo.callback(os.umask, os.umask(0o177))
         yield
+
+
+def _lock(folder: int, path: Path) -> None:
+    """Lock a folder, or raise UsageError: everybody who may read the folder may keep its lock."""
+    for _ in range(_LOCK_ATTEMPTS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_RETRY_S)  # noqa: TID251 (another process has the lock, whatever the clock of this loop)
+    raise UsageError(f"cannot listen on ipc://{path}: another process keeps a lock on the folder {path.parent}")
 
 
 def _is_served(path: Path) -> bool:
