@@ -391,3 +391,22 @@ def test_invalid_messages_are_refused(change):
     head[change[0]] = change[1]
     with pytest.raises(ProtocolError):
         protocol.decode(bytes(head), ())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UsageError])
+def test_an_encoder_is_as_new_after_a_value_that_raises(error):
+    @dataclasses.dataclass
+    class Raising:
+        x: int = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "x":
+                raise error
+            return super().__getattribute__(name)
+
+    encoder = codec.Encoder()
+    for _ in range(2):
+        with pytest.raises(error):
+            encoder.encode([Raising()])
+        assert encoder._depth == -1
+    assert encoder.encode([1])[0] == codec.encode([1])[0]

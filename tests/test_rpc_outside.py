@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import gc
 import os
@@ -457,7 +458,9 @@ def test_lost_clients_leave_no_state(url, ipc):
         socket = server._socket
         while socket._clients or runs._calls or server._carrier._segments._peers:
             await asyncio.sleep(0)
-        assert not (socket._others if url.startswith("ipc") else socket._names or socket._descriptors)
+        assert not (
+            socket._strangers or socket._dropped if url.startswith("ipc") else socket._names or socket._descriptors
+        )
         assert not [*runs._streams, *runs._counts, *runs._answers, *runs._answering]
         await server.close()
 
@@ -941,6 +944,70 @@ def test_of_two_services_that_bind_one_address_one_fails(ipc, monkeypatch):
     assert outcomes == [f"cannot listen on {ipc}: it is there already, and in use"]
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_service_removes_its_file_before_others_may_listen_there(is_relative, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, unlink, was_served = tmp_path / "s", Path.unlink, []
+
+    def watched(file, *arguments, **options):
+        was_served.append(not addresses.refuses_connections(f"ipc://{file}"))
+        unlink(file, *arguments, **options)
+
+    async def main():
+        async with serve(Service(), "ipc://s" if is_relative else f"ipc://{path}"):
+            assert path.is_socket()
+            os.chdir("/")
+            monkeypatch.setattr(Path, "unlink", watched)
+
+    run(main())
+    assert was_served == [True]
+    assert not path.exists()
+
+
+def test_a_service_leaves_the_file_of_the_next_one(ipc):
+    remove = Path(ipc.removeprefix("ipc://")).unlink
+
+    async def main():
+        async with contextlib.AsyncExitStack() as new:
+            async with serve(Service(), ipc):
+                remove()
+                await new.enter_async_context(serve(Service(), ipc))
+            async with connect(ipc) as client:
+                assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("url", ["ipc://\0name", "ipc:///tmp/na\0me", "tcp://127.0.0.1\0:0"])
+def test_an_address_with_a_nul_is_refused(url):
+    async def main():
+        with pytest.raises(UsageError, match="contains a NUL"):
+            async with serve(Service(), url):
+                raise AssertionError
+        with pytest.raises(UsageError, match="contains a NUL"):
+            async with connect(url):
+                raise AssertionError
+
+    run(main())
+
+
+def test_a_folder_that_others_keep_locked_is_refused(ipc, tmp_path, monkeypatch):
+    monkeypatch.setattr(addresses, "_LOCK_ATTEMPTS", 3)
+
+    def listen():
+        with addresses.prepare(ipc, has_key=False):
+            raise AssertionError
+
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        assert "another process keeps a lock on the folder" in in_a_thread(
+            listen, lambda: fcntl.flock(folder, fcntl.LOCK_UN)
+        )
+    finally:
+        os.close(folder)
+
+
 # -- hostile peers -------------------------------------------------------------------------------
 
 
@@ -1124,17 +1191,93 @@ def test_slow_strangers_are_disconnected_after_a_time(ipc, beginning, monkeypatc
 
 
 def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monkeypatch):
+    def soon(service, stream):  # the limit of clients remains
+        return asyncio.get_running_loop().call_later(0.05, service._expire, stream)
+
     monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
+    monkeypatch.setattr(service_streams.StreamServer, "_limit", soon)
 
     async def main():
         async with serve(Service(), ipc):
-            monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 0.05)
             with contextlib.ExitStack() as crowd:
                 for _ in range(5):
                     crowd.enter_context(a_connection(ipc))
-                monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 5.0)
                 async with connect(ipc) as client:
                     assert await client.call("echo", 1) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("nbytes", [100, 3 * segments.WINDOW_BYTES])
+def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatch):
+    """Also those to its notifications, which nobody cancels, and answers of several segments."""
+
+    async def main():
+        registry = FunctionRegistry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        runs, carrier = server._exchange._server, server._carrier
+        with a_connection(ipc) as hostile:
+            hostile.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x91\x01\x80", "echo")))
+            while 0 not in carrier._segments._peers:
+                await asyncio.sleep(0)
+            peer = carrier._segments._peers[0]
+            peer.outstanding = segments.WINDOW_BYTES - 10
+            for number in range(1, 4):
+                head = protocol.encode(protocol.NOTIFY, number, b"\x92\x91\x01\x80", name="echo")[0]
+                hostile.sendall(segment(*whole(head)))
+            arrays = [np.zeros(nbytes, np.uint8)]
+            sends = [asyncio.ensure_future(carrier.send(0, b"", arrays)) for _ in range(6)]
+            while len(peer.waiters) < 3 + (6 if nbytes == 100 else segments._LONG_MAX):
+                await asyncio.sleep(0)
+        await asyncio.gather(*sends)
+        while runs._tasks or runs._calls or carrier._segments._peers:
+            await asyncio.sleep(0)
+        await server.close()
+
+    run(main())
+
+
+def test_strangers_and_dropped_clients_are_counted_apart(ipc, monkeypatch):
+    monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
+    monkeypatch.setattr(service_streams, "_PAUSE_S", 0.01)
+
+    async def main():
+        registry = FunctionRegistry()
+        registry.add(Service())
+        server = outside._Server(registry, ipc, None)
+        service, most = server._socket, 0
+        with contextlib.ExitStack() as crowd:
+            for _ in range(3):
+                hostile = crowd.enter_context(a_connection(ipc))
+                hostile.sendall(segment(HELLO, VERSION) + HEADER.pack(segment_stream.PAYLOAD_MAX + 1, 0, 0))
+            while len(service._dropped) < 3:
+                await asyncio.sleep(0)
+            async with connect(ipc) as client:
+                for _ in range(5):
+                    crowd.enter_context(a_connection(ipc))
+                for _ in range(100):
+                    assert await client.call("echo", 1) == 1
+                    most = max(most, len(service._strangers))
+        assert most == 2
+        await server.close()
+
+    run(main())
+
+
+def test_a_service_whose_process_ends_while_a_client_connects_is_lost(ipc, monkeypatch):
+    """The process has ended after the connection, and a child keeps the socket."""
+    states = iter([False])
+    monkeypatch.setattr(service_streams, "is_gone", lambda process: next(states, True))
+    monkeypatch.setattr(service_streams, "process_of", lambda connection: 1)
+
+    async def main():
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(ipc.removeprefix("ipc://"))
+            listener.listen()
+            with pytest.raises(ServiceLostError, match="its process has ended"):
+                async with connect(ipc):
+                    raise AssertionError
 
     run(main())
 
@@ -1198,8 +1341,8 @@ def test_streams_carry_segments_of_all_lengths_in_order(seed, loop_factory):
         def received(kind, number, payload):
             came.append((kind, number, bytes(payload)))
 
-        streams[0].use(None, lambda: None, lambda error: None)
-        streams[1].use(received, done.set, pytest.fail)
+        streams[0].use(None, lambda cause: None, lambda error: None)
+        streams[1].use(received, lambda cause: done.set(), pytest.fail)
         streams[0].send(HELLO, 0, b"")
         for kind, number, payload in sent:
             streams[0].send(kind, number, np.frombuffer(payload, np.uint8) if number % 2 else payload)
@@ -1224,24 +1367,68 @@ def test_payloads_may_change_after_a_flush(reads):
         for end in ends:
             end.setblocking(False)
         sender, payload = SegmentStream(ends[0], Lookout()), np.full(SEGMENT_BYTES, 1, np.uint8)
-        sender.use(None, lambda: None, lambda error: None)
+        sender.use(None, lambda cause: None, lambda error: None)
         sender.send(HELLO, 0, b"")
         if reads:
             receiver = SegmentStream(ends[1], Lookout())
-            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda cause: None, pytest.fail)
         for _ in range(3):
             sender.send(0, 0, payload)
         await sender.flush()
         payload[:] = 2
         if not reads:
             receiver = SegmentStream(ends[1], Lookout())
-            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda: None, pytest.fail)
+            receiver.use(lambda kind, number, data: came.append(bytes(data)), lambda cause: None, pytest.fail)
         while len(came) < 4:
             await asyncio.sleep(0)
         assert came == [b"", *[b"\1" * SEGMENT_BYTES] * 3]
         sender.close()
         receiver.close()
         await sender.flush()
+
+    run(main())
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 16])
+def test_a_peer_that_is_gone_kills_no_program_that_has_restored_sigpipe(nbytes):
+    async def main():
+        ends, done = socket.socketpair(), asyncio.Event()
+        ends[0].setblocking(False)
+        stream = SegmentStream(ends[0], Lookout())
+        stream.use(None, lambda cause: done.set(), pytest.fail)
+        ends[1].close()
+        for _ in range(3):
+            stream.send(0, 0, bytes(nbytes))
+        await done.wait()
+        stream.close()
+
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        run(main())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_stream_that_cannot_be_written_ends_with_the_cause(queued, monkeypatch):
+    def fail(stream, parts):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    async def main():
+        ends, ended = socket.socketpair(), asyncio.Queue()
+        ends[0].setblocking(False)
+        stream = SegmentStream(ends[0], Lookout())
+        stream.use(None, ended.put_nowait, pytest.fail)
+        if queued:
+            stream.send(0, 0, b"")
+        monkeypatch.setattr(SegmentStream, "_put", fail)
+        stream.send(0, 0, b"")
+        assert ended.empty()  # the owner is not called while it sends
+        assert await ended.get() == "its connection failed: No buffer space available"
+        stream.send(0, 0, b"")
+        stream.close()
+        ends[1].close()
+        assert ended.empty()
 
     run(main())
 

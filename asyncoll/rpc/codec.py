@@ -79,9 +79,10 @@ class Encoder:
         self._arrays = arrays = list[Array]()
         try:
             body = self._pack(value)
-        except Exception:
+        except BaseException as error:
             self.__init__()  # type: ignore[misc]
-            _raise_for_unsendable(value, name, 0)
+            if isinstance(error, Exception):
+                _raise_for_unsendable(value, name, 0)
             raise
         if len(body) > _KEPT_BYTES:
             self._packers.clear()

@@ -62,10 +62,9 @@ async def serve(
     see `Rpc.register`.
 
     Raises UsageError if the address or the key file cannot be used, or if a function is not plain and `inline` is set.
-    A client that violates the protocol is
-    disconnected, with a warning in the log. An exception in a function is raised at its client as RemoteError,
-    SystemExit too; the service continues. At the end of the context, calls that still run are cancelled, and clients
-    get ServiceLostError.
+    A client that violates the protocol is disconnected, with a warning in the log. An exception in a function is raised
+    at its client as RemoteError, SystemExit too; the service continues. At the end of the context, calls that still run
+    are cancelled, and clients get ServiceLostError.
     """
     registry = FunctionRegistry()
     registry.add(service, inline=flag(inline, "inline"))

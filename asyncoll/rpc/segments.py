@@ -53,6 +53,14 @@ class _Peer:
         self.waiters: deque[asyncio.Future[None]] = deque()  # senders that wait for credit
         self.long = asyncio.Semaphore(_LONG_MAX)
         self.partial: dict[int, _Partial] = {}  # by number
+        self.is_gone = False
+
+    def wake(self) -> None:
+        """Let all senders that wait for credit look again."""
+        waiters, self.waiters = self.waiters, deque()
+        for room in waiters:
+            if not room.done():
+                room.set_result(None)
 
 
 class _Partial:
@@ -137,12 +145,13 @@ class Segments:
 
     async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
-        while peer.outstanding + cost > WINDOW_BYTES:  # again after a wake-up: credit wakes all waiters at once
+        while not peer.is_gone and peer.outstanding + cost > WINDOW_BYTES:  # again: credit wakes all waiters at once
             room = asyncio.get_running_loop().create_future()
             peer.waiters.append(room)
             await room
-        peer.outstanding += cost
-        self._link.post(dest, kind, number, payload)
+        if not peer.is_gone:
+            peer.outstanding += cost
+            self._link.post(dest, kind, number, payload)
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -178,8 +187,11 @@ class Segments:
         return None if partial is None else partial.room(nbytes)
 
     def forget(self, source: int) -> None:
-        """Drop the state of a peer that is gone. The owner cancels the tasks that wait to send to it."""
-        self._peers.pop(source, None)
+        """Drop the state of a peer that is gone, and what waits to be sent to it: those sends return."""
+        peer = self._peers.pop(source, None)
+        if peer is not None:
+            peer.is_gone = True
+            peer.wake()
 
     def _whole(self, source: int, payload: Buffer) -> None:
         data = memoryview(payload)
@@ -212,10 +224,7 @@ class Segments:
         if amount > peer.outstanding:
             raise ProtocolError(f"a credit of {amount} bytes, but only {peer.outstanding} are on the way")
         peer.outstanding -= amount
-        waiters, peer.waiters = peer.waiters, deque()
-        for room in waiters:
-            if not room.done():
-                room.set_result(None)
+        peer.wake()
 
 
 def _begin(head: bytes, arrays: Sequence[Array]) -> bytes:

@@ -12,13 +12,16 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncoll.errors import UsageError
 
 _SO_PEERPIDFD = 77  # of Linux 6.5; Python does not export it
 _MAX_PATH = 107  # bytes of the path of a unix socket
+_LOCK_ATTEMPTS = 200
+_LOCK_RETRY_S = 0.02  # until the next attempt; others need the lock for less than that
 _PROBE_S = 0.2  # for another host to refuse a connection; a host that does not answer has not refused it
 
 
@@ -32,6 +35,8 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
     Raises UsageError for an address that cannot be used or is not safe.
     """
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
+    if "\0" in rest:  # at the begin of a path, it would name an abstract socket, which has no mode
+        raise UsageError(f"{url!r:.100} contains a NUL, which no path or address may")
     if scheme == "ipc" and rest and not rest.startswith("@"):
         if not listens:
             _check_owner(url, Path(rest))
@@ -131,10 +136,28 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
         connection.detach()
 
 
-def remove_socket(url: str) -> None:
-    """Remove the file of a unix socket, whose service has stopped; nothing to do for tcp."""
-    if url.startswith("ipc://"):
-        Path(url.removeprefix("ipc://")).unlink(missing_ok=True)
+def removal(url: str) -> Callable[[], None]:
+    """Return what removes the file of the socket that was just bound to `url`; for tcp, that does nothing.
+
+    It leaves the file of another socket that has been bound there since, so call it before the socket is closed: until
+    then, nobody else considers the file as stale, and its inode number is not used again.
+    """
+    if not url.startswith("ipc://"):
+        return lambda: None
+    path = Path(url.removeprefix("ipc://")).absolute()  # the program may change its folder
+    bound = _identity(path)
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):  # it is gone, or the folder is
+            if _identity(path) == bound:
+                path.unlink()
+
+    return remove
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _check_owner(url: str, path: Path) -> None:
@@ -164,13 +187,23 @@ def _private_socket(path: Path) -> Iterator[None]:
         except OSError as error:
             raise UsageError(f"cannot listen in {path.parent}: {error.strerror}") from error
         undo.callback(os.close, folder)
-        fcntl.flock(folder, fcntl.LOCK_EX)  # of two processes that begin to listen here, the second finds the first
+        _lock(folder, path)  # of two processes that begin to listen here, the second finds the first
         if path.is_socket() and not _is_served(path):
             path.unlink()
         elif path.exists():
             raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
         undo.callback(os.umask, os.umask(0o177))
         yield
+
+
+def _lock(folder: int, path: Path) -> None:
+    """Lock a folder, or raise UsageError: everybody who may read the folder may keep its lock."""
+    for _ in range(_LOCK_ATTEMPTS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_RETRY_S)  # noqa: TID251 (another process has the lock, whatever the clock of this loop)
+    raise UsageError(f"cannot listen on ipc://{path}: another process keeps a lock on the folder {path.parent}")
 
 
 def _is_served(path: Path) -> bool:

@@ -18,6 +18,7 @@ long payload is read into the memory where its owner wants it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import socket
@@ -28,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncoll.errors import ProtocolError
-from asyncoll.transport.messages.service_protocol import BYE, HELLO, REASON_BYTES
+from asyncoll.transport.messages.service_protocol import BYE, CLOSED, HELLO, REASON_BYTES
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 HEADER: Final = struct.Struct("<IBQ")  # bytes of the payload, kind, number
@@ -42,6 +43,7 @@ _SOCKET_BYTES = 1 << 20  # of the socket's buffer, if the host allows as many
 _LOOK_S = 60e-6  # about as long as it takes to wake an idle core
 _SLICE_S = 0.001  # that another process had the core
 _NO_LOOKING_S = 0.1  # after that
+_GONE: Final = (errno.EPIPE, errno.ECONNRESET)  # the peer has closed the connection
 _FLUSH_S = 0.05  # for a peer to read; then the payloads that it has not read are copied
 
 
@@ -97,7 +99,7 @@ class SegmentStream:
         self._socket = connection
         self._received: Received | None = None
         self._room: Room = _no_room
-        self._ended: Callable[[], None] = _nothing
+        self._ended: Callable[[str], None] = _ignored
         self._malformed: Callable[[ProtocolError], None] = _ignored
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._end = 0  # of the bytes in the buffer, which begin with a header that is not delivered yet
@@ -109,6 +111,8 @@ class SegmentStream:
         self._flushed: list[asyncio.Future[None]] = []  # callers that wait until there are none
         self._is_corked = False  # a segment was written in this turn of the loop, and the next ones are joined
         self._waits_for_room = False
+        self._has_failed = False  # nothing can be written any more
+        self._has_ended = False
         self._is_closed = False
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self._loop.add_reader(connection.fileno(), self.read)
@@ -116,16 +120,16 @@ class SegmentStream:
     def use(
         self,
         received: Received | None,
-        ended: Callable[[], None],
+        ended: Callable[[str], None],
         malformed: Callable[[ProtocolError], None],
         room: Room | None = None,
     ) -> None:
         """Set the callbacks, which may call all methods.
 
         `received` gets kind, number and payload of each segment; the payload is valid during that call only. Without
-        it, segments are ignored. `ended` is called once, after the last segment; `malformed` for bytes that are no
-        segment, after which nothing more is delivered. `room` returns the memory for a long payload, of which it gets
-        kind, number and bytes; None if there is none.
+        it, segments are ignored. `ended` is called once, after the last segment, with the cause; `malformed` for bytes
+        that are no segment, after which nothing more is delivered. `room` returns the memory for a long payload, of
+        which it gets kind, number and bytes; None if there is none.
         """
         self._room = room or _no_room
         self._received = received
@@ -145,7 +149,7 @@ class SegmentStream:
         if self._is_closed:
             return
         self._is_closed = True
-        self.use(None, _nothing, _ignored)  # breaks the cycles of references to this object
+        self.use(None, _ignored, _ignored)  # breaks the cycles of references to this object
         self._loop.remove_reader(self._socket.fileno())
         if self._waits_for_room:
             self._loop.remove_writer(self._socket.fileno())
@@ -159,7 +163,7 @@ class SegmentStream:
 
         A payload of more than 8 KiB must not change before `flush` returns.
         """
-        if self._is_closed:
+        if self._is_closed or self._has_failed:
             return
         header = HEADER.pack(len(payload), kind, number)
         parts = [header + bytes(payload)] if len(payload) <= _JOINED_BYTES else [header, payload]
@@ -167,10 +171,11 @@ class SegmentStream:
             self._queue(parts, 0)
             return
         try:
-            sent = self._socket.send(parts[0]) if len(parts) == 1 else self._socket.sendmsg(parts)
+            sent = self._put(parts)
         except BlockingIOError:
             sent = 0
-        except OSError:  # the peer is gone; the reader reports it after the last segments
+        except OSError as error:
+            self._fail(error)
             return
         if sent < HEADER.size + len(payload):
             self._queue(parts, sent)
@@ -222,10 +227,11 @@ class SegmentStream:
         if self._is_closed:
             return
         try:
-            self._written(self._socket.sendmsg(list(itertools.islice(self._unsent, _VECTOR))))
+            self._written(self._put(list(itertools.islice(self._unsent, _VECTOR))))
         except BlockingIOError:
             pass
-        except OSError:  # the peer is gone, which the reader reports
+        except OSError as error:
+            self._fail(error)
             self._drop_unsent()
         if self._unsent:
             self._await_room()
@@ -234,6 +240,19 @@ class SegmentStream:
         if self._waits_for_room:
             self._waits_for_room = False
             self._loop.remove_writer(self._socket.fileno())
+
+    def _put(self, parts: Sequence[Buffer]) -> int:
+        """Write as much as the kernel takes; returns how many bytes. Raises OSError."""
+        # Without the flag, a write to a peer that is gone would kill a program that has restored SIGPIPE.
+        if len(parts) == 1:
+            return self._socket.send(parts[0], socket.MSG_NOSIGNAL)
+        return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+
+    def _fail(self, error: OSError) -> None:
+        """Write nothing more. If the peer is gone, the reader reports it after the last segments."""
+        self._has_failed = True
+        if error.errno not in _GONE:
+            self._loop.call_soon(self._stop, _cause(error))  # not now: the owner is in its own call of this
 
     def _written(self, sent: int) -> None:
         self._unsent_bytes -= sent
@@ -269,11 +288,12 @@ class SegmentStream:
             nbytes = self._socket.recv_into(self._buffer[self._end :] if long is None else long.rest())
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:  # reset by the peer
-            nbytes = 0
+        except OSError as error:
+            self._stop(_cause(error))
+            return
         self._lookout.look()
         if not nbytes:
-            self._stop()
+            self._stop(CLOSED)
         elif long is None:
             self._deliver(self._end + nbytes)
         elif long.add(nbytes):
@@ -281,11 +301,14 @@ class SegmentStream:
             if self._received is not None:
                 self._received(long.kind, long.number, long.payload)
 
-    def _stop(self) -> None:
-        """The peer has closed the connection."""
+    def _stop(self, cause: str) -> None:
+        """The connection is over."""
+        if self._has_ended or self._is_closed:
+            return
+        self._has_ended = True
         self._received = None
         self._loop.remove_reader(self._socket.fileno())
-        self._ended()
+        self._ended(cause)
 
     def _deliver(self, end: int) -> None:
         """Deliver the segments in the first `end` bytes of the buffer, and move the rest to its front."""
@@ -346,13 +369,13 @@ class _Long:
         return self._filled == len(self.payload)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _no_room(kind: int, number: int, nbytes: int) -> memoryview | None:
     return None
 
 
-def _ignored(error: ProtocolError) -> None:
+def _ignored(_: object) -> None:
     pass
+
+
+def _cause(error: OSError) -> str:
+    return CLOSED if error.errno in _GONE else f"its connection failed: {error.strerror}"

@@ -24,7 +24,7 @@ import zmq
 
 from asyncoll import forks
 from asyncoll.errors import UsageError
-from asyncoll.transport.addresses import prepare, remove_socket, user_behind
+from asyncoll.transport.addresses import prepare, removal, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, silence_cause, to_zeromq
@@ -191,7 +191,7 @@ class ServerSocket(_Socket):
                 except zmq.ZMQError as error:
                     raise UsageError(f"cannot listen on {url}: {error}") from error
             self.url = bound_address(self._socket)
-            self._closing.callback(remove_socket, self.url)
+            self._closing.callback(removal(self.url))
             self._start()
             undo.pop_all()
 

@@ -21,7 +21,7 @@ from functools import partial
 
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.transport.addresses import prepare, process_of, remove_socket, user_of
+from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
 from asyncoll.transport.messages.authentication import UnauthenticatedPeers
 from asyncoll.transport.messages.monitor import silence_cause
@@ -29,7 +29,6 @@ from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, U
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
-    CLOSED,
     FOREIGN_USER,
     HELLO,
     REASON_BYTES,
@@ -45,7 +44,7 @@ from asyncoll.transport.wire import Buffer
 
 _SCHEME = "ipc://"
 _ACCEPTED = 64  # connections that are accepted before other callbacks of the loop run
-_UNGREETED_MAX = 1024  # connections without a hello; no more are accepted at a time
+_UNGREETED_MAX = 1024  # connections without a hello, or refused; no more are accepted at a time
 _PAUSE_S = 0.1  # without accepting, after the kernel has refused to
 _RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
 _LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
@@ -64,7 +63,8 @@ class StreamServer:
         self._lookout = Lookout()
         self._numbers = itertools.count()
         self._clients: dict[int, SegmentStream] = {}  # by peer
-        self._others: dict[SegmentStream, asyncio.TimerHandle] = {}  # unauthenticated, or dropped: until they are over
+        self._strangers: dict[SegmentStream, asyncio.TimerHandle] = {}  # without a hello, or refused
+        self._dropped: dict[SegmentStream, asyncio.TimerHandle] = {}  # clients until then; until their connections end
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
         self._resume: asyncio.TimerHandle | None = None  # while no connections are accepted
         self._is_closed = False
@@ -74,6 +74,7 @@ class StreamServer:
             try:
                 self._listener.bind(url.removeprefix(_SCHEME))
                 self._listener.listen(BACKLOG)
+                self._remove_file = removal(url)
             except OSError as error:
                 raise UsageError(f"cannot listen on {url}: {error}") from error
             undo.pop_all()
@@ -87,14 +88,15 @@ class StreamServer:
         self._is_closed = True
         forks.unregister(self)
         self._pause()
+        self._remove_file()  # before others may listen there
         self._listener.close()
-        remove_socket(self.url)
-        for stream, limit in self._others.items():
+        for stream, limit in (*self._strangers.items(), *self._dropped.items()):
             limit.cancel()
             stream.close()
         for stream in self._clients.values():
             stream.close()
-        self._others.clear()
+        self._strangers.clear()
+        self._dropped.clear()
         self._clients.clear()
 
     def has(self, peer: int) -> bool:
@@ -129,7 +131,7 @@ class StreamServer:
         """Give up all connections in a forked child, so that clients notice the death of the parent."""
         self._is_closed = True
         forks.isolate(self._loop)
-        streams = (*self._others, *self._clients.values())
+        streams = (*self._strangers, *self._dropped, *self._clients.values())
         forks.give_up([self._listener.fileno(), *(stream.fileno() for stream in streams)])
 
     # -- connections ------------------------------------------------------------------------------
@@ -145,6 +147,9 @@ class StreamServer:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED):
+            if len(self._strangers) >= _UNGREETED_MAX:
+                self._wait()
+                return
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -154,9 +159,6 @@ class StreamServer:
                 self._wait()
                 return
             self._accepted(connection)
-            if len(self._others) >= _UNGREETED_MAX:
-                self._wait()
-                return
 
     def _wait(self) -> None:
         """Accept no connections for a while."""
@@ -176,7 +178,7 @@ class StreamServer:
             return
         stream = SegmentStream(connection, self._lookout)
         stream.use(partial(self._greet, stream), partial(self._end, stream), partial(self._reject, stream))
-        self._others[stream] = self._limit(stream)
+        self._strangers[stream] = self._limit(stream)
 
     def _limit(self, stream: SegmentStream) -> asyncio.TimerHandle:
         """Close a connection after the time limit of handshakes."""
@@ -184,12 +186,12 @@ class StreamServer:
 
     def _expire(self, stream: SegmentStream) -> None:
         stream.read()  # the hello may have come while the loop was busy
-        if stream in self._others:
+        if stream in self._strangers or stream in self._dropped:
             self._end(stream)
 
-    def _end(self, stream: SegmentStream) -> None:
+    def _end(self, stream: SegmentStream, _: str = "") -> None:
         """Close a connection that is not that of a client, or not any more."""
-        limit = self._others.pop(stream, None)
+        limit = self._strangers.pop(stream, None) or self._dropped.pop(stream, None)
         if limit is not None:
             limit.cancel()
         stream.close()
@@ -209,16 +211,21 @@ class StreamServer:
             stream.send(HELLO, VERSION, b"")  # the client raises an error that names both versions
             self._dismiss(stream, "")
         else:
-            self._others.pop(stream).cancel()
+            self._strangers.pop(stream).cancel()
             peer = next(self._numbers)
             self._clients[peer] = stream
-            stream.use(partial(self._owner.received, peer), partial(self._ended, peer), partial(self._malformed, peer))
+            stream.use(
+                partial(self._owner.received, peer),
+                partial(self._ended, peer),
+                partial(self._malformed, peer),
+                partial(self._owner.room, peer),
+            )
             self.send(peer, HELLO, VERSION, b"")
 
-    def _ended(self, peer: int) -> None:
+    def _ended(self, peer: int, cause: str) -> None:
         """The connection of a client has ended."""
         self._clients.pop(peer).close()
-        self._owner.lost(peer, CLOSED)
+        self._owner.lost(peer, cause)
 
     def _malformed(self, peer: int, error: ProtocolError) -> None:
         logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, peer, error)
@@ -232,9 +239,11 @@ class StreamServer:
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
         stream.copy_unsent()  # nobody waits for it any more
-        if stream in self._others:
-            self._others.pop(stream).cancel()
-        self._others[stream] = self._limit(stream)
+        if stream in self._strangers:  # it remains one
+            self._strangers[stream].cancel()
+            self._strangers[stream] = self._limit(stream)
+        else:
+            self._dropped[stream] = self._limit(stream)
 
 
 class StreamClient:
@@ -255,7 +264,7 @@ class StreamClient:
         self._stream: SegmentStream | None = None
         self._is_lost = False
         self._is_closed = False
-        self._next: asyncio.TimerHandle | None = None  # the next attempt to connect, or look at the process
+        self._next: asyncio.Handle | None = None  # the next attempt to connect, or look at the process
         self._process = 0  # of the service; 0 if it is unknown, or this one
         self._stopped = 0  # looks that have found it stopped, one after another
         with contextlib.ExitStack() as undo, prepare(url, has_key=False, listens=False) as self._uid:
@@ -320,15 +329,15 @@ class StreamClient:
             return
         process = process_of(self._socket)
         self._process = 0 if process == os.getpid() or is_gone(process) else process
-        self._watch()
+        self._next = self._loop.call_soon(self._watch)  # not now: the owner is not ready
         self._stream = SegmentStream(self._socket, Lookout())
-        self._stream.use(self._greeted, self._ended, lambda error: self._report_loss(SILENT))
+        self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")
 
     def _greeted(self, kind: int, version: int, payload: Buffer) -> None:
         """The service has answered."""
         assert self._stream is not None
-        self._stream.use(self._received, self._ended, self._malformed, partial(self._owner.room, 0))
+        self._stream.use(self._received, self._report_loss, self._malformed, partial(self._owner.room, 0))
         if kind == HELLO:
             self._connected(version)
         else:
@@ -339,9 +348,6 @@ class StreamClient:
             self._report_loss(bytes(payload)[:REASON_BYTES].decode(errors="replace"))
         elif kind != HELLO:
             self._owner.received(0, kind, number, payload)
-
-    def _ended(self) -> None:
-        self._report_loss(CLOSED)
 
     def _malformed(self, error: ProtocolError) -> None:
         self._report_loss(f"it broke the protocol: {error}")
