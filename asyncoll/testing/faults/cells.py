@@ -111,7 +111,8 @@ class Plan:
         elements = int(random.choice(_ELEMENTS)) // cell.size * cell.size
         victim, depth = int(random.integers(cell.size)), float(random.random())
         if cell.is_at_core_point:
-            elements = operations_passing(cell.moment)[cell.operation] // cell.size * cell.size
+            passing = operations_passing(cell.moment, cell.size, mixed=cell.transport == MIXED)
+            elements = passing[cell.operation] // cell.size * cell.size
             victim -= cell.does_without_core(victim)
         return cls(victim, max(elements, cell.size), depth)
 
@@ -126,7 +127,8 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
     triples: list[tuple[str, str, str]] = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
     if transport != "zmq":
         for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
-            triples += [(kind, operation, point) for operation in operations_passing(point)]
+            passing = operations_passing(point, size, mixed=transport == MIXED)
+            triples += [(kind, operation, point) for operation in passing]
     patterns = pattern.split(",")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]
     if not chosen:

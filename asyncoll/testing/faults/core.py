@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncoll import _core
+from asyncoll.algorithms.dense.tuning import choose
 
 _LOCK = ("lock-taken", "lock-noted", "lock-released")
 _SLEEPERS = ("doorbell-chosen", "doorbell-rung")
@@ -17,6 +18,7 @@ _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
+_PEERS = ("peer-read", "peers-reduced")  # only if all ranks have the core, and they are few: `Sizes.private`
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 
@@ -24,10 +26,10 @@ _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("barrier", 8): (*_LOCK, *_MEETING),
     ("allreduce", 8): (*_LOCK, "meeting-copied", *_MEETING, "meeting-reduced"),
-    ("allreduce", 20_000): ("meeting-copied", "meeting-shown", "meeting-counted", "meeting-received"),
+    ("allreduce", 12_000): ("meeting-shown", "meeting-counted", "meeting-received"),
     ("registered_allreduce", 12_000): (*_LOCK, *_ARRIVAL, "meeting-shown", "meeting-counted", *_END),
     ("registered_allreduce", 1_200_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
-    ("allreduce", 300_000): (*_LOCK, *_SLEEPERS, "peer-read", "peers-reduced"),
+    ("allreduce", 300_000): (*_LOCK, *_SLEEPERS, *_PEERS),
     ("reduce", 300_000): (*_LOCK, *_SLEEPERS, *_PIECE),
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
@@ -44,9 +46,15 @@ def core_points() -> tuple[str, ...]:
     return points
 
 
-def operations_passing(point: str) -> dict[str, int]:
-    """The operations of the matrix that pass `point`, each with the number of elements of a rank's array."""
-    return {operation: elements for (operation, elements), points in PASSED.items() if point in points}
+def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
+    """The operations of the matrix that pass `point`, each with the number of elements of a rank's array.
+
+    There are `size` ranks; `mixed`: some of them do without the core.
+    """
+    passing = {operation: elements for (operation, elements), points in PASSED.items() if point in points}
+    if point in _PEERS and (mixed or 4 * passing["allreduce"] < choose(size, {}).private):
+        return {}
+    return passing
 
 
 class CorePoint:
