@@ -24,9 +24,11 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.meetings import meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea
 from asyncoll.algorithms.dense.tuning import choose
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.testing import fuzz_core
+from asyncoll.transport.control_block import control_block_bytes
 from asyncoll.transport.memory.arena import local_world
+from asyncoll.transport.memory.mutex import MUTEX_BYTES, RobustMutex
 
 ROOT = Path(__file__).parent.parent
 PLATFORM = sysconfig.get_platform().replace("-", "_")
@@ -293,3 +295,37 @@ def test_threads_that_wait_for_a_lock_let_its_owner_run():
         assert [each.exception() for each in done] == [None] * len(blocks)
         assert blocks[0].cells[0] == rounds * len(blocks)
         blocks.clear()
+
+
+class Interrupted(RobustMutex):
+    """A signal handler raises in a thread that has waited for the lock, just after that has acquired it."""
+
+    waits = threading.Event()
+
+    def resume(self, failure: int) -> None:
+        self.waits.set()
+        super().resume(failure)
+        raise KeyboardInterrupt
+
+
+@needs_core
+def test_a_signal_handler_that_raises_after_a_wait_for_the_lock_loses_no_rank():
+    memory = memoryview(bytearray(MUTEX_BYTES + control_block_bytes(4, 1)))
+    RobustMutex.initialize(memory[:MUTEX_BYTES])
+    mutex, other = (kind(memory[:MUTEX_BYTES], 0, (5,)) for kind in (Interrupted, RobustMutex))
+    block = _core.native.ControlBlock(memory, (), mutex, 0, AsyncollError, True)
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with other:
+            is_held.set()
+            assert Interrupted.waits.wait(PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        assert is_held.wait(PATIENCE_S)
+        with pytest.raises(KeyboardInterrupt), block:
+            pytest.fail("the handler has raised before the critical section")
+        holding.result()
+    with other:  # it is free, and nothing is lost
+        pass
