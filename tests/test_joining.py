@@ -65,6 +65,12 @@ def test_a_rank_that_dies_while_it_joins_is_named(place):
 
 
 @pytest.mark.slow
+def test_a_rank_that_cannot_join_is_named_with_the_reason():
+    cases = faults("refuses", [(0, "host"), (2, "host"), (1, "folder")]) + faults("refuses", [(0, "start")], hosts=True)
+    assert_named(cases, "PeerLostError", lambda said: [said["rank"]] if "no route at all" in said["text"] else [])
+
+
+@pytest.mark.slow
 def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
     slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
     assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: [said["rank"]])

@@ -20,7 +20,15 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, ProtocolError, ServiceLostError, UsageError
+from asyncoll.errors import (
+    AsyncollError,
+    DeadlineError,
+    PeerLostError,
+    ProtocolError,
+    ServiceLostError,
+    UsageError,
+    describe,
+)
 from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.keys import KEY_FILE, Key
 from asyncoll.world.environment import Environment
@@ -102,18 +110,18 @@ class SealedStore:
         return [self.look(topic, peer, len(texts)) for peer in range(self._size)]
 
     def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """At the end of joining: if `error` names missing ranks, tell the other ranks.
+        """At the end of joining: if that has failed, tell the other ranks why.
 
-        If another rank has told a failure before, raises that one instead. This rank may have noticed only a
-        consequence of it: that the other rank has given up and ended.
+        If `error` names other ranks, and one has told a failure before, raises that one instead. This rank may have
+        noticed only a consequence of it: that the other rank has given up and ended.
         """
         told: list[AsyncollError] = []
-        if isinstance(error, PeerLostError | DeadlineError) and not self._is_gone:
+        if isinstance(error, Exception) and not self._is_gone:
             # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
             telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
             telling.start()
             telling.join(_TELLING_S)
-        if told:
+        if told and isinstance(error, PeerLostError | DeadlineError):
             raise told[0] from error
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -128,13 +136,15 @@ class SealedStore:
 
     # -- how it ends ------------------------------------------------------------------------------
 
-    def _tell(self, store: Store, error: PeerLostError | DeadlineError, told: list[AsyncollError]) -> None:
+    def _tell(self, store: Store, error: Exception, told: list[AsyncollError]) -> None:
         """Publish `error`, unless another rank has published a failure before; then add that one to `told`."""
         failed = f"{self._prefix}/failed"
         if isinstance(error, PeerLostError):
             words = ["lost", error.cause, str(error.rank)]
-        else:
+        elif isinstance(error, DeadlineError):
             words = ["late", str(error), ",".join(map(str, error.missing))]
+        else:
+            words = ["lost", f"it could not join: {describe(error)}", str(self._rank)]
         with contextlib.suppress(RuntimeError):  # the store has ended, so no rank can be told
             if not store.check([failed]):
                 store.set(failed, self._first_key.seal(_pack(words), failed))

@@ -44,9 +44,14 @@ PHASES = {  # in their order: where a rank is when it enters this function
 
 
 def fail(kind, phase):
-    """Have this process killed, or stopped, when it enters a phase."""
-    signum = signal.SIGKILL if kind == "dies" else signal.SIGSTOP
-    before(phase, lambda: os.kill(os.getpid(), signum))
+    """Have this process killed or stopped, or an exception raised, when it enters a phase."""
+
+    def act():
+        if kind == "refuses":
+            raise asyncoll.UsageError("no route at all")
+        os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
+
+    before(phase, act)
 
 
 def before(phase, act):
