@@ -18,8 +18,10 @@ from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.operands import bundle
+from asyncoll.testing import run_ranks
 from asyncoll.testing.laws import check_laws
 from asyncoll.testing.laws.story import KINDS
+from asyncoll.transport.control_block import Turn
 from asyncoll.transport.memory.arena import local_world
 
 needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
@@ -276,3 +278,118 @@ def test_the_compiled_rounds_check_what_they_are_given():
             compiled.plan(1, (2,), ((0, 1),))
         with pytest.raises(ValueError, match="count from 1"):
             compiled.begin([np.ones(3, np.float32)], 1.0, 0, [])
+
+
+# -- turns of whole calls, while signal handlers raise ---------------------------------------------
+
+
+class StruckTurn(Turn):
+    """A turn whose first `set` is interrupted by the exception of a signal handler, before it has done anything."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def set(self):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        super().set()
+
+
+@contextlib.contextmanager
+def whole_call_rank():
+    """A rank of two, the first call of which will be over in one step."""
+    operation = Operation("g", (("float32", 3),), SUM, Opening.SOLO)
+    with local_world(2, [_core.native]) as arenas:
+        rank = Rank(arenas[0], operation)
+        for _ in range(5):  # the first ones allocate blocks
+            rank.call(np.ones(3, np.float32))
+        assert rank.at_once
+        yield rank
+
+
+@needs_core
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_a_handler_that_raises_as_a_whole_call_ends_does_not_lose_the_turn(kind):
+    with whole_call_rank() as rank:
+        error = kind("of a handler")
+        rounds, order = rank.rounds, rank.rounds._order
+        now, x = order.now[0], np.ones(3, np.float32)
+        turn = order.waiting[now + 1] = StruckTurn(error)
+        with pytest.raises(kind) as raised:
+            rounds.at_once(x)
+        assert raised.value is error
+        assert order.now[0] == now + 1
+        assert turn.is_set
+        assert not order.waiting
+        assert sum(count for _, count, _ in rounds._engine.owed) == 1  # the answer was lost with the exception
+        rank.call(x)  # its turn is now, and it tells of the lost round
+        assert rank.answers[-1][2] == 1
+        assert order.now[0] == now + 2
+
+
+@needs_core
+def test_a_whole_call_before_its_turn_is_none_and_leaves_its_turn_to_the_next():
+    with whole_call_rank() as rank:
+        rounds, order = rank.rounds, rank.rounds._order
+        before, steps = next(order.numbers), rounds.statistics().calls
+        assert order.is_now(before)
+        assert rounds.at_once(np.ones(3, np.float32)) is None
+        assert order.over == {before + 1}
+        assert order.is_now(before)
+        assert rounds.statistics().calls == steps
+        order.end(before)
+        assert order.is_now(before + 2)
+        assert not order.over
+        assert rounds.at_once(np.ones(3, np.float32)) is not None
+        assert order.is_now(before + 3)
+
+
+@needs_core
+def test_a_whole_call_passes_over_the_turns_of_calls_that_have_ended():
+    with whole_call_rank() as rank:
+        rounds, order = rank.rounds, rank.rounds._order
+        now = order.now[0]
+        order.over.update({now + 1, now + 2})
+        turn = order.waiting[now + 3] = Turn()
+        assert rounds.at_once(np.ones(3, np.float32)) is not None
+        assert order.is_now(now + 3)
+        assert turn.is_set
+        assert not order.over
+
+
+@needs_core
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_the_exception_of_a_handler_in_a_repeated_call_does_not_end_the_communicator(kind):
+    async def main(comm):
+        error = kind("of a handler")
+        for _ in range(4):
+            await comm.solo_allreduce(np.ones(3), name=f"of rank {comm.rank}")
+        name = f"of rank {comm.rank}"
+        assert name in comm._core.operations.repeats
+        order = comm._core.operations._known[name]._order
+        turn = order.waiting[order.now[0] + 1] = StruckTurn(error)
+        with pytest.raises(kind) as raised:
+            comm.solo_allreduce(np.ones(3), name=name)
+        assert raised.value is error
+        assert turn.is_set
+        reduction = await comm.solo_allreduce(np.ones(3), name=name)
+        assert (reduction.round, reduction.skipped, reduction.included) == (6, 1, True)
+        await comm.barrier()
+
+    run_ranks(2, main, transport="shm")
+
+
+@needs_core
+def test_a_whole_call_returns_the_failure_of_its_rounds_and_ends_its_turn():
+    with whole_call_rank() as rank:
+        rounds, now = rank.rounds, rank.rounds._order.now[0]
+        turn = rounds._order.waiting[now + 1] = Turn()
+        with contextlib.suppress(KeyError), rounds._control_block:
+            raise KeyError  # in the middle of a critical section: the lock is lost
+        assert isinstance(rounds.at_once(np.ones(3, np.float32)), AsyncollError)
+        assert rounds._order.is_now(now + 1)
+        assert turn.is_set
