@@ -11,9 +11,10 @@ import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds.alone import LoneRounds
+from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.short_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
@@ -25,6 +26,8 @@ from asyncoll.transport.control_block import Turn
 from asyncoll.transport.memory.arena import local_world
 
 needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
+SHORT = (1, 7, 100)  # elements
+LONG = (5000, 9000, 20_000, 40_000)  # of one chunk or several
 DTYPES = ("float32", "float64", "int64", "float16", "complex64")
 
 
@@ -35,11 +38,21 @@ class Rank:
         size = len(arena.ranks)
         group = Group(tuple(range(size)), arena.local_rank, 7)
         self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
-        self.rounds = rounds_in_memory(arena, self.registry, group, operation, str, lambda: False)
+        self.rounds = rounds_in_memory(arena, self.registry, group, operation, str, lambda: False, 1 << 22)
         self.operation = operation
+        self.arena = arena
+        self.memory = {}  # registered, by size: for long contributions
         self.rest = self.wait = self.given = None
         self.answers = []
         self.at_once = 0  # whole calls in one step
+
+    def registered(self, x):
+        """`x` in registered memory."""
+        if x.nbytes not in self.memory:
+            self.memory[x.nbytes] = self.arena.view(self.arena.allocate(x.nbytes), x.nbytes)
+        array = self.memory[x.nbytes].view(x.dtype)
+        array[:] = x
+        return array
 
     def call(self, x, weight=1.0):
         self.given = bundle(x, self.operation.op, weight)
@@ -117,7 +130,7 @@ def content(given):
     return [array.tobytes() for array in arrays]
 
 
-def drawn(seed):
+def drawn(seed, counts=SHORT):
     """A world drawn from `seed`: its size, its operation, and the rest of the draw."""
     draw = np.random.default_rng(seed)
     size = int(draw.choice([1, 2, 3, 4, 5, 8, 9, 13]))
@@ -135,13 +148,13 @@ def drawn(seed):
     }
     if opening is Opening.SOLO and draw.integers(2):
         options |= {"group_size": int(draw.integers(1, size + 1)), "fixed": bool(draw.integers(2))}
-    count = int(draw.choice([1, 7, 100]))
+    count = int(draw.choice(counts))
     return draw, size, dtype, Operation("g", ((carried, count),), op, opening, **options)
 
 
-def story(seed, natives):
+def story(seed, natives, counts=SHORT):
     """What all ranks are told in a world in which the draw decides which rank calls, is cancelled or leaves."""
-    draw, size, dtype, operation = drawn(seed)
+    draw, size, dtype, operation = drawn(seed, counts)
     with local_world(size, natives) as arenas:
         ranks = [Rank(arena, operation) for arena in arenas]
         for index in range(40 * size):
@@ -149,7 +162,9 @@ def story(seed, natives):
             values, weight = draw.integers(-9, 9, operation.layout[0][1]), float(draw.integers(3))
             is_cancelled = not draw.integers(8)
             if rank.rest is None:
-                rank.call(values.astype(dtype), weight if operation.weighted else 1.0)
+                x = values.astype(dtype)
+                x = rank.registered(x) if x.nbytes >= LENT_MIN_BYTES and draw.integers(2) else x
+                rank.call(x, weight if operation.weighted else 1.0)
             elif is_cancelled:
                 rank.cancel()
             for other in ranks:
@@ -174,6 +189,15 @@ def test_the_same_calls_get_the_same_answers_with_and_without_the_core(seed):
     assert story(seed, [_core.native])[0] == expected
     assert story(seed, [_core.native, None])[0] == expected
     assert story(seed, [None, _core.native])[0] == expected
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(100, 114))
+def test_long_contributions_get_the_same_answers_with_and_without_the_core(seed):
+    expected = story(seed, [None], LONG)
+    assert expected[0][1][0][0] > 0
+    for natives in ([_core.native], [_core.native, None], [None, _core.native]):
+        assert story(seed, natives, LONG) == expected
 
 
 @needs_core
@@ -271,13 +295,13 @@ def test_the_compiled_rounds_check_what_they_are_given():
     with local_world(2, [_core.native]) as arenas:
         compiled = Rank(arenas[0], operation).rounds._compiled
         with pytest.raises(ValueError, match="another size"):
-            compiled.begin([np.ones(4, np.float32)], 1.0, 1, [])
+            compiled.begin([np.ones(4, np.float32)], 1.0, 1, [], -1)
         with pytest.raises(ValueError, match="each part"):
-            compiled.begin([], 1.0, 1, [])
+            compiled.begin([], 1.0, 1, [], -1)
         with pytest.raises(ValueError, match="no rank 2"):
             compiled.plan(1, (2,), ((0, 1),))
         with pytest.raises(ValueError, match="count from 1"):
-            compiled.begin([np.ones(3, np.float32)], 1.0, 0, [])
+            compiled.begin([np.ones(3, np.float32)], 1.0, 0, [], -1)
 
 
 # -- turns of whole calls, while signal handlers raise ---------------------------------------------
