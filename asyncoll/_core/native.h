@@ -5,7 +5,7 @@
  *   peers.c           reductions of arrays in the memory of other processes
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c and whole_calls.c have
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
  *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
  *   points.c          named moments inside all of them, for fault tests
@@ -54,7 +54,7 @@ enum Point {
     PIECE_AWAITED, /* the condition of the next step seems to be met */
     PEER_READ,     /* a block of another rank's private array is in the cache */
     PEERS_REDUCED, /* such a block is reduced, into this rank's array */
-    ROUND_FILLED,  /* under the lock, as all of a round: the contribution is in a new block */
+    ROUND_FILLED,  /* under the lock, as all of a short round: the contribution is in a new block */
     ROUND_STAGED,
     ROUND_ARRIVED,
     ROUND_OPENED,
@@ -63,7 +63,10 @@ enum Point {
     ROUND_GRANTED,
     ROUND_PUBLISHED, /* for all groups */
     ROUND_LEFT,
-    ROUND_COPIED, /* the result is in the caller's arrays */
+    ROUND_COPIED,  /* the result is in the caller's arrays */
+    ROUND_CLAIMED, /* under the lock: a chunk of a long round */
+    ROUND_HELPED,  /* it is reduced */
+    ROUND_COUNTED, /* under the lock */
     REDUCTION_DONE,
     POINTS
 };

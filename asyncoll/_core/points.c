@@ -37,6 +37,9 @@ static const char *const names[POINTS] = {
     [ROUND_PUBLISHED] = "round-published",
     [ROUND_LEFT] = "round-left",
     [ROUND_COPIED] = "round-copied",
+    [ROUND_CLAIMED] = "round-claimed",
+    [ROUND_HELPED] = "round-helped",
+    [ROUND_COUNTED] = "round-counted",
     [REDUCTION_DONE] = "reduction-done",
 };
 

@@ -283,10 +283,11 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
         record = ranks[0]._rounds
         image = _Image(len(record.cells), size, shared=shared)
         segments = [np.zeros(_SEGMENT, np.uint8) for _ in range(size)]
-        arena: Any = SimpleNamespace(native=_core.native, segments=segments)
+        arena: Any = SimpleNamespace(native=_core.native, segments=segments, cores=2)
+        is_short = bool(draw.randrange(2))
         objects = []
         for rank, block in enumerate(image.blocks):
-            fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": True}
+            fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": is_short}
             group = Group(tuple(range(size)), rank, 7)
             compiled = compiled_rounds(arena, group, operation, layout, SimpleNamespace(**fields))  # type: ignore[arg-type]
             objects.append(compiled)
@@ -298,8 +299,9 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
     ranks_of = _Argument(lambda draw: tuple(draw.randrange(-1, size + 1) for _ in range(draw.randrange(size + 1))))
     groups = _Argument(lambda draw: tuple([draw.randrange(size)] for _ in range(draw.randrange(size + 2))))
     unused = _Argument(lambda draw: [draw.randrange(20) for _ in range(draw.randrange(3))])
+    address = _Argument(lambda draw: draw.choice((-1, -1, draw.randrange(size * _SEGMENT + 99), 1 << 62)))
     methods = {
-        "begin": [arrays, _Argument(lambda draw: draw.random()), number, unused],
+        "begin": [arrays, _Argument(lambda draw: draw.random()), number, unused, address],
         "resume": [arrays, number, number, number, number],
         "is_needed": [number],
         "plan": [number, ranks_of, groups],

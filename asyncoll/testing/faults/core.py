@@ -21,6 +21,7 @@ _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted
 _PEERS = ("peer-read", "peers-reduced")  # only if all ranks have the core, and they are few: `Sizes.private`
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
+_CHUNK = ("round-claimed", "round-helped", "round-counted")
 
 # The operations of the matrix that pass them, with the number of elements of a rank's array.
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
@@ -34,6 +35,7 @@ PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("quorum", 8): (*_LOCK, *_ROUND, *_RESULT, *_SLEEPERS),
+    ("quorum", 40_000): (*_CHUNK, "round-filled", "round-taken", "round-copied"),
     ("group", 8): (*_ROUND, *_RESULT),
     ("synchronous_solo", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("rpc", 8): (*_LOCK, *_SLEEPERS),
