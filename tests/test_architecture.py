@@ -32,7 +32,16 @@ PACKAGES: dict[str, set[str]] = {
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
     # what ranks do together
-    "rpc": {"arguments", "errors", "runtime", "tensors", "transport", "transport.memory", "transport.messages"},
+    "rpc": {
+        "arguments",
+        "errors",
+        "forks",
+        "runtime",
+        "tensors",
+        "transport",
+        "transport.memory",
+        "transport.messages",
+    },
     "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
     # what users hold
     "communicator": {
