@@ -172,7 +172,6 @@ REPLACED = {
         "service_protocol.HANDSHAKE_S": "the real limit is 5 seconds",
         "service_sockets.Heartbeat._handle_event": _FAULT,
         "service_sockets._UNSENT_MAX": _FAR,
-        "service_streams.StreamServer._limit": "the real limit is 5 seconds",
         "service_streams._PAUSE_S": "so that the test does not wait for it",
         "service_streams._UNGREETED_MAX": _FAR,
         "service_streams.is_gone": _FAULT,
