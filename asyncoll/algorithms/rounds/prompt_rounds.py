@@ -1,8 +1,8 @@
 """Wait-avoiding rounds in shared memory whose calls begin with a plain function.
 
-The bookkeeping of a call costs more than the reduction of a short contribution, and as much as that of 1 MiB. So a
-call up to its first wait is a plain function, in the compiled core if that is there. With a short contribution it is one
-critical section. A coroutine does the rest, if the call has to wait.
+The bookkeeping of a call costs more than the reduction of a short contribution, and as much as that of 512 KiB. So all
+of a call up to its first wait is a plain function, in the compiled core if that is there. With a short contribution it
+is one critical section. A coroutine does the rest, if the call has to wait.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rounds_in_memory(
 
 
 class PromptRounds(OneSidedRounds):
-    """A persistent operation at one rank, in memory, whose contributions are short, or are left to the compiled core."""
+    """A persistent operation at one rank, in memory, of short contributions, or of any with the compiled core."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PromptRounds(OneSidedRounds):
             self.at_once = whole_calls(self._compiled, arena, group, operation, self._order, self._engine)
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """As `Rounds.begin`: all of the call up to its first wait. With a short contribution it is one critical section."""
+        """As `Rounds.begin`: all of the call up to its first wait."""
         own = self._arrays(contribution) if self._compiled is not None else None
         turn = next(self._order.numbers)
         if not self._order.is_now(turn) or (own is None and not self._is_short):
