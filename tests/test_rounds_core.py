@@ -205,6 +205,112 @@ def test_calls_that_need_no_other_rank_are_one_step_in_the_core():
     assert sum(story(seed, [_core.native])[1] for seed in range(12)) > 50
 
 
+class Interleaved:
+    """Solo calls of long arrays, during which other ranks make calls wherever one of them has released the lock.
+
+    Call number n contributes 1 as its element n. So a result tells which contributions it has.
+    """
+
+    def __init__(self, seed, natives):
+        self.draw = np.random.default_rng(seed)
+        self.count = int(self.draw.choice(LONG))
+        self.natives = natives
+        self.results = {}  # by round: the calls that it has contributions of
+        self.told = []  # (rank, call, round, whether its contribution is in)
+        self.calls = self.nested = 0
+        self.running = []  # the ranks whose calls are under way
+        self.errors = []
+
+    def passed(self, point):
+        if point in ("round-filled", "round-helped", "round-copied") and self.draw.integers(3):
+            idle = [rank for rank in self.ranks if rank.rest is None and rank not in self.running]
+            if idle and self.calls < CALLS:
+                self.nested += 1
+                try:
+                    self.call(idle[self.draw.integers(len(idle))])
+                except BaseException as error:  # the core would only report it
+                    self.errors.append(error)
+
+    def call(self, rank):
+        number, self.calls = self.calls, self.calls + 1
+        x = np.zeros(self.count, np.float32)
+        x[number] = 1
+        if x.nbytes >= LENT_MIN_BYTES and self.draw.integers(2):
+            x = rank.registered(x)
+        self.running.append(rank)
+        answer = rank.rounds.begin(bundle(x, SUM, 1.0))
+        self.running.remove(rank)
+        if isinstance(answer, Delivery):
+            self.note(rank, number, x, answer)
+        else:
+            rank.rest, rank.wait = (number, x, answer), None
+            self.resume(rank)
+
+    def resume(self, rank):
+        if rank.rest is None or rank in self.running or (rank.wait is not None and not rank.wait.ready()):
+            return
+        number, x, rest = rank.rest
+        self.running.append(rank)
+        try:
+            rank.wait = rest.send(None)
+        except StopIteration as stop:
+            rank.rest = None
+            self.note(rank, number, x, stop.value)
+        self.running.remove(rank)
+
+    def note(self, rank, number, x, delivery):
+        result = delivery.results[-1]
+        if result.ranks:
+            bundle(x, SUM, 1.0).write(result.parts)
+        rank.rounds.release(delivery)
+        assert set(np.unique(x)) <= {0, 1}, "a contribution is counted twice"
+        contributions = frozenset(np.flatnonzero(x).tolist()) if result.ranks else frozenset()
+        assert self.results.setdefault(result.number, contributions) == contributions
+        self.told.append((rank, number, result.number, delivery.included))
+
+    def run(self):
+        with local_world(4, self.natives) as arenas:
+            operation = Operation("g", (("float32", self.count),), SUM, Opening.SOLO)
+            self.ranks = [Rank(arena, operation) for arena in arenas]
+            before = _core.native.watch(self.passed)
+            try:
+                while self.calls < CALLS or any(rank.rest for rank in self.ranks):
+                    rank = self.ranks[self.draw.integers(4)]
+                    if rank.rest is None and self.calls < CALLS:
+                        self.call(rank)
+                    for other in self.ranks:
+                        self.resume(other)
+            finally:
+                _core.native.watch(before)
+            for _ in range(2):  # the second one at the latest opens a round, which takes what is staged
+                self.call(self.ranks[0])
+            totals = self.ranks[0].rounds.statistics()
+            blocks = self.ranks[0].rounds._rounds.blocks
+            free, made = blocks._cells[blocks._head : blocks._head + 2].tolist()
+            unused = sum(len(rank.rounds._unused) for rank in self.ranks)
+            self.ranks = []
+        return totals, made - free - unused
+
+
+CALLS = 60
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(12))
+def test_other_ranks_may_do_anything_where_a_long_call_has_released_the_lock(seed):
+    natives = [[_core.native], [_core.native, None], [_core.native, _core.native, None]][seed % 3]
+    world = Interleaved(seed, natives)
+    totals, used_blocks = world.run()
+    assert not world.errors
+    assert world.nested > 5
+    counted = [number for contributions in world.results.values() for number in contributions]
+    assert sorted(counted) == list(range(world.calls))
+    assert totals.rounds == len(world.results)  # each round was told to the rank that opened it
+    for _, number, result, included in world.told:
+        assert included == any(number in has for each, has in world.results.items() if each <= result)
+    assert used_blocks == 1  # that of the newest result
+
+
 def alone(seed, make):
     """What one rank is told that calls, loses every fifth answer, and joins."""
     draw, _, dtype, operation = drawn(seed)

@@ -92,7 +92,7 @@ class PromptRounds(OneSidedRounds):
                 self._order.end(turn)
 
     async def call(self, contribution: Contribution) -> Delivery:
-        if self._compiled is None:
+        if self._compiled is None or self._is_short:
             return await super().call(contribution)
         answer = self.begin(contribution)
         return answer if isinstance(answer, Delivery) else await answer
