@@ -1,7 +1,7 @@
 """Calls whose arguments have been checked before.
 
-A training loop repeats the same few calls. Such a call needs no check of its arguments. If it is over at once, it needs no
-description of its contribution and no work for a runner either: it is one step, in which no other rank takes part.
+A training loop repeats the same few calls. Such a call needs no check of its arguments. If it is over at once, it needs
+no description of its contribution and no work for a runner either: it is one step, in which no other rank takes part.
 """
 
 from __future__ import annotations
