@@ -311,6 +311,21 @@ def test_other_ranks_may_do_anything_where_a_long_call_has_released_the_lock(see
     assert used_blocks == 1  # that of the newest result
 
 
+@needs_core
+@pytest.mark.parametrize("natives", [[_core.native], [_core.native, None], [None, _core.native]])
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_a_caller_that_waited_gets_its_own_round_after_others(natives, count):
+    operation = Operation("g", (("float32", count),), SUM, Opening.QUORUM, quorum=2)
+    with local_world(3, natives) as arenas:
+        first, waiting, late = (Rank(arena, operation) for arena in arenas)
+        for rank in (waiting, first, late, first, late):  # rounds 1, late, 2
+            rank.call(np.ones(count, np.float32))
+        for rank in (first, waiting):
+            rank.resume()
+        told = [[results[0][0] for results, *_ in rank.answers] for rank in (first, late, waiting)]
+        assert told == [[1, 2], [1, 2], [1]]
+
+
 def alone(seed, make):
     """What one rank is told that calls, loses every fifth answer, and joins."""
     draw, _, dtype, operation = drawn(seed)
