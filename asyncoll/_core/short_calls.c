@@ -387,7 +387,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     return call;
 }
 
-/* Find out where `array` is, which the others may see there. 1; 0 if the call is left to Python; -1 with an exception. */
+/* Find out where `array` is, which the others may see there: negative if it is private. 1; 0 if the call is left to Python; -1 with an exception. */
 static int locate(ShortCalls *self, PyObject *array, long long *address)
 {
     PyObject *found = PyObject_CallFunctionObjArgs(self->address_of, array, NULL);
@@ -408,6 +408,8 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
         is = locate(self, array, &address);
         is = is < 0 ? -1 : !is;
     }
+    if (!is && kind->nbytes && !address)
+        is = !meetings_has_short_arrays(self->meetings); /* Python allocates the memory for a copy */
     PyObject *loop = is ? NULL : loop_of(self), *started = NULL;
     if (is || !loop || loop == Py_None) {
         if (bytes->obj)
@@ -428,7 +430,7 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
 static PyObject *start_array(ShortCalls *self, PyObject *array, PyObject *key, PyObject *op, PyObject *result)
 {
     Py_buffer bytes;
-    if (!self->known || !meetings_has_short_arrays(self->meetings)) /* Python allocates them */
+    if (!self->known)
         Py_RETURN_NONE;
     if (PyObject_GetBuffer(array, &bytes, PyBUF_WRITABLE) < 0) { /* it is read-only, or not contiguous */
         PyErr_Clear();
