@@ -11,6 +11,8 @@
 #include <string.h>
 #include <sys/uio.h>
 
+enum { STRIP = 1 << 13 }; /* bytes; a multiple of each element */
+
 int copy_from_peer(Place from, char *into, size_t bytes)
 {
     if (from.pid < 1 || from.pid > INT32_MAX)
@@ -55,6 +57,22 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
+/* Reduce the first `bytes` bytes of all operands into those of `own`, the operand of this rank. A kernel has its result
+ * in the first operand; a strip of that is copied while it is in the L1 cache. Afterwards operands point to the ends. */
+static void reduce_strips(const PeerJob *job, char *own, size_t bytes)
+{
+    while (bytes) {
+        size_t length = least(STRIP, bytes);
+        job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
+        if (job->rank != 0)
+            memcpy(own, job->operands[0], length);
+        for (int rank = 0; rank < job->size; rank++)
+            job->operands[rank] = (char *)job->operands[rank] + length;
+        own += length;
+        bytes -= length;
+    }
+}
+
 /* Block by block: a block of each array stays in the cache until it is reduced. */
 int reduce_peers(const PeerJob *job)
 {
@@ -72,9 +90,7 @@ int reduce_peers(const PeerJob *job)
             pass_point(PEER_READ);
             room += job->block;
         }
-        job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
-        if (job->rank != 0)
-            memcpy(job->own + at, job->operands[0], length);
+        reduce_strips(job, job->own + at, length);
         pass_point(PEERS_REDUCED);
     }
     return 0;

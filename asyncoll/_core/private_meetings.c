@@ -16,6 +16,9 @@
 enum { HAS_LEFT = -1, CANNOT_READ = -2 };
 enum { BITS = 62, PRIVATE_LEAST = 1 << 18, PAGE = 4096 };
 
+/* How many times as often as usual a rank looks for the next chunk before it sleeps. */
+enum { PATIENCE = 16 };
+
 /* Bytes of the blocks of all other ranks that are in the cache at the same time. */
 enum { SCRATCH = 1 << 19 };
 
@@ -329,7 +332,9 @@ int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t 
     if (!element || call->bytes % (int64_t)element)
         return 0;
     for (;;) {
-        Step step = poll_steps(self, record, call, polls);
+        /* Once all have come, the others work on chunks, which takes less time than to sleep and to wake. */
+        bool have_all_come = peek(&record.cells[ARRIVED]) == self->size;
+        Step step = poll_steps(self, record, call, have_all_come ? PATIENCE * polls : polls);
         if (step == END || step == NO_USE)
             return step == END;
         if (step != NOTHING) {

@@ -255,7 +255,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     valid = _Argument(lambda draw: draw.choice(numbers))
     any_array, done = _Argument(_array), _Argument(lambda draw: draw.choice((1, 64, 1024)))
     fingerprint = _Argument(lambda draw: signed(draw.choice(numbers)))
-    address = _Argument(lambda draw: draw.choice((0, 0, 4096)))
+    address = _Argument(lambda draw: draw.choice((0, 0, 4096, -4096)))
     polls, sleep_ns = _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))
     methods = {
         "arrive": [valid, fingerprint, any_array, address, _Argument(_kernel), _divisor, _flag],

@@ -6,8 +6,9 @@ publishes the result, and the others complete with it.
 
 Longer arrays are reduced where the ranks show them: registered ones are not copied. Each rank that is there claims
 chunks, reduces them, and writes the result to all ranks. With the compiled core registered arrays of up to `Sizes.long`
-meet here, too, and so do private arrays, which the ranks read through the kernel. `PythonMeetings` and the compiled core implement the steps, on the same records of the staging area
-(`staging`). In Python, only the last rank claims chunks here.
+meet here, too, and so do private arrays, which the ranks read through the kernel. `PythonMeetings` and the compiled
+core implement the steps, on the same records of the staging area (`staging`). In Python, only the last rank claims
+chunks here.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
     def is_private(self, nbytes: int) -> bool:
-        """Whether an array of so many bytes that is not registered is read in private memory, if the kernel allows it."""
+        """Whether an array of so many bytes, not registered, is read in private memory, if the kernel allows it."""
         return self.private <= nbytes <= self.private_max
 
 

@@ -18,11 +18,8 @@ _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
-_PEERS = (
-    "peer-read",
-    "peers-reduced",
-    "peer-taken",
-)  # only if all ranks have the core, and they are few: `Sizes.private`
+# Only if all ranks have the core, and they are few: `Sizes.private`.
+_PEERS = ("peer-read", "peers-reduced", "peer-taken")
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 
