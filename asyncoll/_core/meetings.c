@@ -766,3 +766,17 @@ bool meetings_has_short_arrays(const Meetings *self)
 {
     return self->block->cells[self->addresses + self->rank] != 0;
 }
+
+int64_t meetings_short_bytes(const Meetings *self)
+{
+    return self->short_bytes;
+}
+
+bool meetings_can_read(const Meetings *self)
+{
+    const int64_t *cells = self->block->cells + self->peers;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (peek(&cells[PEER_CELLS * rank + PEER_CAN_READ]) != 1)
+            return false;
+    return true;
+}

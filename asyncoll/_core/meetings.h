@@ -16,8 +16,8 @@
 enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
 enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY, PART_BITS };
 
-/* asyncoll/algorithms/dense/peers.py: the cells of each rank, of which the first is its process. */
-enum { PEER_CELLS = 4, PEER_PID = 0 };
+/* asyncoll/algorithms/dense/peers.py: the cells of each rank. */
+enum { PEER_CELLS = 4, PEER_PID = 0, PEER_CAN_READ = 3 };
 
 enum { ALIGNED = 64 /* no element lies across a boundary of so many bytes */ };
 

@@ -165,6 +165,12 @@ int64_t meetings_calls(const Meetings *self);
 /* An array of so many bytes is shown where it is, if it is registered. */
 int64_t meetings_shown_min(const Meetings *self);
 
+/* Longer arrays are not copied. */
+int64_t meetings_short_bytes(const Meetings *self);
+
+/* Whether all ranks have found that they can read the private memory of all others. */
+bool meetings_can_read(const Meetings *self);
+
 /* Whether this rank has allocated its memory for short arrays. */
 bool meetings_has_short_arrays(const Meetings *self);
 

@@ -78,6 +78,7 @@ class ShortWay:
             self._in_python = PythonShortCalls(staging, host, runner, closing, failures, self._note)
             return self._in_python
         assert isinstance(self._meetings, core.Meetings)
+        sizes, own = staging.sizes, staging.arena.segments[staging.arena.local_rank]
         self._compiled = core.ShortCalls(
             self._meetings,
             host,
@@ -93,19 +94,13 @@ class ShortWay:
             asyncio.get_running_loop,
             deadlines.expiry.get,
             np.ndarray,
-            self._address_of,
+            may_interrupt,
+            (forks.address_of(own), own.size, staging.arena.locate(own) or 0),
+            (max(sizes.private, sizes.whole + 1), sizes.private_max if staging.peers is not None else 0),
             self._polls,
             self._sleep_ns,
         )
         return self._compiled
-
-    def _address_of(self, x: Array) -> int | None:
-        """`_shown_at`, for the compiled core. None if the call is left to Python.
-
-        A call that shows its caller's memory takes it back after an exception, which takes more than one step. So it is
-        left to Python if a signal handler may raise.
-        """
-        return None if may_interrupt() else self._shown_at(x)
 
     def _shown_at(self, x: Array) -> int | None:
         """Where the other ranks see `x`: its address if it is registered, negated if it is private, 0 for a copy.
