@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from asyncoll import forks
 from asyncoll._core import Core
 from asyncoll.algorithms.backend import BegunCall, Entry, Host, Plan
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, meetings_of
@@ -95,7 +94,7 @@ class ShortWay:
             deadlines.expiry.get,
             np.ndarray,
             may_interrupt,
-            (forks.address_of(own), own.size, staging.arena.locate(own) or 0),
+            (own.ctypes.data, own.size, staging.arena.locate(own) or 0),
             (max(sizes.private, sizes.whole + 1), sizes.private_max if staging.peers is not None else 0),
             self._polls,
             self._sleep_ns,
@@ -112,7 +111,7 @@ class ShortWay:
         if address or x.nbytes <= sizes.short:
             return address
         is_private = x.nbytes > sizes.whole and sizes.is_private(x.nbytes) and peers is not None and peers.can_read()
-        return -forks.address_of(x) if is_private else None
+        return -x.ctypes.data if is_private else None
 
     def takes(self, x: Array) -> bool:
         sizes = self._staging.sizes
