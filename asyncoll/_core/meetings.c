@@ -444,6 +444,11 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_ValueError, "there is no such address, or the divisor is not positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
+    if (address < 0 && bytes.len <= self->short_bytes) {
+        PyErr_SetString(PyExc_ValueError, "an array that is not long has no negative address");
+        free_bytes(&bytes);
+        return NULL;
+    }
     if (bytes.len < self->shown_min)
         address = 0;
     int state = meetings_is_free(self, number);
