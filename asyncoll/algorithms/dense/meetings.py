@@ -46,7 +46,7 @@ class Meetings(Protocol):
         """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
 
         Returns WAITING, LAST, NOT_FREE or OVER. The address is 0 below `Sizes.shown` bytes. With the compiled core it
-        may be negative: `array` is at its negation in private memory (`peers`).
+        may be negative: `array` is at its negation in private memory (`peers`), and must live until the call is over.
 
         With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
         and has the result in `array`, unless `kernel` is 0. It is WAITING if another rank still reduces a chunk. The
