@@ -261,7 +261,7 @@ def test_every_point_of_the_compiled_core_has_a_cell_and_every_cell_a_point():
     assert not [cell for cell in select("*", 0, 1, 0, "zmq", 4) if cell.is_at_core_point]
     for transport, size in (("shm-mixed", 4), ("shm", 8)):  # no rank reads the private memory of another
         struck = {cell.moment for cell in select("*/*/*-*", 0, 1, 0, transport, size)}
-        assert points - struck == {"peer-read", "peers-reduced"}
+        assert points - struck == {"peer-read", "peers-reduced", "peer-taken"}
 
 
 @needs_core

@@ -140,7 +140,9 @@ class ShortCalls:
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,
-        address_of: Callable[[Any], int | None],
+        may_raise: Callable[[], bool],
+        segment: tuple[int, int, int],
+        private: tuple[int, int],
         polls: int,
         sleep_ns: int,
     ) -> ShortCalls: ...

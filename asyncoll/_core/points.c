@@ -27,6 +27,7 @@ static const char *const names[POINTS] = {
     [PIECE_AWAITED] = "piece-awaited",
     [PEER_READ] = "peer-read",
     [PEERS_REDUCED] = "peers-reduced",
+    [PEER_TAKEN] = "peer-taken",
     [ROUND_FILLED] = "round-filled",
     [ROUND_STAGED] = "round-staged",
     [ROUND_ARRIVED] = "round-arrived",

@@ -20,6 +20,7 @@ import random  # noqa: TID251 (seeded; numpy's generator takes longer for a sing
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -253,9 +254,15 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
         for rank, block in enumerate(image.blocks)
     ]
     valid = _Argument(lambda draw: draw.choice(numbers))
-    any_array, done = _Argument(_array), _Argument(lambda draw: draw.choice((1, 64, 1024)))
+    kept: deque[Any] = deque(maxlen=10_000)  # a private array must live until its call is over
+
+    def array_that_lives(draw: _Random) -> Any:
+        kept.append(_array(draw))
+        return kept[-1]
+
+    any_array, done = _Argument(array_that_lives), _Argument(lambda draw: draw.choice((1, 64, 1024)))
     fingerprint = _Argument(lambda draw: signed(draw.choice(numbers)))
-    address = _Argument(lambda draw: draw.choice((0, 0, 4096)))
+    address = _Argument(lambda draw: draw.choice((0, 0, 4096, -4096)))
     polls, sleep_ns = _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))
     methods = {
         "arrive": [valid, fingerprint, any_array, address, _Argument(_kernel), _divisor, _flag],
