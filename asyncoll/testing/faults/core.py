@@ -24,6 +24,8 @@ _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "roun
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 
+_PRIVATE = 300_000  # elements of an array that is read in private memory
+
 # The operations of the matrix that pass them, with the number of elements of a rank's array.
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("barrier", 8): (*_LOCK, *_MEETING),
@@ -31,7 +33,7 @@ PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("allreduce", 12_000): ("meeting-shown", "meeting-counted", "meeting-received"),
     ("registered_allreduce", 12_000): (*_LOCK, *_ARRIVAL, "meeting-shown", "meeting-counted", *_END),
     ("registered_allreduce", 4_400_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
-    ("allreduce", 300_000): (*_LOCK, *_ARRIVAL, *_PEERS, "meeting-counted", "meeting-asleep", "meeting-left"),
+    ("allreduce", _PRIVATE): (*_LOCK, *_ARRIVAL, *_PEERS, "meeting-counted", "meeting-asleep", "meeting-left"),
     ("reduce", 300_000): (*_LOCK, *_SLEEPERS, *_PIECE),
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
@@ -54,10 +56,9 @@ def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
 
     There are `size` ranks; `mixed`: some of them do without the core.
     """
-    passing = {operation: elements for (operation, elements), points in PASSED.items() if point in points}
-    if point in _PEERS and (mixed or 4 * passing["allreduce"] < choose(size, {}).private):
-        return {}
-    return passing
+    is_private = not mixed and choose(size, {}).private <= 4 * _PRIVATE
+    calls = {call: points for call, points in PASSED.items() if is_private or "peer-read" not in points}
+    return {operation: elements for (operation, elements), points in calls.items() if point in points}
 
 
 class CorePoint:
