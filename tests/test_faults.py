@@ -307,7 +307,7 @@ def test_a_fault_strikes_at_a_point_of_the_compiled_core(monkeypatch):
 
     async def main(comm: Communicator) -> None:
         await comm.barrier()
-        with fault(comm, Note(), rank=VICTIM, at="meeting-arrived", injection_point=2):
+        with fault(comm, Note(), rank=VICTIM, at="meeting-arrived", injection_point=1):
             await comm.barrier()
             assert len(struck) <= 1
         await comm.barrier()
