@@ -79,7 +79,7 @@ def test_ranks_with_different_settings_say_which(forked_world, variable, values)
     for rank in forked_world(environment(), 3, *program):
         code, out, _ = rank.end()
         assert code == 0
-        assert f"settings of {variable}: '{values[0]}' at rank 0, 2; '{values[1]}' at rank 1; give all the same" in out
+        assert f"settings of {variable}: '{values[0]}' (rank 0, 2); '{values[1]}' (rank 1); give all the same" in out
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def removal(url: str) -> Callable[[], None]:
     """Return what removes the file of the socket that was just bound to `url`; for tcp, that does nothing.
 
     It leaves the file of another socket that has been bound there since, so call it before the socket is closed: until
-    then, nobody else considers the file as stale, and its inode number is not used again.
+    then no other process considers the file as stale, and its inode number is not used again.
     """
     if not url.startswith("ipc://"):
         return lambda: None
@@ -197,7 +197,7 @@ def _private_socket(path: Path) -> Iterator[None]:
 
 
 def _lock(folder: int, path: Path) -> None:
-    """Lock a folder, or raise UsageError: everybody who may read the folder may keep its lock."""
+    """Lock a folder. Raises UsageError if another process keeps the lock: any that may read the folder can."""
     for _ in range(_LOCK_ATTEMPTS):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

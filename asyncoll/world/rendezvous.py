@@ -171,8 +171,8 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
 def _check_agreed(variable: str, values: Sequence[str]) -> None:
     """Raise UsageError if the ranks have different `values`, which are by rank."""
     if len(different := sorted(set(values))) > 1:
-        who = (", ".join(str(rank) for rank, its in enumerate(values) if its == value) for value in different)
-        settings = "; ".join(f"{value!r} at rank {ranks}" for value, ranks in zip(different, who, strict=True))
+        ranks = [", ".join(str(rank) for rank, its in enumerate(values) if its == value) for value in different]
+        settings = "; ".join(f"{value!r} (rank {where})" for value, where in zip(different, ranks, strict=True))
         raise UsageError(f"the ranks have different settings of {variable}: {settings}; give all the same")
 
 

@@ -271,7 +271,7 @@ class StreamServer:
             with contextlib.suppress(UnreadError):
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
-        stream.copy_unsent()  # nobody waits for it any more
+        stream.copy_unsent()  # no caller waits for it any more
         if stream in self._strangers:  # it remains one
             self._strangers[stream].cancel()
             self._strangers[stream] = self._limit(stream)
