@@ -338,6 +338,16 @@ static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
     return 0;
 }
 
+void release_and_wake(Meetings *self, Record record, int cell, bool is_over)
+{
+    bool is_futex_wanted = is_over && record.cells[SLEEPERS] > 0;
+    if (is_over)
+        control_block_wake(self->block, INT64_MAX);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&record.cells[cell]);
+}
+
 /* As `Rendezvous.done` and then `Rendezvous.claim`, under one lock: `reduced` bytes are those of the chunk before, 0 for
  * the first. Returns the bytes of the new chunk, whose first byte is `first`; 0 if all are claimed, and -1 with an
  * exception. */
@@ -358,12 +368,7 @@ static int64_t claim_next(Meetings *self, Record record, int64_t total, int64_t 
         part_of(record, self->rank)[PART_BUSY] = chunk > 0;
     /* A withdrawal waits until no rank is busy. */
     bool is_over = reduced && (cells[DONE] == total || cells[WITHDRAWN]);
-    bool is_futex_wanted = is_over && cells[SLEEPERS] > 0;
-    if (is_over)
-        control_block_wake(self->block, INT64_MAX);
-    control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&cells[DONE]);
+    release_and_wake(self, record, DONE, is_over);
     return chunk ? least(chunk, total - claimed) : 0;
 }
 

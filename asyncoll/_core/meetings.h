@@ -99,6 +99,9 @@ static inline int64_t now_ns(void)
  * has to run its handler. */
 bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns);
 
+/* Release the lock. `is_over`: what others wait for has happened, so wake those that sleep, also in the futex at `cell`. */
+void release_and_wake(Meetings *self, Record record, int cell, bool is_over);
+
 /* -- private_meetings.c; the caller holds the GIL ------------------------------------------------- */
 
 /* This rank has arrived with `bytes`, which are private. */

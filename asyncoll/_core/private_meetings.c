@@ -77,12 +77,7 @@ static int64_t claim_next(Meetings *self, Record record, int64_t reduced, int64_
     if (chunk || reduced)
         part[PART_BUSY] = chunk > 0;
     bool is_over = reduced && (cells[DONE] == total || cells[WITHDRAWN]); /* a withdrawal waits for busy ranks */
-    bool is_futex_wanted = is_over && cells[SLEEPERS] > 0;
-    if (is_over)
-        control_block_wake(self->block, INT64_MAX);
-    control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&cells[DONE]);
+    release_and_wake(self, record, DONE, is_over);
     return chunk ? least(chunk, total - claimed) : 0;
 }
 
@@ -231,12 +226,7 @@ static int leave(Meetings *self, Record record)
         call->has_left = true;
         pass_point(MEETING_LEFT);
     }
-    bool is_futex_wanted = is_last && record.cells[SLEEPERS] > 0;
-    if (is_last)
-        control_block_wake(self->block, INT64_MAX);
-    control_block_unlock(self->block);
-    if (is_futex_wanted)
-        control_block_wake_futex(&record.cells[LEFT]);
+    release_and_wake(self, record, LEFT, is_last);
     return 0;
 }
 
