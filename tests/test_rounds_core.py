@@ -11,7 +11,7 @@ import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds.alone import LoneRounds
-from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES
+from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
@@ -38,7 +38,7 @@ class Rank:
         size = len(arena.ranks)
         group = Group(tuple(range(size)), arena.local_rank, 7)
         self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
-        self.rounds = rounds_in_memory(arena, self.registry, group, operation, str, lambda: False, 1 << 22)
+        self.rounds = rounds_in_memory(Setting(arena, self.registry, group, str, lambda: False), operation, 1 << 22)
         self.operation = operation
         self.arena = arena
         self.memory = {}  # registered, by size: for long contributions

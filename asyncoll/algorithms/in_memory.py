@@ -18,6 +18,7 @@ from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.in_memory import Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
@@ -136,15 +137,8 @@ class MemoryBackend:
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
-            rounds = rounds_in_memory(
-                self.memory,
-                self._registry,
-                group,
-                operation,
-                lambda: text,
-                lambda: bool(endpoint.membership.lost),
-                self._staging.sizes.long,
-            )
+            setting = Setting(self.memory, self._registry, group, lambda: text, lambda: bool(endpoint.membership.lost))
+            rounds = rounds_in_memory(setting, operation, self._staging.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)
             await self._registry.failure()

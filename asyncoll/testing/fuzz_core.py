@@ -33,7 +33,7 @@ from asyncoll.algorithms.dense.meetings import LAST, meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.rounds.compiled import compiled_rounds
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import BlockLayout
@@ -347,7 +347,7 @@ class _planned:  # noqa: N801 (stands in for an object of the core)
 def _one_sided(arena: HostArena, operation: Operation) -> OneSidedRounds:
     group = Group(arena.ranks, arena.local_rank, 7)
     registry = OperationRegistry(arena, len(arena.ranks), arena.local_rank, 7)
-    return OneSidedRounds(arena, registry, group, operation, str, lambda: False)
+    return OneSidedRounds(Setting(arena, registry, group, str, lambda: False), operation)
 
 
 def _call(rounds: OneSidedRounds, operation: Operation) -> None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncoll.algorithms.rounds.block_table import LENT, NONE
 from asyncoll.algorithms.rounds.call_order import CallOrder
@@ -51,6 +51,16 @@ class Call:
     kept: Kept | None = None  # the result that the call is given, once there is one
 
 
+class Setting(NamedTuple):
+    """What an operation in memory needs of its rank."""
+
+    arena: Arena
+    registry: OperationRegistry
+    group: Group
+    describe: Callable[[], str]  # the operation, for errors
+    has_lost: Callable[[], bool]  # whether a rank is lost: that rank may never finish a chunk that it has claimed
+
+
 class OneSidedRounds:
     """A persistent operation at one rank, in memory.
 
@@ -62,23 +72,11 @@ class OneSidedRounds:
     is_prompt = False
     at_once: AtOnce | None = None
 
-    def __init__(
-        self,
-        arena: Arena,
-        registry: OperationRegistry,
-        group: Group,
-        operation: Operation,
-        describe: Callable[[], str],
-        has_lost: Callable[[], bool],
-    ) -> None:
-        """Raises DisagreementError if the ranks of the host know the operation as another.
-
-        `has_lost` says whether a rank is lost: that rank may never finish a chunk that it has claimed.
-        """
+    def __init__(self, setting: Setting, operation: Operation) -> None:
+        """Raises DisagreementError if the ranks of the host know the operation as another."""
+        arena, registry, group, self.describe, self._has_lost = setting
         self.operation = operation
-        self.describe = describe
         self.arena = arena
-        self._has_lost = has_lost
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = BlockLayout.of(operation)

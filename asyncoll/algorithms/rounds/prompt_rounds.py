@@ -8,40 +8,29 @@ is one critical section. A coroutine does the rest, if the call has to wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds, whole_calls
-from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds
+from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Kept
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
-from asyncoll.runtime.group import Group
-from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
 
 
-def rounds_in_memory(
-    arena: Arena,
-    registry: OperationRegistry,
-    group: Group,
-    operation: Operation,
-    describe: Callable[[], str],
-    has_lost: Callable[[], bool],
-    prompt_max: int,
-) -> OneSidedRounds:
+def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
     """The rounds of `operation`. Calls of more than `prompt_max` bytes would block their callers' loops for too long.
 
-    The other arguments, and exceptions, are those of `OneSidedRounds`.
+    Raises what `OneSidedRounds` does.
     """
     nbytes = BlockLayout.of(operation).nbytes
-    if arena.native is None and nbytes > SHORT_BYTES:
-        return OneSidedRounds(arena, registry, group, operation, describe, has_lost)
-    rounds = PromptRounds(arena, registry, group, operation, describe, has_lost)
+    if setting.arena.native is None and nbytes > SHORT_BYTES:
+        return OneSidedRounds(setting, operation)
+    rounds = PromptRounds(setting, operation)
     rounds.is_prompt = rounds.is_prompt and nbytes <= prompt_max
     return rounds
 
@@ -49,16 +38,9 @@ def rounds_in_memory(
 class PromptRounds(OneSidedRounds):
     """A persistent operation at one rank, in memory, of short contributions, or of any with the compiled core."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        registry: OperationRegistry,
-        group: Group,
-        operation: Operation,
-        describe: Callable[[], str],
-        has_lost: Callable[[], bool],
-    ) -> None:
-        super().__init__(arena, registry, group, operation, describe, has_lost)
+    def __init__(self, setting: Setting, operation: Operation) -> None:
+        super().__init__(setting, operation)
+        arena, group = setting.arena, setting.group
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         # Blocks that a call may take: one for its contribution, and one for the result of each group.
         self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
