@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from asyncoll.algorithms.rounds.reduction import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
+    from asyncoll.blocking import BlockingCommunicator as BlockingCommunicator
+    from asyncoll.blocking import init as init
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
     from asyncoll.errors import AbortedError as AbortedError
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "algorithms.gossip.pairwise": ("Gossip",),
     "algorithms.sparse.selection": ("Feedback",),
+    "blocking": ("BlockingCommunicator", "init"),
     "communicator": ("Communicator", "Statistics"),
     "runtime.deadlines": ("deadline",),
     "errors": (

@@ -7,7 +7,6 @@ other call (`algorithms.calls`).
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -89,7 +88,7 @@ class ShortWay:
             *staging.under_way,
             staging.end,
             self._note,
-            asyncio.get_running_loop,
+            runner.caller,
             deadlines.expiry.get,
             np.ndarray,
             self._address_of,
