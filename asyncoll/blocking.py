@@ -21,6 +21,7 @@ from asyncoll.errors import UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.handles import Handle, HandleRunner, as_handle
 from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
 
 T = TypeVar("T")
@@ -40,7 +41,12 @@ def init() -> BlockingCommunicator:
 
     `comm.close()`, or the end of the `with` block, leaves the world, which is collective.
     """
-    return _Session().enter()
+    return join(None)
+
+
+def join(environment: Environment | None) -> BlockingCommunicator:
+    """As `init`, for the world of `environment`; None: that of the environment variables."""
+    return _Session().enter(environment)
 
 
 class _Session:
@@ -50,15 +56,16 @@ class _Session:
         self._undo = contextlib.ExitStack()
         self._closing = threading.Lock()
 
-    def enter(self) -> BlockingCommunicator:
+    def enter(self, environment: Environment | None) -> BlockingCommunicator:
         process = os.getpid()
         with contextlib.ExitStack() as undo:
             undo.enter_context(sole_membership())
+            environment = environment or Environment.read()
             runner = HandleRunner()
             undo.callback(_stop, runner, process)
             entered = Handle[Communicator]()
             self._left = runner.home.create_future()
-            self._task = asyncio.run_coroutine_threadsafe(self._stay(runner, entered), runner.home)
+            self._task = asyncio.run_coroutine_threadsafe(self._stay(runner, environment, entered), runner.home)
             self._task.add_done_callback(lambda task: _fail(entered, task))
             try:
                 comm = entered.wait()
@@ -70,8 +77,8 @@ class _Session:
             self._undo = undo.pop_all()
         return BlockingCommunicator(comm._core, comm.hosts, self)
 
-    async def _stay(self, runner: HandleRunner, entered: Handle[Communicator]) -> None:
-        async with joined(runner) as comm:
+    async def _stay(self, runner: HandleRunner, environment: Environment | None, entered: Handle[Communicator]) -> None:
+        async with joined(runner, environment) as comm:
             entered.end(comm)
             await self._left
 

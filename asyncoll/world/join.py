@@ -130,7 +130,7 @@ async def connect() -> AsyncIterator[Communicator]:
         process = os.getpid()
         thread = ProgressThread(asyncio.get_running_loop())
         try:
-            async with joined(thread) as comm:
+            async with joined(thread, environment) as comm:
                 yield comm
         finally:
             if os.getpid() == process:  # a forked child has no such thread
@@ -161,9 +161,8 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def joined(runner: Runner) -> AsyncIterator[Communicator]:
-    """As `connect`, with this runner."""
-    environment = Environment.read()
+async def joined(runner: Runner, environment: Environment | None) -> AsyncIterator[Communicator]:
+    """As `connect`, with this runner and environment; None: a world of one rank."""
     if environment is None or environment.size == 1:
         async with World(Endpoint(inproc.world(1)[0]), runner) as comm:
             yield comm
