@@ -123,7 +123,8 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return _together([self.allgather([row], [x], opts) for row, x in zip(outputs, inputs, strict=True)])
+        rows = zip(*outputs, strict=True)  # `outputs` are by rank, `inputs` by tensor
+        return _together([self.allgather([row], [x], opts) for row, x in zip(rows, inputs, strict=True)])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
