@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import os
@@ -17,7 +18,7 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.sparse.operations import SparseReduction
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.communicator import Communicator
-from asyncoll.errors import UsageError
+from asyncoll.errors import ClosedError, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.handles import Handle, HandleRunner, as_handle
 from asyncoll.tensors.reductions import ReduceOp
@@ -74,6 +75,8 @@ class _Session:
                 concurrent.futures.wait([self._task])
                 raise
             undo.enter_context(comm._core.memory.of_process())
+            atexit.register(self._leave_at_exit)
+            undo.callback(atexit.unregister, self._leave_at_exit)
             self._undo = undo.pop_all()
         return BlockingCommunicator(comm._core, comm.hosts, self)
 
@@ -83,13 +86,18 @@ class _Session:
             await self._left
 
     def leave(self, error: BaseException | None) -> None:
-        """End the membership, with `error` for the other ranks."""
+        """End the membership, with `error` for the other ranks. Without effect if it has ended."""
         with self._closing, self._undo:
-            if not self._task.done():
-                self._left.get_loop().call_soon_threadsafe(_end, self._left, error)
+            if self._task.done():
+                return
+            self._left.get_loop().call_soon_threadsafe(_end, self._left, error)
             outcome = concurrent.futures.wait([self._task]).done.pop().exception()
             if outcome is not None and outcome is not error:
                 raise outcome
+
+    def _leave_at_exit(self) -> None:
+        with contextlib.suppress(Exception):
+            self.leave(ClosedError("its program has ended without `close`"))
 
 
 def _end(left: asyncio.Future[None], error: BaseException | None) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
+from asyncoll import forks
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
 from asyncoll.runtime.work import Begun, Driven
@@ -209,6 +210,14 @@ class HandleRunner(ProgressThread):
     def __init__(self) -> None:
         super().__init__(None)
         self._handles: weakref.WeakKeyDictionary[Begun[Any], Handle[Any]] = weakref.WeakKeyDictionary()
+        self._running: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()  # those of work on the runtime's loop
+        self._parent = 0  # in a forked child, which has no such loop: its parent
+
+    def abandon(self, parent: int) -> None:
+        super().abandon(parent)
+        self._parent = parent
+        for handle in list(self._running):
+            handle.fail(forks.refusal(parent))
 
     def caller(self) -> asyncio.AbstractEventLoop:
         return self.home
@@ -219,7 +228,11 @@ class HandleRunner(ProgressThread):
         return handle
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Handle[T]:
+        if self._parent:
+            work.close()
+            raise forks.refusal(self._parent)
         handle: Handle[T] = Handle(discarded=self._later(discarded))
+        self._running.add(handle)
         self.home.call_soon_threadsafe(self._run_here, work, handle)
         return handle
 
@@ -254,6 +267,7 @@ class HandleRunner(ProgressThread):
 
     def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
         handle = self._handles[work] = Handle[Any]()
+        self._running.add(handle)
         if self.held.pop(work, None) is None:
             del self._handles[work]
         else:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
-from asyncoll.errors import AsyncollError, text_of
 from asyncoll.runtime.handles import Handle
 
 Deliver = Callable[[list[Any]], None]
