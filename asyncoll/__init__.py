@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import ServiceLostError as ServiceLostError
     from asyncoll.errors import UsageError as UsageError
     from asyncoll.runtime.deadlines import deadline as deadline
+    from asyncoll.runtime.handles import Handle as Handle
     from asyncoll.runtime.progress import offload as offload
     from asyncoll.tensors.flat import Flat as Flat
     from asyncoll.tensors.flat import flatten as flatten
@@ -76,6 +77,7 @@ _HOMES = {
     ),
     "tensors.flat": ("Flat", "flatten"),
     "algorithms.rounds.reduction": ("Reduction",),
+    "runtime.handles": ("Handle",),
     "runtime.progress": ("offload",),
     "algorithms.sparse.operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),

@@ -29,25 +29,34 @@ T = TypeVar("T")
 
 
 def init() -> BlockingCommunicator:
-    """Join the world that the environment describes, for a program without an event loop.
+    """Join the world that the environment describes, in a program without an event loop.
 
-    The environment, the errors and the duties of a rank are those of `asyncoll.connect`. The result is the communicator
-    of all ranks, whose calls return handles:
+    The environment is as for `run`. Every rank of the world calls this, and leaves by `close`, or as a context manager.
+    A process is in one world at a time, and may join another one afterwards. Blocks until all ranks have
+    joined: for 300 s, ASYNCOLL_DEADLINE_S or the deadline that holds here, whichever is least.
+
+    Leaving is collective: this rank goes on serving the rounds of others until every rank leaves. A `with` block that
+    raises an exception aborts the world: the pending and later calls of the other ranks raise AbortedError with its
+    text as the reason. So does a program that ends without `close`.
+
+    Returns:
+        The communicator of all ranks. Its calls may be made in any thread.
+
+    Raises:
+        UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
+            the environment describes no possible world.
+        PeerLostError: a rank has died, or is frozen, before all ranks had joined.
+        DeadlineError: a rank has not joined in time.
+        ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
+
+    Example:
 
         with asyncoll.init() as comm:
-            comm.allreduce(x).wait()
-            handle = comm.allreduce(y)  # has begun
-            ...
+            x = np.full(4, float(comm.rank))
+            handle = comm.allreduce(x)  # has begun
             handle.wait(timeout=5.0)
-
-    `comm.close()`, or the end of the `with` block, leaves the world, which is collective.
     """
-    return join(None)
-
-
-def join(environment: Environment | None) -> BlockingCommunicator:
-    """As `init`, for the world of `environment`; None: that of the environment variables."""
-    return _Session().enter(environment)
+    return _Session().enter()
 
 
 class _Session:
@@ -57,19 +66,19 @@ class _Session:
         self._undo = contextlib.ExitStack()
         self._closing = threading.Lock()
 
-    def enter(self, environment: Environment | None) -> BlockingCommunicator:
+    def enter(self) -> BlockingCommunicator:
         process = os.getpid()
         with contextlib.ExitStack() as undo:
             undo.enter_context(sole_membership())
-            environment = environment or Environment.read()
+            environment = Environment.read()
             runner = HandleRunner()
             undo.callback(_stop, runner, process)
-            entered = Handle[Communicator]()
+            entered = concurrent.futures.Future[Communicator]()
             self._left = runner.home.create_future()
             self._task = asyncio.run_coroutine_threadsafe(self._stay(runner, environment, entered), runner.home)
             self._task.add_done_callback(lambda task: _fail(entered, task))
             try:
-                comm = entered.wait()
+                comm = entered.result()
             except BaseException:
                 self._task.cancel()
                 concurrent.futures.wait([self._task])
@@ -80,9 +89,11 @@ class _Session:
             self._undo = undo.pop_all()
         return BlockingCommunicator(comm._core, comm.hosts, self)
 
-    async def _stay(self, runner: HandleRunner, environment: Environment | None, entered: Handle[Communicator]) -> None:
+    async def _stay(
+        self, runner: HandleRunner, environment: Environment | None, entered: concurrent.futures.Future[Communicator]
+    ) -> None:
         async with joined(runner, environment) as comm:
-            entered.end(comm)
+            entered.set_result(comm)
             await self._left
 
     def leave(self, error: BaseException | None) -> None:
@@ -109,11 +120,11 @@ def _end(left: asyncio.Future[None], error: BaseException | None) -> None:
         left.set_exception(error)
 
 
-def _fail(entered: Handle[Communicator], task: concurrent.futures.Future[None]) -> None:
+def _fail(entered: concurrent.futures.Future[Communicator], task: concurrent.futures.Future[None]) -> None:
     """The end of the membership before it has begun."""
     if not entered.done():
         error = None if task.cancelled() else task.exception()
-        entered.fail(error or concurrent.futures.CancelledError())
+        entered.set_exception(error or concurrent.futures.CancelledError())
 
 
 def _stop(runner: HandleRunner, process: int) -> None:
@@ -124,9 +135,23 @@ def _stop(runner: HandleRunner, process: int) -> None:
 class BlockingCommunicator(Communicator):
     """A `Communicator` for programs without an event loop: its calls may be made in any thread, and return handles.
 
-    A handle has `wait(timeout)` and `done()`, and may be awaited on any event loop. Everything else is as for
-    `Communicator`: a call starts when it is made, and is numbered then; calls of several threads are numbered in the
-    order in which they are made, which must be the same at all ranks. A handle that is dropped does not end its call.
+    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. All calls are those of
+    `Communicator`, with its arguments, results and errors; what those raise "when awaited", these raise in
+    `Handle.wait`. Differences:
+
+    *Threads.* A call needs no event loop. Calls of several threads are numbered in the order in which they are made,
+    which has to be the same at all ranks; so threads that do not wait for each other need communicators of their own.
+
+    *Cancellation.* A call is not cancelled: neither by a wait that is too short, nor by an exception of a signal
+    handler, nor if a task that awaits its handle is cancelled. It ends, or fails, with the communicator.
+
+    *RPC* is not there: its functions run on an event loop.
+
+    Example:
+
+        comm = asyncoll.init()
+        comm.allreduce(np.ones(3)).wait()
+        comm.close()
     """
 
     def __init__(self, core: Core, hosts: tuple[str, ...], session: _Session | None = None) -> None:
@@ -157,57 +182,71 @@ class BlockingCommunicator(Communicator):
 
     @property
     def rpc(self) -> Rpc:
+        """Always a UsageError: calls of functions need an event loop."""
         raise UsageError("calls of functions need an event loop: join by `asyncoll.run` or `asyncoll.connect`")
 
     def allreduce(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Handle[T]:
+        """As `Communicator.allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().allreduce(x, op))
 
     def broadcast(self, x: T, root: int = 0) -> Handle[T]:
+        """As `Communicator.broadcast`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().broadcast(x, root))
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Handle[T]:
+        """As `Communicator.reduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().reduce(x, root, op))
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Handle[T]:
+        """As `Communicator.reduce_scatter`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().reduce_scatter(x, op))
 
     def allgather(self, x: T) -> Handle[T]:
+        """As `Communicator.allgather`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().allgather(x))
 
     def allgatherv(self, x: T) -> Handle[list[T]]:
+        """As `Communicator.allgatherv`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().allgatherv(x))
 
     def gather(self, x: T, root: int = 0) -> Handle[T | None]:
+        """As `Communicator.gather`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().gather(x, root))
 
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Handle[T]:
+        """As `Communicator.scatter`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().scatter(xs, root))
 
     def alltoall(self, x: T) -> Handle[T]:
+        """As `Communicator.alltoall`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().alltoall(x))
 
     def alltoallv(self, xs: Sequence[T]) -> Handle[list[T]]:
+        """As `Communicator.alltoallv`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().alltoallv(xs))
 
     def barrier(self) -> Handle[None]:
+        """As `Communicator.barrier`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().barrier())
 
     def send(self, x: object, dest: int, tag: int = 0) -> Handle[None]:
+        """As `Communicator.send`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().send(x, dest, tag))
 
     def recv(self, x: T, source: int, tag: int = 0) -> Handle[T]:
+        """As `Communicator.recv`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().recv(x, source, tag))
 
@@ -221,6 +260,7 @@ class BlockingCommunicator(Communicator):
         history: int = 0,
         weight: float | None = None,
     ) -> Handle[Reduction]:
+        """As `Communicator.solo_allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(
                 super().solo_allreduce(x, name=name, op=op, sync_every=sync_every, history=history, weight=weight)
@@ -238,6 +278,7 @@ class BlockingCommunicator(Communicator):
         history: int = 0,
         weight: float | None = None,
     ) -> Handle[Reduction]:
+        """As `Communicator.majority_allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(
                 super().majority_allreduce(
@@ -264,6 +305,7 @@ class BlockingCommunicator(Communicator):
         history: int = 0,
         weight: float | None = None,
     ) -> Handle[Reduction]:
+        """As `Communicator.quorum_allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(
                 super().quorum_allreduce(
@@ -282,6 +324,7 @@ class BlockingCommunicator(Communicator):
         sync_every: int = 0,
         weight: float | None = None,
     ) -> Handle[Reduction]:
+        """As `Communicator.group_allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(
                 super().group_allreduce(
@@ -290,6 +333,7 @@ class BlockingCommunicator(Communicator):
             )
 
     def join(self, name: str, x: object) -> Handle[Reduction | None]:
+        """As `Communicator.join`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().join(name, x))
 
@@ -306,6 +350,7 @@ class BlockingCommunicator(Communicator):
         global_threshold: str = "auto",
         dense: bool = False,
     ) -> Handle[SparseReduction]:
+        """As `Communicator.sparse_allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(
                 super().sparse_allreduce(
@@ -322,19 +367,23 @@ class BlockingCommunicator(Communicator):
             )
 
     def neighbor_average(self, x: T, *, graph: str = "ring", iteration: int = 0, peers: int = 1) -> Handle[T]:
+        """As `Communicator.neighbor_average`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().neighbor_average(x, graph=graph, iteration=iteration, peers=peers))
 
     def push_sum(
         self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
     ) -> Handle[tuple[T, float]]:
+        """As `Communicator.push_sum`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().push_sum(x, weight, graph=graph, iteration=iteration, peers=peers))
 
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Handle[Gossip]:
+        """As `Communicator.gossip`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().gossip(x, graph=graph, seed=seed))
 
     def split(self, color: int | None, key: int = 0) -> Handle[BlockingCommunicator | None]:
+        """As `Communicator.allreduce`, with a handle for the end of the call."""
         with self._order:
             return as_handle(super().split(color, key))  # type: ignore[arg-type]  # of the class of this one

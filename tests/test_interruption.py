@@ -140,7 +140,7 @@ def test_a_cancelled_caller_ends_although_its_wake_up_is_lost(monkeypatch):
         async def work() -> None:
             is_done.set()
 
-        thread = progress.ProgressThread()
+        thread = progress.ProgressThread(asyncio.get_running_loop())
         call = asyncio.ensure_future(thread.start(work()))
         await asyncio.to_thread(is_done.wait, PATIENCE_S)
         thread.stop()

@@ -35,7 +35,17 @@ class _Steps(Protocol[T_co]):
 
 
 class Handle(Coroutine[Any, Any, T]):
-    """A call that has begun. Any thread may wait for its end, and any task may await it."""
+    """A call that has begun. Any thread may wait for its end, and any task, on any event loop, may await it.
+
+    The call goes on whether or not anything waits for it, and also if the handle is dropped.
+
+    Example:
+
+        with asyncoll.init() as comm:
+            handle = comm.barrier()
+            while not handle.done():
+                pass  # other work
+    """
 
     __slots__ = (
         "__weakref__",
@@ -50,7 +60,7 @@ class Handle(Coroutine[Any, Any, T]):
     )
 
     def __init__(self, steps: _Steps[T] | None = None, discarded: Callable[[], None] = ignore) -> None:
-        """`steps` is driven by the thread that waits; None: `end` or `fail` will be called.
+        """`steps` is driven by the thread that waits; None: the runner ends it.
 
         `discarded` is called if the handle is destroyed before its result was asked for.
         """
@@ -66,10 +76,17 @@ class Handle(Coroutine[Any, Any, T]):
     # -- for the caller ---------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the end of the call, and return its result; raises the exception of the call if it has failed.
+        """Block this thread until the call is over. May be called in any thread, and more than once.
 
-        May be called in any thread, and more than once. `timeout` is in seconds; afterwards TimeoutError is raised, and
-        the call goes on. So it does after an exception of a signal handler.
+        Args:
+            timeout: seconds; None: no limit but the deadline of the call.
+
+        Returns:
+            The result of the call.
+
+        Raises:
+            TimeoutError: the call is not over after `timeout`; it goes on.
+            AsyncollError: the call has failed. The classes are those that its method names.
         """
         if not self._is_done:
             self._drive()
@@ -81,13 +98,16 @@ class Handle(Coroutine[Any, Any, T]):
         return self._result  # type: ignore[return-value]
 
     def done(self) -> bool:
-        """Whether the call is over: `wait` would return, or raise its exception, at once."""
+        """Whether the call is over: `wait` would return, or raise its error, at once."""
         if not self._is_done:
             self._drive()
         return self._is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, in the thread in which the call ends; or now, if it is over."""
+        """Call `callback` once, when the call is over; now, if it is over already.
+
+        It runs in the thread in which the call ends, often that of the runtime: it must not wait, nor raise.
+        """
         if not self._is_done:
             self._drive()
         self._callbacks.append(callback)
@@ -105,6 +125,7 @@ class Handle(Coroutine[Any, Any, T]):
     # -- as a coroutine, of a task or of another handle -------------------------------------------
 
     def send(self, value: Any, /) -> Any:
+        """The next step of a task that awaits the handle, as for any coroutine."""
         if value is not _FOLLOW:
             if self._waits is None:
                 self._waits = self.__await__()
@@ -114,6 +135,7 @@ class Handle(Coroutine[Any, Any, T]):
         raise StopIteration(self.wait())
 
     def throw(self, error: Any, /, *more: Any) -> Any:
+        """The cancellation of a task that awaits the handle. The call goes on."""
         if self._waits is None:
             raise error
         return self._waits.throw(error, *more)
@@ -123,11 +145,11 @@ class Handle(Coroutine[Any, Any, T]):
 
     # -- how it ends ------------------------------------------------------------------------------
 
-    def end(self, result: T) -> None:
+    def _end(self, result: T) -> None:
         self._result = result
         self._finish()
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._error = error
         self._finish()
 
@@ -154,9 +176,9 @@ class Handle(Coroutine[Any, Any, T]):
             while (waiting := steps.send(_FOLLOW)) is None:
                 pass
         except StopIteration as stop:
-            self.end(stop.value)
+            self._end(stop.value)
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
         else:
             waiting.when_done(lambda: self._step(steps))
 
@@ -217,14 +239,14 @@ class HandleRunner(ProgressThread):
         super().abandon(parent)
         self._parent = parent
         for handle in list(self._running):
-            handle.fail(forks.refusal(parent))
+            handle._fail(forks.refusal(parent))
 
     def caller(self) -> asyncio.AbstractEventLoop:
         return self.home
 
     def done(self, result: T) -> Handle[T]:
         handle: Handle[T] = Handle()
-        handle.end(result)
+        handle._end(result)
         return handle
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Handle[T]:
@@ -246,9 +268,9 @@ class HandleRunner(ProgressThread):
             return Handle(_Held(self, work), self._later(discarded))
         handle: Handle[T] = Handle(discarded=self._later(discarded))
         try:
-            handle.end(work.result())
+            handle._end(work.result())
         except BaseException as error:
-            handle.fail(error)
+            handle._fail(error)
         return handle
 
     def taken(self, work: Begun[T]) -> Handle[T]:
@@ -281,11 +303,11 @@ class HandleRunner(ProgressThread):
 
 def _settle(task: asyncio.Task[T], handle: Handle[T]) -> None:
     if task.cancelled():
-        handle.fail(asyncio.CancelledError())
+        handle._fail(asyncio.CancelledError())
     elif (error := task.exception()) is not None:
-        handle.fail(error)
+        handle._fail(error)
     else:
-        handle.end(task.result())
+        handle._end(task.result())
 
 
 def as_handle(call: Coroutine[Any, Any, T]) -> Handle[T]:
