@@ -32,7 +32,16 @@ PACKAGES: dict[str, set[str]] = {
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
     # what ranks do together
-    "rpc": {"arguments", "errors", "runtime", "tensors", "transport", "transport.memory", "transport.messages"},
+    "rpc": {
+        "arguments",
+        "errors",
+        "forks",
+        "runtime",
+        "tensors",
+        "transport",
+        "transport.memory",
+        "transport.messages",
+    },
     "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
     # what users hold
     "communicator": {
@@ -165,7 +174,6 @@ REPLACED = {
         "service_protocol.HANDSHAKE_S": "the real limit is 5 seconds",
         "service_sockets.Heartbeat._handle_event": _FAULT,
         "service_sockets._UNSENT_MAX": _FAR,
-        "service_streams.StreamServer._limit": "the real limit is 5 seconds",
         "service_streams._PAUSE_S": "so that the test does not wait for it",
         "service_streams._UNGREETED_MAX": _FAR,
         "service_streams.is_gone": _FAULT,

@@ -245,3 +245,23 @@ def test_a_result_that_is_returned_before_its_delivery_is_returned_once():
     receipt.sign(Operation(), "delivery")
     receipt.take_back()
     assert taken == ["delivery"]
+
+
+def test_a_call_whose_await_is_interrupted_before_its_first_step_is_discarded():
+    class Struck:
+        """A coroutine; a signal handler raises as `await` begins."""
+
+        def __await__(self):
+            raise AlarmError
+
+    async def main():
+        discarded = []
+        call = progress._Begun(Struck(), lambda: discarded.append(True), asyncio.get_running_loop())
+        with pytest.raises(AlarmError):
+            await call
+        del call
+        await asyncio.sleep(0)
+        return discarded
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(main()) == [True]

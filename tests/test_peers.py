@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from test_pieces import interleave, staging_areas
 
 from asyncoll import AbortedError, Communicator, _core
+from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.meetings import NOT_FREE, meetings_of
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
 from asyncoll.algorithms.dense.staging import StagingArea, signed
-from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
+from asyncoll.statistics import Traffic
+from asyncoll.tensors.reductions import ReduceOp, kernel_number, reducer, reducer_in_python, storage
 from asyncoll.testing import run_ranks
+from asyncoll.testing.faults.core import CorePoint
 
 pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
 LONG = 5 << 16  # elements of float32 that are too many to be copied
@@ -71,6 +75,156 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
         expected = np.empty_like(before[0])
         reducer_in_python(op, dtype)(expected, before, size if op is ReduceOp.AVG else 1)
         assert {x.tobytes() for x in call} == {expected.tobytes()}
+
+
+class Meeting:
+    """One rank at a meeting with private arrays in the compiled core, step by step; then perhaps in Python."""
+
+    def __init__(self, staging: StagingArea, x, op: ReduceOp, number: int) -> None:
+        divisor = staging.size if op is ReduceOp.AVG else 1
+        kernel = kernel_number(op, str(x.dtype), _core.native)
+        self.plan = Plan(
+            ("allreduce", str(x.dtype), x.size, op.value),
+            signed(5),
+            reducer(op, str(x.dtype), _core.native),
+            kernel,
+            divisor,
+            x.nbytes,
+            Traffic(),
+            Traffic(),
+            False,
+        )
+        self.meetings, self.staging, self.x, self.number = meetings_of(staging), staging, x, number
+        self.has_arrived = self.is_over = False
+        self.rest = None
+        self.wait = None
+
+    def step(self, *, in_python: bool) -> bool:
+        """Take a step, in Python if `in_python`, and for ever after. Returns whether anything may have changed."""
+        if not self.has_arrived:
+            self.staging.begin(self.number)
+            plan, x = self.plan, self.x
+            address = -x.ctypes.data if self.staging.peers is not None else None
+            if address is None:
+                self.rest = SharedCall(self.staging, self.number, 5).allreduce(x, ReduceOp(plan.kind[3]), plan.kind[1])
+            else:
+                arguments = plan.fingerprint, x, address, plan.kernel, plan.divisor, True
+                if self.meetings.arrive(self.number, *arguments) == NOT_FREE:
+                    return False
+            self.has_arrived = True
+            return True
+        if self.rest is None and in_python:
+            call = SharedCall(self.staging, self.number, 5)
+            call.rejoin(self.x)
+            assert len(call._lent) == 1
+            self.rest = call.finish_shortly(self.x, self.plan)
+        if self.rest is None:
+            looked = self.meetings.look(self.number, self.x.nbytes, 0, 0, self.plan.kernel, self.plan.divisor)
+            self.is_over = looked and self.meetings.complete(self.number, self.x.nbytes, self.x, True)
+        elif self.wait is None or self.wait.ready():
+            try:
+                self.wait = self.rest.send(None)
+            except StopIteration:
+                self.is_over = True
+        if self.is_over:
+            self.staging.end(self.number)
+        return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13]),
+    dtype=st.sampled_from(["float32", "int16", "uint8"]),
+    kib=st.sampled_from([1, 255, 256, 257, 1100]),
+    op=st.sampled_from([ReduceOp.SUM, ReduceOp.MAX]),
+    slot=st.integers(-30, 12),
+    leaves_core=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 2**32),
+)
+def test_meetings_with_private_arrays_end_with_the_reduction_wherever_a_rank_goes_on_in_python(
+    size, dtype, kib, op, slot, leaves_core, seed
+):
+    """Of three calls, which use each record twice. A rank of number `slot` cannot read, and shows a slot.
+
+    A rank spoils its array as soon as a call is over: one that still read it would have a wrong result.
+    """
+    count, generator, draw = kib * 1024 // np.dtype(dtype).itemsize, np.random.default_rng(seed), random.Random(seed)
+    with staging_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+        assert all(can_read(areas))
+        if 0 <= slot < size:
+            areas[slot].peers = None
+        given = [[generator.integers(0, 99, count).astype(dtype) for _ in range(size)] for _ in range(3)]
+        calls = [[Meeting(areas[rank], x.copy(), op, number) for number, x in enumerate(range_)] for rank, range_ in
+                 enumerate(zip(*given, strict=True))]  # fmt: skip
+        expected = [np.empty_like(call[0]) for call in given]
+        for total, call in zip(expected, given, strict=True):
+            reducer_in_python(op, dtype)(total, call, 1)
+        stepping: set[int] = set()
+
+        def step(_: int) -> None:
+            """A step of one rank. After each chunk that it reduces, others may take theirs."""
+            free = [rank for rank in range(size) if calls[rank] and rank not in stepping]
+            if not free or len(stepping) == 3:
+                return
+            rank = draw.choice(free)
+            meeting = calls[rank][0]
+            stepping.add(rank)
+            meeting.step(in_python=draw.random() < (leaves_core or 0.1 * (slot >= 0)))
+            stepping.discard(rank)
+            if meeting.is_over:
+                assert meeting.x.tobytes() == expected[meeting.number].tobytes()
+                meeting.x[...] = 77
+                del calls[rank][0]
+
+        with CorePoint("peers-reduced", step):
+            for number in range(5000):
+                if any(calls):
+                    step(number)
+        assert not any(calls)
+
+
+@pytest.mark.parametrize("point", ["peer-read", "peers-reduced", "peer-taken", "meeting-counted", "meeting-left"])
+def test_meetings_with_private_arrays_pass_their_points(point):
+    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas, CorePoint(point) as passed:
+        assert all(can_read(areas))
+        ranks = [Meeting(staging, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for staging in areas]
+        while not all(each.is_over for each in ranks):
+            for each in ranks:
+                if not each.is_over:
+                    each.step(in_python=False)
+    assert passed.count
+
+
+def test_a_meeting_in_the_core_leaves_it_to_python_when_memory_cannot_be_read():
+    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+        assert all(can_read(areas))
+        mine = Meeting(areas[1], np.ones(LONG, np.float32), ReduceOp.SUM, 0)
+        areas[0].rendezvous(0, 0, signed(5)).arrive(16, 4 * LONG, private=True)  # no array is there
+        mine.step(in_python=False)  # it is the last to arrive, and reduces
+        rendezvous = areas[1].rendezvous(0, 0, signed(5))
+        assert rendezvous.could_not_read()
+        assert not mine.meetings.look(0, mine.x.nbytes, 0, 0, mine.plan.kernel, 1)
+        with pytest.raises(OSError, match="cannot be read"):
+            mine.step(in_python=True)
+
+
+def test_a_rank_that_takes_its_array_back_is_not_waited_for_by_readers():
+    """One has reduced all, and withdraws. The other gives up in Python, where it waits for the failure."""
+    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+        assert all(can_read(areas))
+        first, last = (Meeting(staging, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for staging in areas)
+        first.step(in_python=False)
+        last.step(in_python=False)
+        with pytest.raises(StopIteration):
+            areas[1].rendezvous(0, 0, signed(5)).withdraw(last.x.nbytes, lambda rank: False).send(None)
+        last.x[...] = -7
+        first.step(in_python=False)
+        assert not first.is_over
+        first.step(in_python=True)
+        assert not first.is_over
+        assert first.wait is not None
+        assert not first.wait.ready()
+        first.rest.close()
 
 
 def test_no_rank_shows_private_memory_before_all_can_read_that_of_all():

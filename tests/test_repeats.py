@@ -150,6 +150,48 @@ def test_several_calls_at_once_take_their_turns(transport, size):
     run_ranks(size, main, transport=transport)
 
 
+@pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
+def test_a_repeated_call_that_waits_gives_what_every_call_gives(transport):
+    async def main(comm):
+        for number in range(1, 30):
+            x = np.full(3, float(comm.rank))
+            reduction = await comm.quorum_allreduce(x, name="all", quorum=3)
+            assert (reduction.round, reduction.ranks, reduction.result is x) == (number, (0, 1, 2), True)
+            assert x.tolist() == [3.0] * 3
+        assert comm.statistics().operations["all"].calls == 29
+
+    run_ranks(3, main, transport=transport)
+
+
+def test_a_repeated_call_that_waits_with_an_array_of_another_size_is_a_mismatch():
+    async def main(comm):
+        for _ in range(5):
+            await comm.quorum_allreduce(np.ones(3), name="all", quorum=2)
+        await comm.quorum_allreduce(np.ones(4), name="all", quorum=2)
+
+    with pytest.raises(MismatchError, match="of 4 float64"):
+        run_ranks(2, main, transport="shm")
+
+
+@worlds
+def test_cancelled_repeated_calls_that_wait_leave_their_contributions_in(transport, size):
+    async def main(comm):
+        calls = [comm.quorum_allreduce(np.ones(3), name="all", quorum=size) for _ in range(2)]
+        await asyncio.gather(*calls)
+        if comm.rank == 0 and size > 1:
+            call = asyncio.ensure_future(comm.quorum_allreduce(np.ones(3), name="all", quorum=size))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+        await comm.barrier()
+        x = np.ones(3)
+        await comm.quorum_allreduce(x, name="all", quorum=size)
+        assert x.tolist() == [size + (size > 1)] * 3
+        await comm.barrier()
+
+    run_ranks(size, main, transport=transport)
+
+
 @worlds
 def test_after_a_join_and_after_an_abort_there_are_no_calls(transport, size):
     async def call_for_ever(part):

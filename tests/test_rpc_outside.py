@@ -1190,12 +1190,10 @@ def test_slow_strangers_are_disconnected_after_a_time(ipc, beginning, monkeypatc
     run(main())
 
 
-def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monkeypatch):
-    def soon(service, stream):  # the limit of clients remains
-        return asyncio.get_running_loop().call_later(0.05, service._expire, stream)
-
+def test_a_crowd_of_silent_strangers_keeps_no_client_out(ipc, monkeypatch, caplog):
     monkeypatch.setattr(service_streams, "_UNGREETED_MAX", 2)
-    monkeypatch.setattr(service_streams.StreamServer, "_limit", soon)
+    monkeypatch.setattr(service_streams, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 1000 * PATIENCE_S)
 
     async def main():
         async with serve(Service(), ipc):
@@ -1204,6 +1202,74 @@ def test_a_crowd_of_silent_strangers_delays_clients_but_keeps_none_out(ipc, monk
                     crowd.enter_context(a_connection(ipc))
                 async with connect(ipc) as client:
                     assert await client.call("echo", 1) == 1
+                    for _ in range(5):
+                        crowd.enter_context(a_connection(ipc))
+                    assert await client.call("echo", 2) == 2
+
+    run(main())
+    assert "closed a connection without a hello, to accept another one" in caplog.text
+
+
+def test_silent_strangers_take_no_descriptor_that_a_client_needs(ipc, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(service_streams, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(service_protocol, "HANDSHAKE_S", 1000 * PATIENCE_S)
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with contextlib.ExitStack() as crowd:
+                for _ in range(100):
+                    crowd.enter_context(a_connection(ipc))
+                late = crowd.enter_context(a_connection(ipc))
+                late.sendall(segment(HELLO, VERSION))
+                crowd.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, limits[1]))
+                assert await heard(late, client) == segment(HELLO, VERSION)
+
+    run(main())
+
+
+def test_silent_strangers_take_at_most_a_share_of_the_descriptors(ipc):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main():
+        registry = FunctionRegistry()
+        registry.add(Service())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        try:
+            server = outside._Server(registry, ipc, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        service, most = server._socket, 0
+        with contextlib.ExitStack() as crowd:
+            async with connect(ipc) as client:
+                for _ in range(40):
+                    crowd.enter_context(a_connection(ipc))
+                for _ in range(100):
+                    assert await client.call("echo", 1) == 1
+                    most = max(most, len(service._strangers))
+        assert most == 16
+        await server.close()
+
+    run(main())
+
+
+def test_the_call_of_a_lost_client_is_over_with_its_function(ipc):
+    """Its answer, which has no receiver, is not delayed as one that the end of a program has cancelled."""
+
+    async def main():
+        registry, functions = FunctionRegistry(), Service()
+        registry.add(functions)
+        server = outside._Server(registry, ipc, None)
+        with a_connection(ipc) as peer:
+            peer.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x90\x80", "hang")))
+            while not functions.begun:
+                await asyncio.sleep(0)
+        await functions.ended.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not server._exchange._server._calls
+        await server.close()
 
     run(main())
 
@@ -1288,7 +1354,9 @@ def test_a_service_without_free_descriptors_continues(ipc, caplog):
     async def main():
         async with both(ipc) as (_, client, _):
             with a_connection(ipc) as late:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+                next_one = os.dup(0)
+                os.close(next_one)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, limits[1]))
                 try:
                     while "could not accept a connection: Too many open files" not in caplog.text:
                         assert await client.call("echo", 1) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -120,11 +121,11 @@ def test_close_drops_what_has_not_begun_and_ends_the_threads():
         threads.close()
         assert not outcomes  # it has not waited for the function
         go.set()
-        for worker in threads._all:
-            await asyncio.to_thread(worker.thread.join, PATIENCE_S)
-            assert not worker.thread.is_alive()
+        for thread in threads._all:
+            await asyncio.to_thread(thread.join, PATIENCE_S)
+            assert not thread.is_alive()
         await asyncio.sleep(0)
-        assert outcomes == [threads._all[0].thread]
+        assert outcomes == [threads._all[0]]
 
     run(main)
 
@@ -173,3 +174,70 @@ def test_a_program_ends_after_its_functions():
         program = [sys.executable, "-c", f"CLOSE = {close}{LEFT}"]
         ended = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
         assert ended.stdout == "499999500000\n"
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_close_gives_the_descriptors_back():
+    async def main():
+        before = descriptors()
+        threads = Threads(2, "test")
+        assert await awaited(threads, lambda: 1) == 1
+        assert descriptors() > before
+        threads.close()
+        assert descriptors() == before
+
+    run(main)
+
+
+def test_all_threads_are_used_and_used_again():
+    """Whichever way a thread sleeps: each of several rounds needs all of them at the same time."""
+
+    async def main():
+        size = 5
+        threads, together = Threads(size, "test"), threading.Barrier(size, timeout=PATIENCE_S)
+
+        def meet():
+            together.wait()
+            return threading.get_ident()
+
+        try:
+            rounds = [set(await asyncio.gather(*(awaited(threads, meet) for _ in range(size)))) for _ in range(20)]
+            assert all(len(used) == size for used in rounds)
+            assert set.union(*rounds) == rounds[0]
+        finally:
+            threads.close()
+
+    run(main)
+
+
+def test_close_keeps_the_functions_that_have_a_thread():
+    """Two of three have one; the last may find a thread, too, if another function has ended by then."""
+
+    async def main():
+        threads, ran = Threads(2, "test"), []
+        for number in range(3):
+            threads.submit(lambda number=number: ran.append(number), lambda result, error: None)
+        threads.close()
+        for thread in threads._all:
+            await asyncio.to_thread(thread.join, PATIENCE_S)
+        assert {0, 1} <= set(ran)
+
+    run(main)
+
+
+def test_a_forked_child_ends_without_the_threads_of_its_parent():
+    async def main():
+        threads = Threads(2, "test")
+        assert await asyncio.gather(*(awaited(threads, lambda: 1) for _ in range(2))) == [1, 1]
+        child = os.fork()
+        if not child:
+            threads.finish(join=True)
+            os._exit(len(threads._all))
+        assert (await asyncio.to_thread(os.waitpid, child, 0))[1] == 0
+        assert await awaited(threads, lambda: 2) == 2
+        threads.close()
+
+    run(main)

@@ -35,8 +35,8 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
 from asyncoll.transport.memory import arena
 from asyncoll.transport.messages import connection_policy, split, zeromq
-from asyncoll.transport.messages.authentication import UnauthenticatedPeers
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
+from asyncoll.transport.messages.peers import UnauthenticatedPeers
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.world import rendezvous

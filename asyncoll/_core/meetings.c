@@ -7,9 +7,9 @@
  * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
  * what it shows into its part of the record: a registered array is then shown where it is. All ranks that are there then
  * claim chunks of the arrays, reduce them, and write the result to all that is shown. An array that is too long to be
- * copied is reduced here only if all ranks show registered ones.
+ * copied is reduced here only if all ranks show registered ones, or all show private ones (private_meetings.c).
  */
-#include "native.h"
+#include "meetings.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -20,46 +20,12 @@
 #include <time.h>
 #include <unistd.h>
 
-/* asyncoll/algorithms/dense/staging.py: the cells of a record, and how many a record has. */
-enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
-enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY };
-
 /* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
 enum { COPIED_UNDER_LOCK = 4096 };
 
 /* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
  * that its claim takes much less time than its reduction. */
-enum { CHUNKS = 4, CHUNK_MIN = 1 << 15, ALIGNED = 64 /* no element lies across a boundary */ };
-
-/* How long a rank sleeps without its loop while others reduce the last chunks: these take less time than a wake-up. */
-enum { WORK_NS = 5000000 };
-
-/* The memory that a rank showed last, which it often shows again. */
-typedef struct {
-    int64_t address, bytes;
-    PyObject *memory; /* or NULL */
-} Known;
-
-struct Meetings {
-    PyObject_HEAD
-    ControlBlock *block;
-    PyObject *view;    /* view(address, nbytes): the memory of any rank */
-    PyObject *differs; /* the class of the error for a rank that has made another call */
-    Py_buffer *areas;  /* by rank: its short arrays, once they have been asked for */
-    void **arrays;     /* by rank, while this rank reduces with the GIL; the GIL guards it */
-    Known *known;      /* by rank */
-    int64_t size, rank, calls, short_bytes, shown_min, chunk_max, cores;
-    int64_t stride;     /* cells of a record */
-    int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
-    int64_t begun;      /* first of `size` cells: each rank's newest call */
-    int64_t known_free; /* the tag of a meeting whose record is known to be free */
-};
-
-typedef struct {
-    int64_t *cells; /* of the record */
-    int64_t tag;
-    int64_t turn;
-} Record;
+enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 
 static Record record_of(const Meetings *self, int64_t number)
 {
@@ -103,12 +69,6 @@ static char *short_array(Meetings *self, int64_t rank, int64_t turn)
         }
     }
     return (char *)area->buf + turn * self->short_bytes;
-}
-
-/* The part of `rank` in a record. */
-static int64_t *part_of(Record record, int64_t rank)
-{
-    return record.cells + HEAD + PART * rank;
 }
 
 /* Enter the meeting. The first rank opens it: it clears the cells. The caller holds the lock. Returns false if another
@@ -156,20 +116,16 @@ static int64_t short_address(const Meetings *self, int64_t turn)
     return self->block->cells[self->addresses + self->rank] + turn * self->short_bytes;
 }
 
-/* Show `len` bytes: at `address`, which is the caller's own memory, or in the memory for short arrays if it is 0. The
- * caller holds the lock. */
+/* Show `len` bytes: at `address`, which is the caller's own memory, and private if it is negative, or in the memory for
+ * short arrays if it is 0. The caller holds the lock. */
 static void show(Meetings *self, Record record, int64_t address, Py_ssize_t len)
 {
     int64_t *part = part_of(record, self->rank);
     part[PART_ADDRESS] = address ? -address : short_address(self, record.turn);
     part[PART_BYTES] = len;
-    part[PART_BUSY] = 0;
-    record.cells[DIRECT] += address != 0;
-}
-
-static int64_t least(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
+    part[PART_BUSY] = part[PART_BITS] = 0;
+    record.cells[DIRECT] += address > 0;
+    record.cells[PRIVATE] += address < 0;
 }
 
 /* The bytes that a rank reduces at a time, of arrays of `total` bytes. */
@@ -211,7 +167,7 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
         control_block_wake(self->block, is_shared(self, record, len) ? helpers_for(self, len) : INT64_MAX);
     if (record.cells[WITHDRAWN])
         return WAITING; /* for the failure of the communicator: a rank has taken its memory back */
-    if (len > self->short_bytes && !is_shared(self, record, len))
+    if (len > self->short_bytes && !is_shared(self, record, len) && record.cells[PRIVATE] != self->size)
         return WAITING; /* for another rendezvous, with slots */
     return LAST;
 }
@@ -250,13 +206,16 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
         return -1;
     int state = count_arrival(self, record, number, fingerprint, address, bytes->len);
     int64_t first = record.cells[FIRST];
-    bool is_sleeper_of_use = state == LAST && is_shared(self, record, bytes->len) && record.cells[SLEEPERS] > 0;
+    bool is_private = address < 0, is_together = is_private || is_shared(self, record, bytes->len);
+    bool is_sleeper_of_use = state == LAST && is_together && record.cells[SLEEPERS] > 0;
     control_block_unlock(self->block);
+    if (is_private && state >= 0)
+        private_begin(self, record, bytes);
     if (state == LAST)
         pass_point(MEETING_CLAIMED);
     /* A thread that is about to sleep there misses this, and helps no rank; it wakes when the result is there. */
     if (is_sleeper_of_use)
-        wake_some(&record.cells[DONE], helpers_for(self, bytes->len));
+        wake_some(&record.cells[DONE], is_private ? INT_MAX : helpers_for(self, bytes->len));
     if (state < 0) {
         PyObject *error = PyObject_CallFunction(self->differs, "L", (long long)first);
         if (error)
@@ -378,12 +337,6 @@ static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
     return 0;
 }
 
-/* Whether a chunk begins at byte `claimed` of `total`. A broken peer may have written anything there. */
-static bool is_chunk_left(int64_t claimed, int64_t total)
-{
-    return claimed >= 0 && claimed < total && claimed % ALIGNED == 0;
-}
-
 /* As `Rendezvous.done` and then `Rendezvous.claim`, under one lock: `reduced` bytes are those of the chunk before, 0 for
  * the first. Returns the bytes of the new chunk, whose first byte is `first`; 0 if all are claimed, and -1 with an
  * exception. */
@@ -439,6 +392,8 @@ static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divis
                        const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
+    if (is_private(self, record))
+        return private_reduce(self, record, kernel, divisor) < 0 ? -1 : WAITING; /* until it is awaited */
     if (bytes->len && !kernel_at(kernel))
         return LAST;
     if (bytes->len && bytes->len >= self->shown_min) {
@@ -485,10 +440,15 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
     Meeting meeting = {.fingerprint = PyLong_AsLongLong(arguments[1]),
                        .kernel = (int)PyLong_AsLong(arguments[4]),
                        .divisor = PyLong_AsLongLong(arguments[5])};
-    if (!PyErr_Occurred() && (address < 0 || meeting.divisor < 1))
-        PyErr_SetString(PyExc_ValueError, "an address is not negative, and a divisor is positive");
+    if (!PyErr_Occurred() && (address == INT64_MIN || meeting.divisor < 1))
+        PyErr_SetString(PyExc_ValueError, "there is no such address, or the divisor is not positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
+    if (address < 0 && bytes.len <= self->short_bytes) {
+        PyErr_SetString(PyExc_ValueError, "an array that is not long has no negative address");
+        free_bytes(&bytes);
+        return NULL;
+    }
     if (bytes.len < self->shown_min)
         address = 0;
     int state = meetings_is_free(self, number);
@@ -520,6 +480,8 @@ static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_
 int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear)
 {
     Record record = record_of(self, number);
+    if (is_private(self, record))
+        return private_complete(self, record);
     bool is_shown = bytes->len && bytes->len >= self->shown_min;
     bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
     if (!check_length(self, bytes, is_in_place) || control_block_lock(self->block) < 0)
@@ -570,12 +532,6 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
 
 /* -- waiting ---------------------------------------------------------------------------------- */
 
-/* A cell without the lock: a hint only. */
-static int64_t peek(const int64_t *cell)
-{
-    return __atomic_load_n(cell, __ATOMIC_RELAXED);
-}
-
 /* What a rank that has arrived finds at its meeting. */
 typedef enum {
     NOTHING, /* other ranks are missing, or reduce */
@@ -609,11 +565,14 @@ static Sight poll_meeting(const Meetings *self, Record record, int64_t done, boo
     return sight;
 }
 
-static int64_t now_ns(void)
+bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    const struct timespec time = {left_ns / 1000000000, left_ns % 1000000000};
+    PyThreadState *state = PyEval_SaveThread();
+    long failed = syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0);
+    bool is_interrupted = failed && errno == EINTR; /* Python has to run the handler of the signal */
+    PyEval_RestoreThread(state);
+    return !is_interrupted;
 }
 
 /* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
@@ -633,17 +592,14 @@ static int sleep_until(Meetings *self, Record record, int64_t done, bool can_red
     if (!is_asleep)
         return 1;
     pass_point(MEETING_ASLEEP);
-    const struct timespec time = {left_ns / 1000000000, left_ns % 1000000000};
-    PyThreadState *state = PyEval_SaveThread();
-    long failed = syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0);
-    bool is_interrupted = failed && errno == EINTR; /* Python has to run the handler of the signal */
-    PyEval_RestoreThread(state);
-    return !is_interrupted;
+    return sleep_in_futex(cell, before, left_ns);
 }
 
 int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
 {
     Record record = record_of(self, number);
+    if (is_private(self, record))
+        return private_look(self, record, meeting, polls, sleep_ns);
     bool can_reduce = kernel_at(meeting->kernel) != NULL;
     int64_t done = meeting->done, until_ns = 0;
     for (;;) {
@@ -703,7 +659,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
         return NULL;
     }
     int64_t stride = HEAD + PART * size, addresses = 2 * calls * stride;
-    if (addresses + 2 * size > ((ControlBlock *)block)->cell_count) {
+    if (addresses + (2 + PEER_CELLS) * size > ((ControlBlock *)block)->cell_count) {
         PyErr_SetString(PyExc_ValueError, "the control block has too few cells");
         return NULL;
     }
@@ -724,10 +680,12 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->stride = stride;
     self->addresses = addresses;
     self->begun = addresses + size;
+    self->peers = self->begun + size;
     self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
     self->arrays = PyMem_Calloc((size_t)size, sizeof(void *));
     self->known = PyMem_Calloc((size_t)size, sizeof(Known));
-    if (!self->areas || !self->arrays || !self->known) {
+    self->private_calls = PyMem_Calloc((size_t)(2 * calls), sizeof(PrivateCall));
+    if (!self->areas || !self->arrays || !self->known || !self->private_calls) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -764,6 +722,8 @@ static void destroy(PyObject *object)
     for (int64_t rank = 0; self->known && rank < self->size; rank++)
         Py_XDECREF(self->known[rank].memory);
     PyMem_Free(self->known);
+    PyMem_Free(self->private_calls);
+    PyMem_Free(self->scratch);
     PyMem_Free(self->areas);
     PyMem_Free(self->arrays);
     Py_XDECREF((PyObject *)self->block);
@@ -810,4 +770,18 @@ int64_t meetings_shown_min(const Meetings *self)
 bool meetings_has_short_arrays(const Meetings *self)
 {
     return self->block->cells[self->addresses + self->rank] != 0;
+}
+
+int64_t meetings_short_bytes(const Meetings *self)
+{
+    return self->short_bytes;
+}
+
+bool meetings_can_read(const Meetings *self)
+{
+    const int64_t *cells = self->block->cells + self->peers;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (peek(&cells[PEER_CELLS * rank + PEER_CAN_READ]) != 1)
+            return false;
+    return true;
 }

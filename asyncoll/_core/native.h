@@ -1,11 +1,11 @@
 /* What the files of the compiled core share. Each primitive family has a file of its own:
  *
  *   control_block.c   the lock of a control block, and the doorbells of its sleepers
- *   meetings.c        short meetings of all ranks of a communicator
+ *   meetings.c        short meetings of all ranks of a communicator; private_meetings.c has those of private arrays
  *   peers.c           reductions of arrays in the memory of other processes
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c and whole_calls.c have
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
  *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
  *   points.c          named moments inside all of them, for fault tests
@@ -54,7 +54,8 @@ enum Point {
     PIECE_AWAITED, /* the condition of the next step seems to be met */
     PEER_READ,     /* a block of another rank's private array is in the cache */
     PEERS_REDUCED, /* such a block is reduced, into this rank's array */
-    ROUND_FILLED,  /* under the lock, as all of a round: the contribution is in a new block */
+    PEER_TAKEN,    /* a chunk of the result is copied from the rank that has reduced it */
+    ROUND_FILLED,  /* under the lock, as all of a short round: the contribution is in a new block */
     ROUND_STAGED,
     ROUND_ARRIVED,
     ROUND_OPENED,
@@ -63,7 +64,10 @@ enum Point {
     ROUND_GRANTED,
     ROUND_PUBLISHED, /* for all groups */
     ROUND_LEFT,
-    ROUND_COPIED, /* the result is in the caller's arrays */
+    ROUND_COPIED,  /* the result is in the caller's arrays */
+    ROUND_CLAIMED, /* under the lock: a chunk of a long round */
+    ROUND_HELPED,  /* it is reduced */
+    ROUND_COUNTED, /* under the lock */
     REDUCTION_DONE,
     POINTS
 };
@@ -164,6 +168,12 @@ int64_t meetings_calls(const Meetings *self);
 /* An array of so many bytes is shown where it is, if it is registered. */
 int64_t meetings_shown_min(const Meetings *self);
 
+/* Longer arrays are not copied. */
+int64_t meetings_short_bytes(const Meetings *self);
+
+/* Whether all ranks have found that they can read the private memory of all others. */
+bool meetings_can_read(const Meetings *self);
+
 /* Whether this rank has allocated its memory for short arrays. */
 bool meetings_has_short_arrays(const Meetings *self);
 
@@ -231,6 +241,33 @@ PyObject *reduce_to_all_in_python(PyObject *module, PyObject *arguments);
 
 /* `native.read_memory` and `native.reduce_from_peers`. */
 PyObject *read_memory(PyObject *module, PyObject *arguments);
+
+/* An array at one rank, and where in it a job begins. */
+typedef struct {
+    int64_t pid;
+    int64_t address;
+} Place;
+
+/* The reduction of a part of all arrays, in the order of ranks, into that of one of them. */
+typedef struct {
+    Kernel kernel;
+    size_t element;
+    int64_t divisor;
+    Place *places;   /* by rank; that of this rank is not used */
+    void **operands; /* by rank */
+    int size, rank;
+    char *own;     /* the bytes to reduce, in this rank's array */
+    size_t bytes;  /* of them */
+    char *scratch; /* `block` bytes for each of the other ranks */
+    size_t block;
+} PeerJob;
+
+/* Carry it out. Needs no GIL. Returns 0 or an error number: a rank has ended, or has returned its array. */
+int reduce_peers(const PeerJob *job);
+
+/* Copy `bytes` bytes of another process. Needs no GIL. Returns 0 or an error number. */
+int copy_from_peer(Place from, char *into, size_t bytes);
+
 PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
 
 /* -- pieces.c --------------------------------------------------------------------------------- */

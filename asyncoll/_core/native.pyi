@@ -51,10 +51,12 @@ class Rounds:
         quorum: int,
         sync_every: int,
         keeps: bool,
+        long: bool,
+        cores: int,
         parts: tuple[tuple[int, int, int], ...],
     ) -> Rounds: ...
     def begin(
-        self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], /
+        self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], lent: int, /
     ) -> tuple[Any, ...] | int: ...
     def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any: ...
     def attach(
@@ -138,7 +140,9 @@ class ShortCalls:
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,
-        address_of: Callable[[Any], int | None],
+        may_raise: Callable[[], bool],
+        segment: tuple[int, int, int],
+        private: tuple[int, int],
         polls: int,
         sleep_ns: int,
     ) -> ShortCalls: ...

@@ -11,22 +11,19 @@
 #include <string.h>
 #include <sys/uio.h>
 
-/* An array at one rank. */
-typedef struct {
-    pid_t pid;
-    char *start;
-} Place;
+enum { STRIP = 1 << 13 }; /* bytes; a multiple of each element */
 
-/* Copy `bytes` bytes at `from` in process `pid`. Returns 0, or the error number. Needs no GIL. */
-static int copy_from(pid_t pid, char *from, char *into, size_t bytes)
+int copy_from_peer(Place from, char *into, size_t bytes)
 {
+    if (from.pid < 1 || from.pid > INT32_MAX)
+        return ESRCH;
     while (bytes) {
-        const struct iovec here = {into, bytes}, there = {from, bytes};
-        ssize_t copied = process_vm_readv(pid, &here, 1, &there, 1, 0);
+        const struct iovec here = {into, bytes}, there = {(void *)(intptr_t)from.address, bytes};
+        ssize_t copied = process_vm_readv((pid_t)from.pid, &here, 1, &there, 1, 0);
         if (copied <= 0)
             return copied < 0 ? errno : EFAULT;
         into += copied;
-        from += copied;
+        from.address += copied;
         bytes -= (size_t)copied;
     }
     return 0;
@@ -49,33 +46,35 @@ PyObject *read_memory(PyObject *module, PyObject *arguments)
         PyObject_GetBuffer(object, &into, PyBUF_WRITABLE) < 0)
         return NULL;
     PyThreadState *state = PyEval_SaveThread();
-    int error =
-        pid > 0 && pid <= INT32_MAX ? copy_from((pid_t)pid, (char *)(intptr_t)address, into.buf, into.len) : ESRCH;
+    int error = copy_from_peer((Place){pid, address}, into.buf, (size_t)into.len);
     PyEval_RestoreThread(state);
     PyBuffer_Release(&into);
     return error ? os_error(error) : Py_NewRef(Py_None);
 }
-
-typedef struct {
-    Kernel kernel;
-    size_t element;
-    int64_t divisor;
-    Place *places;   /* by rank; that of this rank is not used */
-    void **operands; /* by rank */
-    int size, rank;
-    char *own;     /* the bytes to reduce, in this rank's array */
-    size_t bytes;  /* of them */
-    char *scratch; /* `block` bytes for each of the other ranks */
-    size_t block;
-} Job;
 
 static size_t least(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
-/* Reduce, block by block: a block of each array stays in the cache until it is reduced. Returns 0 or an error number. */
-static int reduce_blocks_of(const Job *job)
+/* Reduce the first `bytes` bytes of all operands into those of `own`, the operand of this rank. A kernel has its result
+ * in the first operand; a strip of that is copied while it is in the L1 cache. Afterwards operands point to the ends. */
+static void reduce_strips(const PeerJob *job, char *own, size_t bytes)
+{
+    while (bytes) {
+        size_t length = least(STRIP, bytes);
+        job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
+        if (job->rank != 0)
+            memcpy(own, job->operands[0], length);
+        for (int rank = 0; rank < job->size; rank++)
+            job->operands[rank] = (char *)job->operands[rank] + length;
+        own += length;
+        bytes -= length;
+    }
+}
+
+/* Block by block: a block of each array stays in the cache until it is reduced. */
+int reduce_peers(const PeerJob *job)
 {
     for (size_t at = 0; at < job->bytes; at += job->block) {
         size_t length = least(job->block, job->bytes - at);
@@ -84,22 +83,21 @@ static int reduce_blocks_of(const Job *job)
             job->operands[rank] = rank == job->rank ? job->own + at : room;
             if (rank == job->rank)
                 continue;
-            int error = copy_from(job->places[rank].pid, job->places[rank].start + at, room, length);
+            Place from = {job->places[rank].pid, job->places[rank].address + (int64_t)at};
+            int error = copy_from_peer(from, room, length);
             if (error)
                 return error;
             pass_point(PEER_READ);
             room += job->block;
         }
-        job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
-        if (job->rank != 0)
-            memcpy(job->own + at, job->operands[0], length);
+        reduce_strips(job, job->own + at, length);
         pass_point(PEERS_REDUCED);
     }
     return 0;
 }
 
 /* The pids and addresses of all ranks. Returns 0, or -1 with an exception. */
-static int get_places(Job *job, PyObject *pids, PyObject *addresses, int64_t first)
+static int get_places(PeerJob *job, PyObject *pids, PyObject *addresses, int64_t first)
 {
     job->places = PyMem_Calloc((size_t)job->size, sizeof(Place));
     job->operands = PyMem_Calloc((size_t)job->size, sizeof(void *));
@@ -116,12 +114,12 @@ static int get_places(Job *job, PyObject *pids, PyObject *addresses, int64_t fir
             os_error(ESRCH);
             return -1;
         }
-        job->places[rank] = (Place){(pid_t)pid, (char *)((uintptr_t)address + (uintptr_t)first)};
+        job->places[rank] = (Place){pid, address + first};
     }
     return 0;
 }
 
-static bool is_consistent(Job *job, const Py_buffer *own, const Py_buffer *scratch, int64_t first, int64_t last)
+static bool is_consistent(PeerJob *job, const Py_buffer *own, const Py_buffer *scratch, int64_t first, int64_t last)
 {
     job->block = job->size > 1 ? (size_t)scratch->len / (size_t)(job->size - 1) / 4096 * 4096 : 4096;
     return job->kernel && job->divisor >= 1 && job->size >= 1 && job->rank >= 0 && job->rank < job->size &&
@@ -146,7 +144,8 @@ PyObject *reduce_from_peers(PyObject *module, PyObject *arguments)
         PyBuffer_Release(&own);
         return NULL;
     }
-    Job job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor, .rank = rank};
+    PeerJob job = {
+        .kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor, .rank = rank};
     job.size = (int)PyTuple_Size(pids);
     job.scratch = scratch.buf;
     if (PyTuple_Size(addresses) != job.size || !is_consistent(&job, &own, &scratch, first, last)) {
@@ -155,7 +154,7 @@ PyObject *reduce_from_peers(PyObject *module, PyObject *arguments)
         job.own = (char *)own.buf + first;
         job.bytes = (size_t)(last - first);
         PyThreadState *state = PyEval_SaveThread();
-        error = reduce_blocks_of(&job);
+        error = reduce_peers(&job);
         PyEval_RestoreThread(state);
         result = error ? os_error(error) : Py_NewRef(Py_None);
     }

@@ -27,6 +27,7 @@ static const char *const names[POINTS] = {
     [PIECE_AWAITED] = "piece-awaited",
     [PEER_READ] = "peer-read",
     [PEERS_REDUCED] = "peers-reduced",
+    [PEER_TAKEN] = "peer-taken",
     [ROUND_FILLED] = "round-filled",
     [ROUND_STAGED] = "round-staged",
     [ROUND_ARRIVED] = "round-arrived",
@@ -37,6 +38,9 @@ static const char *const names[POINTS] = {
     [ROUND_PUBLISHED] = "round-published",
     [ROUND_LEFT] = "round-left",
     [ROUND_COPIED] = "round-copied",
+    [ROUND_CLAIMED] = "round-claimed",
+    [ROUND_HELPED] = "round-helped",
+    [ROUND_COUNTED] = "round-counted",
     [REDUCTION_DONE] = "reduction-done",
 };
 

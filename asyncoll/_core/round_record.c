@@ -1,7 +1,7 @@
 /* The steps of a critical section of wait-avoiding rounds: blocks, the rules, opening a round, and its results.
  *
  * The counterpart of `RoundRecord`, `BlockTable` and asyncoll/algorithms/rounds/rules.py. The rank that opens a round
- * reduces and publishes it before it releases the lock. So no rank ever sees a running round.
+ * of short contributions reduces and publishes it before it releases the lock. So no rank ever sees such a round running.
  */
 #include "rounds.h"
 
@@ -13,8 +13,7 @@ int rounds_corrupt(const char *what, int64_t value)
     return -1;
 }
 
-/* A free block, with the caller as its one keeper; -1 with an exception if the cells are corrupt. There is one. */
-static int64_t take_block(Rounds *self)
+int64_t rounds_take_block(Rounds *self)
 {
     int64_t count = free_count(self);
     if (count < 1 || count > self->limit)
@@ -27,7 +26,7 @@ static int64_t take_block(Rounds *self)
     return block;
 }
 
-static void keep_block(Rounds *self, int64_t block)
+void rounds_keep_block(Rounds *self, int64_t block)
 {
     if (is_block(self, block))
         self->keepers[block] = plus(self->keepers[block], 1);
@@ -47,17 +46,20 @@ void rounds_drop_block(Rounds *self, int64_t block)
     }
 }
 
-/* The memory of `block`; NULL if it has none. */
+char *rounds_memory_at(const Rounds *self, int64_t address, int64_t bytes)
+{
+    int64_t capacity = self->segments[0].len, offset = address % capacity;
+    if (address < 0 || address / capacity >= self->segment_count || offset > capacity - bytes)
+        return NULL;
+    return (char *)self->segments[address / capacity].buf + offset;
+}
+
 char *rounds_find_memory(const Rounds *self, int64_t block)
 {
     if (!is_block(self, block))
         return NULL;
     /* Read once: a broken peer may change it meanwhile. */
-    int64_t address = __atomic_load_n(&self->addresses[block], __ATOMIC_RELAXED);
-    int64_t capacity = self->segments[0].len, offset = address % capacity;
-    if (address < 0 || address / capacity >= self->segment_count || offset > capacity - self->nbytes)
-        return NULL;
-    return (char *)self->segments[address / capacity].buf + offset;
+    return rounds_memory_at(self, __atomic_load_n(&self->addresses[block], __ATOMIC_RELAXED), self->nbytes);
 }
 
 /* As `find_memory`, with an exception if there is none. */
@@ -69,14 +71,15 @@ static char *memory_of(Rounds *self, int64_t block)
     return memory;
 }
 
-/* `block` is a result of these contributions: `BlockTable.sign`. */
-static void sign_block(Rounds *self, int64_t block, int64_t group, double weight)
+void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight, int column)
 {
+    if (!is_block(self, block))
+        return;
     memcpy(&self->weights[block], &weight, sizeof weight);
     int64_t *bitmap = self->bitmaps + block * self->words;
     memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
     for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->group_of[rank] == group && row_of(self, rank)[STAGED] != NONE)
+        if (self->group_of[rank] == group && row_of(self, rank)[column] != NONE)
             bitmap[rank / BITS] |= INT64_C(1) << rank % BITS;
     }
 }
@@ -93,6 +96,14 @@ static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
     int64_t count = 0;
     for (int64_t rank = 0; rank < self->size; rank++)
         count += has_arrived(self, rank, number) || (with_gone && is_gone(self, rank));
+    return count;
+}
+
+int64_t rounds_count_gone(const Rounds *self)
+{
+    int64_t count = 0;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        count += is_gone(self, rank);
     return count;
 }
 
@@ -127,7 +138,7 @@ void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
     call->first_missed = larger(larger(first, self->head[LATEST] - self->history), 1);
     call->last_missed = last;
     for (int64_t number = call->first_missed; number <= last; number++)
-        keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
+        rounds_keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
 }
 
 static void drop_results(Rounds *self, Call *call)
@@ -137,8 +148,8 @@ static void drop_results(Rounds *self, Call *call)
     call->last_missed = call->first_missed - 1;
 }
 
-/* Each distinct result of an older round is kept no longer. */
-static void forget_results(Rounds *self, const int64_t *results)
+/* Each distinct block of them is dropped once. */
+void rounds_forget_results(Rounds *self, const int64_t *results)
 {
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
@@ -169,9 +180,9 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
         dest = staged;
     }
     if (*contributors == 1) /* it is the result: nothing to reduce */
-        keep_block(self, dest);
+        rounds_keep_block(self, dest);
     else if (*contributors) {
-        dest = take_block(self);
+        dest = rounds_take_block(self);
         char *into = dest < 0 ? NULL : memory_of(self, dest);
         if (!into)
             return -1;
@@ -182,8 +193,7 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
             part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
         }
     }
-    if (dest != NONE)
-        sign_block(self, dest, group, weight);
+    rounds_sign_block(self, dest, group, weight, STAGED);
     return dest;
 }
 
@@ -218,20 +228,18 @@ static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t d
         kept[KEPT_TAKEN] = row[TAKEN];
         if (row[WAITS_FOR] == number) {
             memcpy(&row[GRANTED], kept, KEPT_CELLS * sizeof *kept);
-            keep_block(self, dest);
+            rounds_keep_block(self, dest);
         }
     }
 }
 
-/* Open the next round, reduce all staged contributions, publish the results, and wake the sleepers. There are enough
+/* Open the next round, of short contributions, reduce all staged contributions, publish the results, and wake the sleepers. There are enough
  * free blocks. Returns 0, or -1 with an exception set. */
 static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
-    int64_t absent = 0;
-    for (int64_t rank = 0; rank < self->size; rank++)
-        absent += is_gone(self, rank);
+    int64_t absent = rounds_count_gone(self);
     *beginning_of(self, number) = now_ns;
-    forget_results(self, results_of(self, number));
+    rounds_forget_results(self, results_of(self, number));
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;
@@ -255,7 +263,7 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 /* `RoundRecord.count_late` */
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
 {
-    int64_t newest = self->head[LATEST];
+    int64_t newest = larger(self->head[LATEST], self->head[RUNNING]);
     if (newest >= aim) {
         int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
         int64_t *late_ns = &row_of(self, self->rank)[LATE_NS];
@@ -263,32 +271,52 @@ void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
     }
 }
 
-/* `OneSidedRounds._fill` and `RoundRecord.put`. Returns 0, or -1 with an exception set. */
+void rounds_begin_call(Rounds *self, Call *call, int64_t aim)
+{
+    int64_t latest = self->head[LATEST];
+    call->number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
+    rounds_count_late(self, aim, call->came_ns);
+    if (call->number > aim)
+        rounds_keep_results(self, call, larger(aim, latest + 1 - self->history), latest);
+}
+
+void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before)
+{
+    for (Py_ssize_t i = 0; i < self->part_count; i++) {
+        const Part *part = &self->parts[i];
+        memcpy(memory + part->offset, flats[i].buf, (size_t)part->length);
+        if (before) {
+            void *both[] = {memory + part->offset, before + part->offset};
+            part->kernel(both[0], both, 2, (size_t)part->elements, 1);
+        }
+    }
+}
+
+void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight)
+{
+    int64_t *row = row_of(self, self->rank);
+    if (row[STAGED] != NONE && !self->keeps)
+        weight += weight_at(&row[WEIGHT]);
+    rounds_drop_block(self, row[STAGED]);
+    row[STAGED] = block;
+    row[STAGED_AT] = address;
+    memcpy(&row[WEIGHT], &weight, sizeof weight);
+    call->ticket = row[TICKET] = plus(row[TICKET], 1);
+    pass_point(ROUND_STAGED);
+}
+
+/* `OneSidedRounds._fill` and `RoundRecord.put`, of a short contribution. Returns 0, or -1 with an exception set. */
 int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight)
 {
-    int64_t *row = row_of(self, self->rank), block = take_block(self);
+    int64_t *row = row_of(self, self->rank), block = rounds_take_block(self);
     char *memory = block < 0 ? NULL : memory_of(self, block);
     bool adds = row[STAGED] != NONE && !self->keeps;
     char *staged = memory && adds ? memory_of(self, row[STAGED]) : NULL;
     if (!memory || (adds && !staged))
         return -1;
-    for (Py_ssize_t i = 0; i < self->part_count; i++) {
-        const Part *part = &self->parts[i];
-        memcpy(memory + part->offset, flats[i].buf, (size_t)part->length);
-        if (adds) {
-            void *both[] = {memory + part->offset, staged + part->offset};
-            part->kernel(both[0], both, 2, (size_t)part->elements, 1);
-        }
-    }
-    if (adds)
-        weight += weight_at(&row[WEIGHT]);
+    rounds_fill(self, memory, flats, staged);
     pass_point(ROUND_FILLED);
-    rounds_drop_block(self, row[STAGED]);
-    row[STAGED] = block;
-    row[STAGED_AT] = self->addresses[block];
-    memcpy(&row[WEIGHT], &weight, sizeof weight);
-    call->ticket = row[TICKET] = plus(row[TICKET], 1);
-    pass_point(ROUND_STAGED);
+    rounds_put(self, call, block, self->addresses[block], weight);
     return 0;
 }
 
@@ -313,8 +341,12 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
         row[HERE] = row[WAITS_FOR] = call->number;
         pass_point(ROUND_ARRIVED);
         if (self->head[LATEST] < call->number && rounds_may_open(self, call->number) &&
-            open_round(self, call->number, call->now_ns) < 0)
-            return -1;
+            free_count(self) >= self->group_count) {
+            int failed = self->is_long ? rounds_start(self, call->number, call->now_ns)
+                                       : open_round(self, call->number, call->now_ns);
+            if (failed)
+                return -1;
+        }
         if (self->head[LATEST] < call->number)
             return 0;
         leave_round(self, call);
@@ -324,7 +356,7 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
         int64_t newest = self->head[LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
         rounds_keep_results(self, call, larger(aim, newest - self->history), newest - 1);
         memcpy(call->kept, kept, sizeof call->kept);
-        keep_block(self, call->kept[KEPT_BLOCK]);
+        rounds_keep_block(self, call->kept[KEPT_BLOCK]);
     }
     return 0;
 }

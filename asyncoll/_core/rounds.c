@@ -1,13 +1,12 @@
-/* Wait-avoiding rounds of short contributions: all of a call up to its first wait, as one critical section.
+/* Wait-avoiding rounds: all of a call up to its first wait. With a short contribution it is one critical section.
  *
- * The counterpart of `ShortRounds.begin` (asyncoll/algorithms/rounds/short_rounds.py).
+ * The counterpart of `PromptRounds.begin` (asyncoll/algorithms/rounds/prompt_rounds.py).
  */
 #include "rounds.h"
 
 /* -- in Python -------------------------------------------------------------------------------- */
 
-/* The results that the call has missed, as tuples of the cells of a `Kept`; None without any. */
-static PyObject *missed_results(const Rounds *self, const Call *call)
+PyObject *rounds_missed(const Rounds *self, const Call *call)
 {
     if (call->first_missed > call->last_missed)
         return Py_NewRef(Py_None);
@@ -24,25 +23,31 @@ static PyObject *missed_results(const Rounds *self, const Call *call)
     return missed;
 }
 
-/* Under the lock: what `begin` and `resume` return. */
-static PyObject *answer_of(Rounds *self, Call *call, const Py_buffer *flats)
+PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed)
 {
-    int64_t block = call->kept[KEPT_BLOCK];
-    bool is_over = call->kept[KEPT_NUMBER] > 0;
-    if (is_over && rounds_copy_result(self, call, flats) < 0)
-        return NULL;
-    PyObject *missed = missed_results(self, call);
-    PyObject *ranks = missed ? rounds_contributors_of(self, is_over ? block : NONE, call->kept[KEPT_ACTIVE]) : NULL;
-    double weight = is_over && is_block(self, block) ? weight_at(&self->weights[block]) : 0.0;
+    int64_t block = call->kept[KEPT_NUMBER] > 0 ? call->kept[KEPT_BLOCK] : NONE;
+    PyObject *ranks = rounds_contributors_of(self, block, call->kept[KEPT_ACTIVE]);
     if (!ranks) {
-        Py_XDECREF(missed);
+        Py_DECREF(missed);
         return NULL;
     }
-    if (is_over)
-        rounds_drop_block(self, block);
+    double weight = is_block(self, block) ? weight_at(&self->weights[block]) : 0.0;
     return Py_BuildValue("(LLLNLNLLd)", (long long)call->number, (long long)call->came_ns, (long long)call->ticket,
                          missed, (long long)call->kept[KEPT_NUMBER], ranks, (long long)call->kept[KEPT_ABSENT],
                          (long long)call->kept[KEPT_TAKEN], weight);
+}
+
+/* Under the lock: what `begin` and `resume` return of a call with a short contribution. */
+static PyObject *answer_of(Rounds *self, Call *call, const Py_buffer *flats)
+{
+    bool is_over = call->kept[KEPT_NUMBER] > 0;
+    if (is_over && rounds_copy_result(self, call, flats) < 0)
+        return NULL;
+    PyObject *missed = rounds_missed(self, call);
+    PyObject *answer = missed ? rounds_answer(self, call, missed) : NULL;
+    if (answer && is_over)
+        rounds_drop_block(self, call->kept[KEPT_BLOCK]);
+    return answer;
 }
 
 static void release_arrays(Py_buffer *flats, Py_ssize_t count)
@@ -78,50 +83,59 @@ static Py_buffer *hold_arrays(const Rounds *self, PyObject *arrays)
     return flats;
 }
 
-/* The number of blocks that a call needs, its own and those of the results; 0 if there are so many free ones. */
-static int64_t missing_blocks(const Rounds *self, int64_t own)
+int64_t rounds_wanted(const Rounds *self, int64_t own)
 {
-    int64_t needed = own + self->group_count;
-    return free_count(self) < needed ? needed : 0;
+    int64_t next = self->head[LATEST] + 1, needed = own + self->group_count;
+    if (self->has_plans && self->planned != next)
+        return next;
+    return own && free_count(self) < needed ? -needed : 0;
 }
 
-/* Under the lock. Returns a tuple, or a number: of the round that `plan` must be called for, or negative, of the blocks
- * that must be provided. After a number the call has changed nothing. */
-static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns)
+/* With the lock, which is released. Returns a tuple, or a number: of the round that `plan` must be called for, or negative,
+ * of the blocks that must be provided. After a number the call has changed nothing. */
+static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
+                              int64_t lent)
 {
-    int64_t latest = self->head[LATEST], missing;
-    if (latest < 0 || latest >= ROUNDS_MAX || self->head[RUNNING])
-        return rounds_corrupt("round", latest), NULL;
-    if (self->has_plans && self->planned != latest + 1)
-        return PyLong_FromLongLong(latest + 1);
-    if ((missing = missing_blocks(self, 1)))
-        return PyLong_FromLongLong(-missing);
-    Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
-    call.number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
-    rounds_count_late(self, aim, came_ns);
-    if (call.number > aim)
-        rounds_keep_results(self, &call, larger(aim, latest + 1 - self->history), latest);
-    if (rounds_stage(self, &call, flats, weight) < 0 || rounds_come(self, &call, aim) < 0)
-        return NULL;
-    return answer_of(self, &call, flats);
+    int64_t latest = self->head[LATEST], wanted;
+    PyObject *answer = NULL;
+    if (latest < 0 || latest >= ROUNDS_MAX || (self->head[RUNNING] && !self->is_long))
+        rounds_corrupt("round", latest);
+    else if ((wanted = rounds_wanted(self, 1)))
+        answer = PyLong_FromLongLong(wanted);
+    else if (self->is_long)
+        return rounds_begin_long(self, flats, weight, aim, came_ns, lent);
+    else {
+        Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
+        rounds_begin_call(self, &call, aim);
+        if (rounds_stage(self, &call, flats, weight) == 0 && rounds_come(self, &call, aim) == 0)
+            answer = answer_of(self, &call, flats);
+    }
+    leave_lock(self, answer);
+    return answer;
 }
 
-/* `begin(arrays, weight, aim, unused)`: one call up to its first wait. Drops the blocks `unused` first. */
+/* `begin(arrays, weight, aim, unused, lent)`: one call up to its first wait. Drops the blocks `unused` first. `lent` is the
+ * address of the one array in the arena; -1 if it is not there. */
 static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     Rounds *self = (Rounds *)object;
     int64_t came_ns = clock_ns();
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "begin(arrays, weight, aim, unused)");
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "begin(arrays, weight, aim, unused, lent)");
         return NULL;
     }
     double weight = PyFloat_AsDouble(arguments[1]);
     int64_t aim = PyLong_AsLongLong(arguments[2]);
+    int64_t lent = PyLong_AsLongLong(arguments[4]);
     Py_ssize_t unused = PySequence_Size(arguments[3]);
     if (PyErr_Occurred() || unused < 0)
         return NULL;
     if (aim < 1) {
         PyErr_SetString(PyExc_ValueError, "rounds count from 1");
+        return NULL;
+    }
+    if (lent >= 0 && (self->part_count != 1 || self->keeps || !rounds_memory_at(self, lent, self->parts[0].length))) {
+        PyErr_SetString(PyExc_ValueError, "the array cannot be lent");
         return NULL;
     }
     Py_buffer *flats = hold_arrays(self, arguments[0]);
@@ -134,11 +148,30 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
             rounds_drop_block(self, block ? PyLong_AsLongLong(block) : NONE);
             Py_XDECREF(block);
         }
-        if (!PyErr_Occurred())
-            answer = begin_locked(self, flats, weight, aim, came_ns);
-        leave_lock(self, answer);
+        if (PyErr_Occurred())
+            leave_lock(self, NULL);
+        else
+            answer = begin_locked(self, flats, weight, aim, came_ns, lent);
     }
     release_arrays(flats, self->part_count);
+    return answer;
+}
+
+/* As `begin_locked`, of a call that waits. */
+static PyObject *resume_locked(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim)
+{
+    PyObject *answer = NULL;
+    bool is_over = self->head[LATEST] >= call->number;
+    call->now_ns = clock_ns();
+    if (!is_over && self->has_plans && self->planned != call->number)
+        answer = PyLong_FromLongLong(call->number);
+    else if (!is_over && !self->head[RUNNING] && free_count(self) < self->group_count)
+        answer = PyLong_FromLongLong(-self->group_count);
+    else if (self->is_long)
+        return rounds_resume_long(self, call, flats, aim);
+    else if (rounds_come(self, call, aim) == 0)
+        answer = answer_of(self, call, flats);
+    leave_lock(self, answer);
     return answer;
 }
 
@@ -160,18 +193,7 @@ static PyObject *resume(PyObject *object, PyObject *const *arguments, Py_ssize_t
     if (!flats)
         return NULL;
     Call call = {.number = values[1], .came_ns = values[2], .ticket = values[3], .first_missed = 1};
-    PyObject *answer = NULL;
-    if (control_block_lock(self->block) == 0) {
-        int64_t missing = missing_blocks(self, 0);
-        call.now_ns = clock_ns();
-        if (self->has_plans && self->planned != call.number)
-            answer = PyLong_FromLongLong(call.number);
-        else if (missing)
-            answer = PyLong_FromLongLong(-missing);
-        else if (rounds_come(self, &call, values[0]) == 0)
-            answer = answer_of(self, &call, flats);
-        leave_lock(self, answer);
-    }
+    PyObject *answer = control_block_lock(self->block) == 0 ? resume_locked(self, &call, flats, values[0]) : NULL;
     release_arrays(flats, self->part_count);
     return answer;
 }
@@ -184,7 +206,7 @@ static PyObject *is_needed(PyObject *object, PyObject *argument)
     if (number == -1 && PyErr_Occurred())
         return NULL;
     int64_t latest = __atomic_load_n(&self->head[LATEST], __ATOMIC_RELAXED);
-    return PyBool_FromLong(latest >= number || rounds_may_open(self, number));
+    return PyBool_FromLong(latest >= number || rounds_may_open(self, number) || rounds_wants_help(self));
 }
 
 /* `plan(number, drawn, groups)`: the ranks that are drawn for round `number`, and its groups, as sequences of ranks. */
@@ -297,17 +319,18 @@ static int hold_segments(Rounds *self, PyObject *segments)
     return -1;
 }
 
-/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, parts)` */
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, long, cores,
+ * parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *segments, *parts;
-    long long size, rank, history, limit, nbytes, opening, quorum, sync_every;
-    int keeps;
-    static char *names[] = {"control_block", "segments", "size",       "rank",  "history", "limit", "nbytes",
-                            "opening",       "quorum",   "sync_every", "keeps", "parts",   NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLpO!:Rounds", names, &block, &PyTuple_Type,
+    long long size, rank, history, limit, nbytes, opening, quorum, sync_every, cores;
+    int keeps, is_long;
+    static char *names[] = {"control_block", "segments",   "size",  "rank", "history", "limit", "nbytes", "opening",
+                            "quorum",        "sync_every", "keeps", "long", "cores",   "parts", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLppLO!:Rounds", names, &block, &PyTuple_Type,
                                      &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
-                                     &keeps, &PyTuple_Type, &parts))
+                                     &keeps, &is_long, &cores, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
@@ -329,6 +352,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->quorum = quorum;
     self->sync_every = sync_every;
     self->keeps = keeps != 0;
+    self->is_long = is_long != 0;
+    self->cores = cores;
     self->has_plans = self->keeps || opening == MAJORITY;
     self->group_count = 1;
     if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)

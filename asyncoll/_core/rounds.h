@@ -1,6 +1,7 @@
 /* What the files of wait-avoiding rounds share:
  *
  *   round_record.c   the steps of a critical section, on the cells of an operation
+ *   long_rounds.c    what runs between two of them, if contributions are long
  *   rounds.c         the type: a call up to its first wait
  *   whole_calls.c    a whole call, if it is over at once
  *
@@ -16,7 +17,7 @@
 #include <string.h>
 #include <time.h>
 
-/* round_record.py: Head, Row and Kept, in this order, and _BEGINNINGS. */
+/* round_record.py: Head, Row and Kept, in this order, and the constants. */
 enum { LATEST, RUNNING, CLAIMED, DONE, CHUNKS, HEAD_CELLS };
 enum {
     STAGED,
@@ -42,14 +43,14 @@ enum {
     ROW_CELLS
 };
 enum { KEPT_NUMBER, KEPT_BLOCK, KEPT_ACTIVE, KEPT_ABSENT, KEPT_TAKEN, KEPT_CELLS };
-enum { BEGINNINGS = 64 };
+enum { BEGINNINGS = 64, HELPED = 4, CHUNK_BYTES = 1 << 17 };
 
 static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
 
-/* block_table.py: _FREE, _MADE and _HEAD, _BITS, NONE. */
+/* block_table.py: _FREE, _MADE and _HEAD, _BITS, NONE and LENT. */
 enum { FREE, MADE, TABLE_HEAD };
 enum { BITS = 63 };
-enum { NONE = 0 };
+enum { NONE = 0, LENT = -1 };
 
 /* operation.py: Opening, in this order. */
 enum { SOLO, MAJORITY, QUORUM };
@@ -65,6 +66,8 @@ typedef struct {
     Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
     int64_t segment_count;
     int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every;
+    int64_t cores;   /* for the ranks of the host, at most one each */
+    bool is_long;    /* chunks are reduced without the lock */
     bool keeps;      /* contributions stay, and replace each other */
     bool has_plans;  /* a round needs `plan`, which Python computes */
     int64_t planned; /* the round of `is_drawn`, `group_of` and `group_count` */
@@ -178,14 +181,38 @@ static inline void leave_lock(Rounds *self, PyObject *answer)
 /* Sets an exception, and returns -1. */
 int rounds_corrupt(const char *what, int64_t value);
 
-/* The memory of `block`; NULL if it has none. */
+/* The memory of `block`, or the `bytes` bytes at an address of the arena; NULL if there is no such memory. */
 char *rounds_find_memory(const Rounds *self, int64_t block);
+char *rounds_memory_at(const Rounds *self, int64_t address, int64_t bytes);
 
+/* A free block, with the caller as its one keeper; -1 with an exception if the cells are corrupt. There is one. */
+int64_t rounds_take_block(Rounds *self);
+
+void rounds_keep_block(Rounds *self, int64_t block);
 void rounds_drop_block(Rounds *self, int64_t block);
+
+/* `block` is a result of the contributions of `group` in `column` (STAGED or SOURCE): `BlockTable.sign`. */
+void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight, int column);
+
+/* The number of ranks that make no more calls. */
+int64_t rounds_count_gone(const Rounds *self);
+
 bool rounds_may_open(const Rounds *self, int64_t number);
 bool rounds_late_call_opens(const Rounds *self, int64_t number);
 void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last);
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns);
+
+/* The results of an older round are kept no longer. */
+void rounds_forget_results(Rounds *self, const int64_t *results);
+
+/* Decide whether the call waits for a round, and keep the results that it has missed: `OneSidedRounds._begin`. */
+void rounds_begin_call(Rounds *self, Call *call, int64_t aim);
+
+/* Put the arrays `flats` into a block at `memory`, added to those at `before` unless that is NULL. Needs no lock. */
+void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before);
+
+/* `RoundRecord.put`. Adds the weight of the staged contribution to `weight`, except where contributions stay. */
+void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight);
 
 /* These return 0, or -1 with an exception set. */
 int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight);
@@ -194,6 +221,35 @@ int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats);
 
 /* The ranks whose contributions are in `block`, in order; NULL with an exception set. */
 PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t active);
+
+/* -- rounds.c: under the lock ----------------------------------------------------------------- */
+
+/* What a call lacks that takes `own` blocks: as a number, which `begin` returns; 0 if nothing is missing. */
+int64_t rounds_wanted(const Rounds *self, int64_t own);
+
+/* The results that the call has missed, as tuples of the cells of a `Kept`; None without any. */
+PyObject *rounds_missed(const Rounds *self, const Call *call);
+
+/* What `begin` and `resume` return, with the new reference `missed`; NULL with an exception set. */
+PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed);
+
+/* -- long_rounds.c ---------------------------------------------------------------------------- */
+
+/* The number of chunks that the reduction of one block has: 0 only if all its parts are empty. */
+int64_t rounds_chunks_of_block(const Rounds *self);
+
+/* Under the lock: open a round of long contributions, for which there are enough free blocks. Returns 0, or -1 with an
+ * exception set. */
+int rounds_start(Rounds *self, int64_t number, int64_t now_ns);
+
+/* Whether the running round has a chunk that no rank has claimed. A hint without the lock. */
+bool rounds_wants_help(const Rounds *self);
+
+/* `begin` and `resume`, with the lock, which they release. `lent` is the address of the one array of `flats`; -1 if that
+ * is not registered. */
+PyObject *rounds_begin_long(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
+                            int64_t lent);
+PyObject *rounds_resume_long(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim);
 
 /* -- whole_calls.c ---------------------------------------------------------------------------- */
 

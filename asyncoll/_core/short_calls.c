@@ -55,15 +55,17 @@ typedef struct {
     PyObject *running_loop; /* asyncio.get_running_loop */
     PyObject *expiry;       /* the end of the deadline of the current context, or None */
     PyObject *array_type;   /* numpy.ndarray */
-    PyObject *address_of;   /* address_of(array): of an array to show; None if the call is left to Python */
+    PyObject *may_raise;    /* may_raise(): whether a signal handler may raise in this thread */
     PyObject *call_type;    /* ShortCall */
     PyObject *entry;        /* of the newest call, or NULL */
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
     long long polls, sleep_ns;
-    double ended_s; /* when the last call ended */
-    int turn;       /* calls since the caller's loop has turned */
-    int known;      /* entries of `kinds` that are used */
+    long long start, length, first;     /* of this rank's shared memory: pointer, bytes, address of the first byte */
+    long long private_min, private_max; /* bytes of arrays that the others may read where they are */
+    double ended_s;                     /* when the last call ended */
+    int turn;                           /* calls since the caller's loop has turned */
+    int known;                          /* entries of `kinds` that are used */
     Kind barriers;
     Kind *kinds;
 } ShortCalls;
@@ -400,16 +402,24 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     return call;
 }
 
-/* Find out where `array` is, which the others may see there. 1; 0 if the call is left to Python; -1 with an exception. */
-static int locate(ShortCalls *self, PyObject *array, long long *address)
+/* Find out where the others see an array: where it is registered, or, negative, where it is private; 0: they see a copy.
+ * 1; 0 if the call is left to Python: as `ShortWay._shown_at`, and a call that shows its caller's memory takes it back
+ * after an exception, which takes more than one step. -1 with an exception. */
+static int locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
 {
-    PyObject *found = PyObject_CallFunctionObjArgs(self->address_of, array, NULL);
-    if (!found)
-        return -1;
-    int is_here = found != Py_None;
-    *address = is_here ? PyLong_AsLongLong(found) : 0;
-    Py_DECREF(found);
-    return PyErr_Occurred() ? -1 : is_here;
+    PyObject *may_raise = PyObject_CallNoArgs(self->may_raise);
+    int is_unsafe = may_raise ? PyObject_IsTrue(may_raise) : -1;
+    Py_XDECREF(may_raise);
+    if (is_unsafe)
+        return is_unsafe < 0 ? -1 : 0;
+    int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
+    if (offset >= 0 && offset < self->length)
+        *address = self->first + offset;
+    else if (bytes->len >= self->private_min && bytes->len <= self->private_max && meetings_can_read(self->meetings))
+        *address = -pointer;
+    else
+        return bytes->len <= meetings_short_bytes(self->meetings);
+    return 1;
 }
 
 /* Start a call of `kind`. */
@@ -418,9 +428,11 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
     long long address = 0;
     int is = is_unusual(self);
     if (!is && kind->is_shown) {
-        is = locate(self, array, &address);
+        is = locate(self, bytes, &address);
         is = is < 0 ? -1 : !is;
     }
+    if (!is && kind->nbytes && !address)
+        is = !meetings_has_short_arrays(self->meetings); /* Python allocates the memory for a copy */
     PyObject *loop = is ? NULL : loop_of(self), *started = NULL;
     if (is || !loop || loop == Py_None) {
         if (bytes->obj)
@@ -441,7 +453,7 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
 static PyObject *start_array(ShortCalls *self, PyObject *array, PyObject *key, PyObject *op, PyObject *result)
 {
     Py_buffer bytes;
-    if (!self->known || !meetings_has_short_arrays(self->meetings)) /* Python allocates them */
+    if (!self->known)
         Py_RETURN_NONE;
     if (PyObject_GetBuffer(array, &bytes, PyBUF_WRITABLE) < 0) { /* it is read-only, or not contiguous */
         PyErr_Clear();
@@ -776,18 +788,20 @@ PyType_Spec short_call_spec = {
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
 /* `ShortCalls(meetings, host, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
- * running_loop, expiry, array_type, address_of, polls, sleep_ns)` */
+ * running_loop, expiry, array_type, may_raise, (start, length, first), (private_min, private_max), polls, sleep_ns)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *parts[16];
     long long polls, sleep_ns;
-    static char *known[] = {"meetings",   "host",       "runner", "home",     "held", "endpoint",     "failures",
-                            "unused",     "unfinished", "turns",  "end",      "note", "running_loop", "expiry",
-                            "array_type", "address_of", "polls",  "sleep_ns", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOOLL:ShortCalls", known, &parts[0],
+    static char *known[] = {"meetings",   "host",       "runner",  "home",    "held",  "endpoint",     "failures",
+                            "unused",     "unfinished", "turns",   "end",     "note",  "running_loop", "expiry",
+                            "array_type", "may_raise",  "segment", "private", "polls", "sleep_ns",     NULL};
+    long long start, length, first, private_min, private_max;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOO(LLL)(LL)LL:ShortCalls", known, &parts[0],
                                      &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7],
                                      &PySet_Type, &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11],
-                                     &parts[12], &parts[13], &parts[14], &parts[15], &polls, &sleep_ns))
+                                     &parts[12], &parts[13], &parts[14], &parts[15], &start, &length, &first,
+                                     &private_min, &private_max, &polls, &sleep_ns))
         return NULL;
     if (!is_meetings(parts[0]) || (parts[4] != Py_None && !PyDict_Check(parts[4]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
@@ -813,9 +827,14 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
                            &self->running_loop,
                            &self->expiry,
                            &self->array_type,
-                           &self->address_of};
+                           &self->may_raise};
     for (size_t i = 1; i < sizeof parts / sizeof *parts; i++)
         *fields[i] = Py_NewRef(parts[i]);
+    self->start = start;
+    self->length = length;
+    self->first = first;
+    self->private_min = private_min;
+    self->private_max = private_max;
     self->polls = polls;
     self->sleep_ns = sleep_ns;
     PyObject *module = PyType_GetModule(type);
@@ -849,7 +868,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->running_loop);
     Py_VISIT(self->expiry);
     Py_VISIT(self->array_type);
-    Py_VISIT(self->address_of);
+    Py_VISIT(self->may_raise);
     Py_VISIT(self->call_type);
     Py_VISIT(self->entry);
     return 0;
@@ -877,7 +896,7 @@ static void destroy(PyObject *object)
     }
     PyMem_Free(self->kinds);
     Py_XDECREF(self->barriers.plan);
-    Py_XDECREF(self->address_of);
+    Py_XDECREF(self->may_raise);
     PyObject *parts[] = {(PyObject *)self->meetings,
                          self->host,
                          self->runner,

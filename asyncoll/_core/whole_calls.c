@@ -256,7 +256,8 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
                           &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
         return NULL;
     if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[ORDER_NUMBERS]) ||
-        PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->history || divisor < 0)
+        PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
+        divisor < 0)
         return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
     if (PyObject_GetBuffer(engine, &self->engine, PyBUF_WRITABLE) < 0)
         return NULL;

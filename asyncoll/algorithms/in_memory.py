@@ -20,7 +20,7 @@ from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.short_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
@@ -137,7 +137,13 @@ class MemoryBackend:
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
         try:
             rounds = rounds_in_memory(
-                self.memory, self._registry, group, operation, lambda: text, lambda: bool(endpoint.membership.lost)
+                self.memory,
+                self._registry,
+                group,
+                operation,
+                lambda: text,
+                lambda: bool(endpoint.membership.lost),
+                self._staging.sizes.long,
             )
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)

@@ -1,8 +1,9 @@
 """The carrier of RPC between any ranks: segments as signals of the router.
 
 The router runs on the runtime's loop, this carrier on the caller's loop. In a world of processes these are two threads.
-So each segment changes threads twice, at its sender and at its receiver. Segments that have arrived are handed over
-together, with one wake-up of the caller's loop.
+So each segment changes threads at its receiver; those that have arrived are handed over together, with one wake-up of
+the caller's loop. At its sender the caller's thread sends a short segment itself, if the transport can do that and the
+runtime's loop has sent all segments before it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.router import Router
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.wire import Buffer
+
+_DIRECT_BYTES = 1 << 13  # payloads that the caller's thread sends; ZeroMQ copies as many into one frame
 
 
 class MessageCarrier:
@@ -43,6 +47,8 @@ class MessageCarrier:
         self._broken = broken
         self._arrived: deque[tuple[int, int, int, Buffer]] = deque()
         self._is_handing_over = False
+        self._posted = 0  # segments that were given to the runtime's loop; and those that it has sent
+        self._sent = 0
         self._is_closed = False
 
     def open(self, deliver: Deliver) -> None:
@@ -61,9 +67,24 @@ class MessageCarrier:
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         """As `segments.Link.post`."""
-        if not self._is_closed:
-            signal = self._router.signal
-            self._post_to_runtime(lambda: signal(dest, self._context, number, kind, 0, payload))
+        if self._is_closed:
+            return
+        if (
+            self._posted == self._sent  # else it would overtake them
+            and len(payload) <= _DIRECT_BYTES
+            and not may_interrupt()  # a message must not be sent in part
+            and self._router.signal_directly(dest, self._context, number, kind, payload)
+        ):
+            return
+        self._posted += 1
+        self._post_to_runtime(partial(self._send_posted, dest, kind, number, payload))
+
+    def _send_posted(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
+        """Send a segment on the runtime's loop."""
+        try:
+            self._router.signal(dest, self._context, number, kind, 0, payload)
+        finally:
+            self._sent += 1
 
     async def flush(self, dest: int) -> None:
         """As `segments.Link.flush`: the router copies a payload when it sends it, on the runtime's loop, in order."""

@@ -14,14 +14,17 @@ from asyncoll.rpc.segments import Segments
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.service_protocol import ClientEnd, Owner, ServiceEnd
-from asyncoll.transport.messages.service_sockets import ClientSocket, ServerSocket
 from asyncoll.transport.messages.service_streams import StreamClient, StreamServer
 from asyncoll.transport.wire import Buffer
 
 
 def listen(owner: Owner, url: str, key: Key | None) -> ServiceEnd:
     """The sockets of a service at `url`. Raises UsageError if it cannot listen there, or would admit strangers."""
-    return StreamServer(owner, url) if _is_plain(url, key) else ServerSocket(owner, url, key)
+    if _is_plain(url, key):
+        return StreamServer(owner, url)
+    from asyncoll.transport.messages.service_sockets import ServerSocket  # loads ZeroMQ, which others do without
+
+    return ServerSocket(owner, url, key)
 
 
 def dial(owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> ClientEnd:
@@ -32,6 +35,8 @@ def dial(owner: Owner, url: str, key: Key | None, connected: Callable[[int], Non
     """
     if _is_plain(url, key):
         return StreamClient(owner, url, connected)
+    from asyncoll.transport.messages.service_sockets import ClientSocket  # as above
+
     return ClientSocket(owner, url, key, connected)
 
 

@@ -11,8 +11,6 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-import typeguard
-
 from asyncoll.errors import UsageError
 from asyncoll.rpc.codec import Expected
 
@@ -43,6 +41,7 @@ def checker(annotation: Any) -> Check:
             if type(value) is not annotation and not isinstance(value, allowed):
                 raise UsageError(f"{what} must be {text(annotation)}, got {type(value).__name__}")
     else:
+        import typeguard  # at its first use: to load it takes a fifth of the time that the rest of the package takes
 
         def check(value: Any, what: str) -> None:
             try:

@@ -189,6 +189,7 @@ class Server:
         """Cancel the calls of a peer that is gone. Its notifications continue."""
         for call in list(self._calls.values()):
             if call.peer == peer and call.message.kind != NOTIFY:
+                call.is_cancelled = True  # its answer, which nobody waits for, is not delayed
                 self._cancel(call)
         for key, task in self._answers.items():
             if key[0] == peer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from asyncoll.arguments import text
@@ -15,7 +15,7 @@ from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_me
 
 S = TypeVar("S")
 Proxy = Annotated[S, "the methods run at a peer"]  # to a type checker `Proxy[Service]` is a Service
-_DESCRIPTION = hints.dataclasses_in([Method])
+_description = cache(partial(hints.dataclasses_in, (Method,)))  # what an answer to METHODS may contain
 
 
 class Peer(NamedTuple):
@@ -28,7 +28,7 @@ class Peer(NamedTuple):
 
 async def methods(peer: Peer) -> list[Method]:
     """The descriptions of the functions at `peer`."""
-    found: list[Method] = await peer.client.call(peer.number, METHODS, (), {}, _DESCRIPTION)
+    found: list[Method] = await peer.client.call(peer.number, METHODS, (), {}, _description())
     return found
 
 

@@ -143,8 +143,10 @@ class _Begun(_Awaited[T]):
     """
 
     def __await__(self) -> Generator[Any, None, T]:
+        waiting = self._waiting.__await__()
+        # After the call: a signal handler may raise at its end, and the finalizer must find that no step was made.
         self.__class__ = _Awaited  # type: ignore[assignment]
-        return self._waiting.__await__()
+        return waiting
 
     def send(self, value: Any) -> Any:
         self.__class__ = _Awaited  # type: ignore[assignment]

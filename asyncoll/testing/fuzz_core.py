@@ -20,6 +20,7 @@ import random  # noqa: TID251 (seeded; numpy's generator takes longer for a sing
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -253,9 +254,15 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
         for rank, block in enumerate(image.blocks)
     ]
     valid = _Argument(lambda draw: draw.choice(numbers))
-    any_array, done = _Argument(_array), _Argument(lambda draw: draw.choice((1, 64, 1024)))
+    kept: deque[Any] = deque(maxlen=10_000)  # a private array must live until its call is over
+
+    def array_that_lives(draw: _Random) -> Any:
+        kept.append(_array(draw))
+        return kept[-1]
+
+    any_array, done = _Argument(array_that_lives), _Argument(lambda draw: draw.choice((1, 64, 1024)))
     fingerprint = _Argument(lambda draw: signed(draw.choice(numbers)))
-    address = _Argument(lambda draw: draw.choice((0, 0, 4096)))
+    address = _Argument(lambda draw: draw.choice((0, 0, 4096, -4096)))
     polls, sleep_ns = _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))
     methods = {
         "arrive": [valid, fingerprint, any_array, address, _Argument(_kernel), _divisor, _flag],
@@ -283,10 +290,11 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
         record = ranks[0]._rounds
         image = _Image(len(record.cells), size, shared=shared)
         segments = [np.zeros(_SEGMENT, np.uint8) for _ in range(size)]
-        arena: Any = SimpleNamespace(native=_core.native, segments=segments)
+        arena: Any = SimpleNamespace(native=_core.native, segments=segments, cores=2)
+        is_short = bool(draw.randrange(2))
         objects = []
         for rank, block in enumerate(image.blocks):
-            fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": True}
+            fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": is_short}
             group = Group(tuple(range(size)), rank, 7)
             compiled = compiled_rounds(arena, group, operation, layout, SimpleNamespace(**fields))  # type: ignore[arg-type]
             objects.append(compiled)
@@ -298,8 +306,9 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
     ranks_of = _Argument(lambda draw: tuple(draw.randrange(-1, size + 1) for _ in range(draw.randrange(size + 1))))
     groups = _Argument(lambda draw: tuple([draw.randrange(size)] for _ in range(draw.randrange(size + 2))))
     unused = _Argument(lambda draw: [draw.randrange(20) for _ in range(draw.randrange(3))])
+    address = _Argument(lambda draw: draw.choice((-1, -1, draw.randrange(size * _SEGMENT + 99), 1 << 62)))
     methods = {
-        "begin": [arrays, _Argument(lambda draw: draw.random()), number, unused],
+        "begin": [arrays, _Argument(lambda draw: draw.random()), number, unused, address],
         "resume": [arrays, number, number, number, number],
         "is_needed": [number],
         "plan": [number, ranks_of, groups],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import KEY_FILE
-from asyncoll.transport.messages.monitor import FREEZE_S
+from asyncoll.transport.messages.peers import FREEZE_S
 
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all

@@ -11,6 +11,7 @@ core to run on delays no other rank: the others claim the chunks. Other long arr
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -86,7 +87,7 @@ class SharedCall:
         if address is None and (copy := self._staging.copy(what.raw)):
             await self._reduce_copy(what, copy)
             return
-        if address is None and total >= self._staging.sizes.private and self._can_read_all(what):
+        if address is None and self._staging.sizes.is_private(total) and self._can_read_all(what):
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(x.ctypes.data, total, private=True)
@@ -172,7 +173,10 @@ class SharedCall:
         else:
             self.traffic.sent(x.nbytes)
             what = Operand(x.view(np.uint8), x.dtype, plan.reduce, plan.divisor, plan.kernel, is_wanted=True)
-            await self._reduce_shown(rendezvous, what)
+            if rendezvous.has_left():
+                await rendezvous.all_left()
+            else:
+                await self._reduce_shown(rendezvous, what)
 
     def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
         if rendezvous.is_lent(x):
@@ -263,6 +267,8 @@ class SharedCall:
         addresses = [address for address, _, _ in rendezvous.shown()]
         reduction = staging.peers.reduction(addresses, what.kernel, what.divisor)
         try:
+            if rendezvous.could_not_read():
+                raise OSError(errno.EFAULT, "the memory of another rank cannot be read")
             while chunk := rendezvous.claim(total, each):
                 rendezvous.reduce_private_chunk(chunk, each, own, reduction)
                 self.traffic.received((chunk.stop - chunk.start) * (self.size - 1))

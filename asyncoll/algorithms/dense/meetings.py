@@ -6,8 +6,9 @@ publishes the result, and the others complete with it.
 
 Longer arrays are reduced where the ranks show them: registered ones are not copied. Each rank that is there claims
 chunks, reduces them, and writes the result to all ranks. With the compiled core registered arrays of up to `Sizes.long`
-meet here, too. `PythonMeetings` and the compiled core implement the steps, on the same records of the staging area
-(`staging`). In Python, only the last rank claims chunks here.
+meet here, too, and so do private arrays, which the ranks read through the kernel. `PythonMeetings` and the compiled
+core implement the steps, on the same records of the staging area (`staging`). In Python, only the last rank claims
+chunks here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Meetings(Protocol):
     ) -> int:
         """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
 
-        Returns WAITING, LAST, NOT_FREE or OVER. The address is 0 below `Sizes.shown` bytes.
+        Returns WAITING, LAST, NOT_FREE or OVER. The address is 0 below `Sizes.shown` bytes. With the compiled core it
+        may be negative: `array` is at its negation in private memory (`peers`), and must live until the call is over.
 
         With the compiled core, the last rank reduces by `kernel` (`tensors.reductions.kernel_number`) and `divisor`,
         and has the result in `array`, unless `kernel` is 0. It is WAITING if another rank still reduces a chunk. The

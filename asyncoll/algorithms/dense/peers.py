@@ -50,6 +50,7 @@ class Peers:
         self._rank = rank
         self._token = np.frombuffer(bytearray(os.urandom(8)), np.int64) >> 1 | 1
         self._spare: list[Array] = []
+        self._has_agreed = False  # all ranks have found that they can read all others
         mine = first + PEER_CELLS * rank
         with control_block:
             self._cells[mine + _PID] = os.getpid()
@@ -59,9 +60,11 @@ class Peers:
     def can_read(self) -> bool:
         """Whether all ranks can read the memory of all others. A hint: the other ranks may decide otherwise now."""
         mine = self._first + PEER_CELLS * self._rank + _CAN_READ
-        if not self._cells[mine] and all(self._column(_TOKEN)):
-            self._cells[mine] = 1 if self.has_read_all() else -1
-        return min(self._column(_CAN_READ)) == 1
+        if not self._has_agreed:
+            if not self._cells[mine] and all(self._column(_TOKEN)):
+                self._cells[mine] = 1 if self.has_read_all() else -1
+            self._has_agreed = min(self._column(_CAN_READ)) == 1  # no rank decides twice
+        return self._has_agreed
 
     def has_read_all(self) -> bool:
         """Whether the token of each rank is where it was: otherwise a rank has ended, or runs another program."""

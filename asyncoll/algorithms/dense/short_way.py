@@ -76,6 +76,7 @@ class ShortWay:
             self._in_python = PythonShortCalls(staging, host, runner, closing, failures, self._note)
             return self._in_python
         assert isinstance(self._meetings, core.Meetings)
+        sizes, own = staging.sizes, staging.arena.segments[staging.arena.local_rank]
         self._compiled = core.ShortCalls(
             self._meetings,
             host,
@@ -91,27 +92,32 @@ class ShortWay:
             runner.caller,
             deadlines.expiry.get,
             np.ndarray,
-            self._address_of,
+            may_interrupt,
+            (own.ctypes.data, own.size, staging.arena.locate(own) or 0),
+            (max(sizes.private, sizes.whole + 1), sizes.private_max if staging.peers is not None else 0),
             self._polls,
             self._sleep_ns,
         )
         return self._compiled
 
-    def _address_of(self, x: Array) -> int | None:
-        """The address of `x`, if it is registered; else 0, for a copy. None if the call is left to Python.
+    def _shown_at(self, x: Array) -> int | None:
+        """Where the other ranks see `x`: its address if it is registered, negated if it is private, 0 for a copy.
 
-        A call that shows its caller's memory takes it back after an exception, which takes more than one step. So it is
-        left to Python if a signal handler may raise; and so is a long array that is not registered.
+        None if it is too long to be copied here, and neither registered nor readable by the others.
         """
-        address = None if may_interrupt() else self._staging.address_of_short(x)
-        return address if address or x.nbytes <= self._staging.sizes.short else None
+        sizes, peers = self._staging.sizes, self._staging.peers
+        address = self._staging.address_of_short(x)
+        if address or x.nbytes <= sizes.short:
+            return address
+        is_private = x.nbytes > sizes.whole and sizes.is_private(x.nbytes) and peers is not None and peers.can_read()
+        return -x.ctypes.data if is_private else None
 
     def takes(self, x: Array) -> bool:
         sizes = self._staging.sizes
         if x.nbytes <= sizes.short:
             return x.nbytes > 0
         is_compiled = self._native is not None and x.nbytes <= sizes.long
-        return is_compiled and (x.nbytes <= sizes.whole or self._staging.arena.locate(x) is not None)
+        return is_compiled and (x.nbytes <= sizes.whole or self._shown_at(x) is not None)
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
         self._note(call)
@@ -159,7 +165,7 @@ class ShortWay:
                 self._in_python.learn(key, reduction, elements if nbytes else 0, plan)
 
     def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
-        if x is None or x.nbytes <= self._staging.sizes.short or self._staging.arena.locate(x) is not None:
+        if x is None or self._shown_at(x) is not None:
             return self._begin(plan, number, x)
         copy = self._staging.copy(x.view(np.uint8))
         if copy is None:
@@ -181,7 +187,9 @@ class ShortWay:
     def _begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
         staging = self._staging
         state = NOT_FREE
-        address = 0 if x is None else staging.address_of_short(x)
+        address = 0 if x is None else self._shown_at(x) or 0
+        if address < 0 and not plan.kernel:
+            return None
         # The first call with an array to copy goes the general way, which allocates the memory for copies.
         has_memory = x is None or address or staging.has_short_arrays
         if has_memory and staging.is_over(number - staging.sizes.calls):

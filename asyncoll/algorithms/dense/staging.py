@@ -46,8 +46,10 @@ _HEAD = 11
 # The part of a rank: the address of the memory that it shows, negated if it is the caller's own and registered; its
 # bytes; 1 while the rank reduces a chunk, or in a reduction by pieces the number of its steps, or at a rendezvous of
 # neighbours how many have read the memory; there the tag when the rank has arrived, or with private memory a bit for
-# each chunk whose result is in this rank's memory.
+# each chunk whose result is in this rank's memory. With private memory the third cell can be negative, which only the
+# compiled core writes: the rank has left, or it could not read the memory of another rank.
 _PART = 4
+_HAS_LEFT, _CANNOT_READ = -1, -2
 _BITS = 62  # chunks of private memory, at most
 
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
@@ -55,7 +57,7 @@ _NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits int
 _LEAST = 1024  # bytes of the smallest slot
 _COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
-_PRIVATE_LEAST = 1 << 19  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
+_PRIVATE_LEAST = 1 << 18  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
 _PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
@@ -363,10 +365,10 @@ class Rendezvous:
         if is_last:
             self._wake_in_futex()
 
-    def _wake_in_futex(self) -> None:
-        """Wake the ranks that sleep in a futex. They count themselves under the lock, so none is missed afterwards."""
+    def _wake_in_futex(self, cell: int = _DONE) -> None:
+        """Wake the ranks that sleep in a futex at `cell`. They count themselves under the lock, so none is missed."""
         if self._cells[self._base + _SLEEPERS]:
-            self.control_block.wake_futex(self._base + _DONE)
+            self.control_block.wake_futex(self._base + cell)
 
     def _enter(self) -> None:
         """Enter the rendezvous. The first rank opens it: it clears the cells. The caller holds the lock."""
@@ -421,8 +423,9 @@ class Rendezvous:
         return nbytes >= self._staging.shown
 
     def is_lent(self, x: Array) -> bool:
-        """Whether this rank shows the memory of `x` itself."""
-        return self.is_shown(x.nbytes) and self._cells[self._part(self._staging.rank)] < 0
+        """Whether this rank shows the memory of `x` itself: it is registered, or private and too long to be copied."""
+        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._staging.rank)] < 0
+        return is_registered or x.nbytes > self._staging.sizes.short
 
     def reduce_copies(self, x: Array, reduce: Reduce, divisor: int) -> None:
         """Reduce the copies that all ranks have shown, into `x` and where the others look for the result."""
@@ -606,6 +609,16 @@ class Rendezvous:
                 parts.append(slice(start, min(start + each, total)))
         return parts
 
+    def has_left(self) -> bool:
+        """Whether this rank has left a rendezvous with private memory, in the compiled core."""
+        with self.control_block:
+            is_reused = self._cells[self._base + _TAG] != self.tag
+            return is_reused or self._cells[self._part(self._staging.rank) + 2] == _HAS_LEFT
+
+    def could_not_read(self) -> bool:
+        """Whether this rank could not read private memory, in the compiled core."""
+        return self._cells[self._part(self._staging.rank) + 2] == _CANNOT_READ
+
     def is_withdrawn(self) -> bool:
         """Whether a rank has withdrawn its memory."""
         with self.control_block:
@@ -656,15 +669,17 @@ class Rendezvous:
         staging, cells, left = self._staging, self._cells, self._base + _LEFT
         with staging.control_block as control_block:
             cells[left] += 1
+            have_all_left = cells[left] == staging.size
             if reduced:
                 cells[self._base + _DONE] = reduced
-                control_block.wake()
-            elif cells[left] == staging.size:
+            if reduced or have_all_left:
                 control_block.wake()
             staging.look_ahead(self._number + 1)
             is_valid = not cells[self._base + _WITHDRAWN]
         if reduced:
             self._wake_in_futex()
+        elif have_all_left:
+            self._wake_in_futex(_LEFT)
         return is_valid
 
     async def all_left(self) -> None:

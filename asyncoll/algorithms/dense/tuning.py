@@ -25,8 +25,15 @@ class Sizes(NamedTuple):
     whole: int  # such an array of up to this size is copied into shared memory as a whole, and reduced there
     private: int  # such an array from this size on is read in private memory, if the kernel allows it (`peers`)
     shown: int = 1 << 15  # a short array from this size on is not copied if it is registered
-    long: int = 1 << 22  # the runtime's loop carries out longer calls: they would block the caller's loop for too long
+    private_max: int = 1 << 25  # longer ones do not stay in a cache until their result is read: pieces are faster
+    # The runtime's loop carries out longer calls: they would block the caller's loop for too long. It is some
+    # milliseconds; to cross to the other loop and back took 5 to 8 of the 32 ms of 16 MiB with 8 ranks on 2 cores.
+    long: int = 1 << 24
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
+
+    def is_private(self, nbytes: int) -> bool:
+        """Whether an array of so many bytes, not registered, is read in private memory, if the kernel allows it."""
+        return self.private <= nbytes <= self.private_max
 
 
 # By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md. The kernel looks up each page of private memory

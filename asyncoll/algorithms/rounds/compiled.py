@@ -1,4 +1,4 @@
-"""Rounds of short contributions in the compiled core: all of a call up to its first wait is one call of C.
+"""Rounds in the compiled core: all of a call up to its first wait is one call of C.
 
 `CompiledRounds` is the interface. asyncoll/_core/rounds.c implements it, on the cells that `round_record` and
 `block_table` declare.
@@ -46,16 +46,21 @@ class CompiledRounds(Protocol):
     """
 
     def begin(
-        self, arrays: Sequence[Array], weight: float, aim: int, unused: Sequence[int], /
+        self, arrays: Sequence[Array], weight: float, aim: int, unused: Sequence[int], lent: int, /
     ) -> tuple[Any, ...] | int:
         """Drop the blocks `unused`, and begin a call that aims at round `aim`. Returns the fields of `Begun`.
 
+        `lent` is the address of the one array if it is registered, so that rounds may read it in place; or -1. Long
+        contributions are copied and reduced without the GIL.
         A number says instead what is missing: the `plan` of the round of that number, or, if it is negative, so many
         free blocks. The call has changed nothing then.
         """
 
     def resume(self, arrays: Sequence[Array], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:
-        """Look again for a call that waits for round `number`, and open that if this rank may. Returns as `begin`."""
+        """Look again for a call that waits for round `number`: open it if this rank may, and reduce chunks of it.
+
+        Returns as `begin`.
+        """
 
     def attach(
         self,
@@ -89,7 +94,7 @@ def compiled_rounds(
 ) -> CompiledRounds | None:
     """The rounds in the compiled core; None if that is not there, or has no kernel for a dtype of the operation."""
     native = arena.native
-    if native is None or not rounds.reduces_at_once:
+    if native is None:
         return None
     kernels = [native.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
     if not all(kernels):
@@ -106,6 +111,8 @@ def compiled_rounds(
         quorum=operation.quorum,
         sync_every=operation.sync_every,
         keeps=operation.group_size > 0,
+        long=not rounds.reduces_at_once,
+        cores=arena.cores,
         parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
     )
     return compiled

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,7 @@ class Operations:
         rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
-            receipt = Receipt()
-            return member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
+            return self._begin(rounds, call, given)
         receipt = Receipt()
         pending = self.pending.enter(call)
         try:
@@ -102,6 +102,11 @@ class Operations:
         except BaseException:
             self.pending.leave(pending)
             raise
+
+    def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
+        """As `start`, of `rounds` whose calls begin in their callers' threads."""
+        receipt = Receipt()
+        return self.member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
 
     def expect(self, spec: Operation, arguments: tuple[object, ...], x: object) -> None:
         """Calls of `spec` with the same arguments and an array as `x` may follow: note them in `repeats`, if they can.
@@ -112,8 +117,10 @@ class Operations:
         if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
             return
         if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
-            at_once, pending = rounds.at_once, self.pending
-            self.repeats[spec.name] = Repeat(spec, arguments, x.dtype, at_once, self.member, pending, self.failed)
+            at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)
+            self.repeats[spec.name] = Repeat(
+                spec, arguments, x.dtype, at_once, self.member, pending, begin, self.failed
+            )
 
     async def _contribute(
         self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall

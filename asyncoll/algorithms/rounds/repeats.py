@@ -1,7 +1,7 @@
-"""Calls whose arguments have been checked before, and that are over at once.
+"""Calls whose arguments have been checked before.
 
-A training loop repeats the same few calls. Such a call needs no check of its arguments, no description of its
-contribution and no work for a runner: it is one step, in which no other rank takes part.
+A training loop repeats the same few calls. Such a call needs no check of its arguments. If it is over at once, it needs
+no description of its contribution and no work for a runner either: it is one step, in which no other rank takes part.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
+from asyncoll.tensors.operands import Bundle, Single, bundle
 
 # Frames from `Repeat.start` to the program: `Communicator._wait_avoiding`, and the method that the program calls.
 _CALLER = 3
@@ -31,6 +32,7 @@ class Repeat:
     __slots__ = (
         "_arguments",
         "_at_once",
+        "_begin",
         "_call",
         "_code",
         "_dtype",
@@ -49,22 +51,27 @@ class Repeat:
         at_once: AtOnce,
         member: Member,
         pending: PendingCalls,
+        begin: Callable[[RoundCall, Bundle | Single], Coroutine[Any, Any, Reduction]],
         failed: Callable[[RoundCall, BaseException], None],
     ) -> None:
-        """`at_once` is that of `Rounds`. `arguments` and `dtype` stand for `operation`."""
+        """`at_once` is that of `Rounds`. `arguments` and `dtype` stand for `operation`.
+
+        `begin` starts a call of a contribution that is not over at once.
+        """
         self._operation = operation
         self._arguments = arguments
         self._dtype = dtype
         self._at_once = at_once
         self._member = member
         self._pending = pending
+        self._begin = begin
         self._failed = failed
         self._code: CodeType | None = None
         self._instruction = 0
         self._call: RoundCall | None = None  # at that place of the program
 
     def start(self, x: object, arguments: tuple[object, ...]) -> Coroutine[Any, Any, Reduction] | None:
-        """Carry out the call now. None if it differs from the calls before, or is not over at once: nothing was done.
+        """Carry out the call now, or begin it. None if it differs from the calls before: nothing was done.
 
         Arguments are compared by identity: an equal value of another type may mean something else.
         """
@@ -86,7 +93,9 @@ class Repeat:
             return self._fail(call, answer)
         if answer is not None:
             self._pending.note(call)
-        return answer
+            return answer
+        given = bundle(x, self._operation.op)
+        return self._begin(call, given) if given.layout == self._operation.layout else None
 
     async def _fail(self, call: RoundCall, error: Exception) -> Reduction:
         self._failed(call, error)

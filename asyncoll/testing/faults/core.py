@@ -18,9 +18,11 @@ _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
-_PEERS = ("peer-read", "peers-reduced")  # only if all ranks have the core, and they are few: `Sizes.private`
+# Only if all ranks have the core, and they are few: `Sizes.private`.
+_PEERS = ("peer-read", "peers-reduced", "peer-taken")
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
+_CHUNK = ("round-claimed", "round-helped", "round-counted")
 
 # The operations of the matrix that pass them, with the number of elements of a rank's array.
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
@@ -28,12 +30,13 @@ PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("allreduce", 8): (*_LOCK, "meeting-copied", *_MEETING, "meeting-reduced"),
     ("allreduce", 12_000): ("meeting-shown", "meeting-counted", "meeting-received"),
     ("registered_allreduce", 12_000): (*_LOCK, *_ARRIVAL, "meeting-shown", "meeting-counted", *_END),
-    ("registered_allreduce", 1_200_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
-    ("allreduce", 300_000): (*_LOCK, *_SLEEPERS, *_PEERS),
+    ("registered_allreduce", 4_400_000): (*_LOCK, *_SLEEPERS, "reduction-done"),
+    ("allreduce", 300_000): (*_LOCK, *_ARRIVAL, *_PEERS, "meeting-counted", "meeting-asleep", "meeting-left"),
     ("reduce", 300_000): (*_LOCK, *_SLEEPERS, *_PIECE),
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("quorum", 8): (*_LOCK, *_ROUND, *_RESULT, *_SLEEPERS),
+    ("quorum", 40_000): (*_CHUNK, "round-filled", "round-taken", "round-copied"),
     ("group", 8): (*_ROUND, *_RESULT),
     ("synchronous_solo", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("rpc", 8): (*_LOCK, *_SLEEPERS),

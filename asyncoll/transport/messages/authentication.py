@@ -1,4 +1,4 @@
-"""Authentication at ZeroMQ sockets: the ZAP handler, CURVE key pairs, and the log of unauthenticated peers.
+"""Authentication at ZeroMQ sockets: the ZAP handler, and CURVE key pairs.
 
 Every connection begins with a handshake. During it ZeroMQ asks a handler (protocol ZAP, ZeroMQ RFC 27) whether to
 accept the peer. It reads the first message after that, so no message of an unauthenticated peer is ever queued.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,22 +18,6 @@ _ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZAP
 _DOMAIN = b"asyncoll"
 # Status code and text, user id and metadata, in the replies of ZAP.
 _ACCEPTED, _REJECTED = (b"200", b"OK", b"", b""), (b"400", b"it does not have the key", b"", b"")
-logger = logging.getLogger("asyncoll")
-
-
-class UnauthenticatedPeers:
-    """Logs the first unauthenticated peer, and then the 2nd, 4th, 8th…, so that such peers cannot fill the log."""
-
-    def __init__(self, owner: str) -> None:
-        """`owner` names the rank or the service whose sockets the peers have connected to."""
-        self._owner = owner
-        self._count = 0
-
-    def log(self, action: str) -> None:
-        """Count one peer, and perhaps log `action`, which says how the owner has treated it."""
-        self._count += 1
-        if self._count & (self._count - 1) == 0:
-            logger.warning("%s %s (unauthenticated peer number %d)", self._owner, action, self._count)
 
 
 class Authenticator:

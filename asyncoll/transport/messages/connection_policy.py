@@ -16,6 +16,7 @@ import zmq
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
 from asyncoll.transport.messages.monitor import Monitor
+from asyncoll.transport.messages.peers import UnauthenticatedPeers
 
 _HANDSHAKE_MS = 5000  # from the connection of a peer to the end of its handshake
 _BACKLOG = 128  # connections that wait to be accepted, besides two for each rank
@@ -30,7 +31,7 @@ class ConnectionPolicy:
     """Decides which connections one ROUTER accepts, and authenticates the DEALERs of the same rank to other ROUTERs."""
 
     def __init__(
-        self, rank: int, size: int, key: Key, unauthenticated: authentication.UnauthenticatedPeers, *, encrypted: bool
+        self, rank: int, size: int, key: Key, unauthenticated: UnauthenticatedPeers, *, encrypted: bool
     ) -> None:
         self._rank = rank
         self._size = size

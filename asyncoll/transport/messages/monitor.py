@@ -11,13 +11,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-FREEZE_S = 0.5  # a process without a heartbeat for this time counts as frozen
 _BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as frozen
-
-
-def silence_cause(freeze_s: float) -> str:
-    """The cause of the loss of a peer without a heartbeat."""
-    return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
 
 
 def to_zeromq(address: str) -> Any:

@@ -27,7 +27,8 @@ from asyncoll.errors import UsageError
 from asyncoll.transport.addresses import prepare, removal, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
-from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, silence_cause, to_zeromq
+from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
+from asyncoll.transport.messages.peers import UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -177,7 +178,7 @@ class ServerSocket(_Socket):
         self._names: dict[int, bytes] = {}  # the routing ids of the clients that are served
         self._descriptors: dict[int, bytes] = {}  # routing ids by the descriptor of the connection
         self._numbers = itertools.count()
-        self._unauthenticated = authentication.UnauthenticatedPeers(f"the service at {url}")
+        self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)

@@ -4,8 +4,9 @@ All of it runs on the loop of the service or of the client. No thread stands bet
 call and its answer wake each end once.
 
 Only processes of this user get in: the file has mode 0600, and both ends ask the kernel which user is at the other end.
-A peer that does not begin with a hello is dropped at once, a peer that sends nothing after a time limit. A client
-watches the process of the service, which both are on this host: whether it ended, and whether it is stopped.
+A peer that does not begin with a hello is dropped at once. A peer that sends nothing is dropped after a time limit, or
+as soon as another one needs its place, so silent peers keep no clients out. A client watches the process of the
+service, which both are on this host: whether it ended, and whether it is stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
+import select
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -23,8 +27,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.authentication import UnauthenticatedPeers
-from asyncoll.transport.messages.monitor import silence_cause
+from asyncoll.transport.messages.peers import UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -44,8 +47,9 @@ from asyncoll.transport.wire import Buffer
 
 _SCHEME = "ipc://"
 _ACCEPTED = 64  # connections that are accepted before other callbacks of the loop run
-_UNGREETED_MAX = 1024  # connections without a hello, or refused; no more are accepted at a time
-_PAUSE_S = 0.1  # without accepting, after the kernel has refused to
+_UNGREETED_MAX = 1024  # connections without a hello, or refused; the oldest is closed for one more
+_UNGREETED_SHARE = 4  # they take at most one of so many descriptors that this process may open
+_PAUSE_S = 0.1  # without accepting, if there is no room; for so long, no connection is closed to make room
 _RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
 _LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
 
@@ -63,7 +67,8 @@ class StreamServer:
         self._lookout = Lookout()
         self._numbers = itertools.count()
         self._clients: dict[int, SegmentStream] = {}  # by peer
-        self._strangers: dict[SegmentStream, asyncio.TimerHandle] = {}  # without a hello, or refused
+        self._strangers: dict[SegmentStream, asyncio.TimerHandle] = {}  # without a hello, or refused; by age
+        self._strangers_max = min(_UNGREETED_MAX, max(1, _descriptors() // _UNGREETED_SHARE))
         self._dropped: dict[SegmentStream, asyncio.TimerHandle] = {}  # clients until then; until their connections end
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
         self._resume: asyncio.TimerHandle | None = None  # while no connections are accepted
@@ -147,18 +152,46 @@ class StreamServer:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED):
-            if len(self._strangers) >= _UNGREETED_MAX:
+            cause = "too many connections have not said hello"
+            if len(self._strangers) < self._strangers_max:
+                try:
+                    connection, _ = self._listener.accept()
+                except (BlockingIOError, ConnectionAbortedError):
+                    return
+                except OSError as error:  # too many open files, for instance
+                    cause = str(error.strerror)
+                else:
+                    self._accepted(connection)
+                    continue
+            if not self._is_awaited():
+                return
+            if not self._make_room():
+                self._unauthenticated.log(f"could not accept a connection: {cause}")
                 self._wait()
                 return
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # too many open files, for instance
-                self._unauthenticated.log(f"could not accept a connection: {error.strerror}")
-                self._wait()
-                return
-            self._accepted(connection)
+
+    def _is_awaited(self) -> bool:
+        """Whether a connection waits to be accepted. Without descriptors `accept` fails before it looks."""
+        waiting = select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        return bool(waiting.poll(0))
+
+    def _make_room(self) -> bool:
+        """End the wait for the oldest hello: close the connection, or make it a client's if the hello has come.
+
+        Returns whether there was one that is old enough.
+        """
+        if not self._strangers:
+            return False
+        stream, limit = next(iter(self._strangers.items()))
+        is_old_at_s = limit.when() - service_protocol.HANDSHAKE_S + _PAUSE_S
+        if self._loop.time() < is_old_at_s:
+            return False
+        stream.read()
+        if stream in self._strangers:
+            self._unauthenticated.log("closed a connection without a hello, to accept another one")
+            self._end(stream)
+        return True
 
     def _wait(self) -> None:
         """Accept no connections for a while."""
@@ -376,3 +409,9 @@ class StreamClient:
     def _stop_timer(self) -> None:
         if self._next is not None:
             self._next.cancel()
+
+
+def _descriptors() -> int:
+    """How many descriptors this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

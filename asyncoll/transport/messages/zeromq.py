@@ -36,16 +36,9 @@ from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_fr
 from asyncoll.transport.addresses import check_path, process_behind, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages.authentication import UnauthenticatedPeers
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
-from asyncoll.transport.messages.monitor import (
-    FREEZE_S,
-    Heartbeat,
-    Monitor,
-    bound_address,
-    silence_cause,
-    to_zeromq,
-)
+from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
+from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.

@@ -1,7 +1,8 @@
-"""Wait-avoiding rounds of short contributions in shared memory: a call is one critical section up to its first wait.
+"""Wait-avoiding rounds in shared memory whose calls begin with a plain function.
 
-The bookkeeping of a call costs more than the reduction of a short contribution. So a call begins with a plain function,
-in the compiled core if that is there. A coroutine does the rest, if the call has to wait.
+The bookkeeping of a call costs more than the reduction of a short contribution, and as much as that of 512 KiB. So all
+of a call up to its first wait is a plain function, in the compiled core if that is there. With a short contribution it
+is one critical section. A coroutine does the rest, if the call has to wait.
 """
 
 from __future__ import annotations
@@ -31,14 +32,22 @@ def rounds_in_memory(
     operation: Operation,
     describe: Callable[[], str],
     has_lost: Callable[[], bool],
+    prompt_max: int,
 ) -> OneSidedRounds:
-    """The rounds of `operation`, by its size. Arguments and exceptions are those of `OneSidedRounds`."""
-    kind = ShortRounds if BlockLayout.of(operation).nbytes <= SHORT_BYTES else OneSidedRounds
-    return kind(arena, registry, group, operation, describe, has_lost)
+    """The rounds of `operation`. Calls of more than `prompt_max` bytes would block their callers' loops for too long.
+
+    The other arguments, and exceptions, are those of `OneSidedRounds`.
+    """
+    nbytes = BlockLayout.of(operation).nbytes
+    if arena.native is None and nbytes > SHORT_BYTES:
+        return OneSidedRounds(arena, registry, group, operation, describe, has_lost)
+    rounds = PromptRounds(arena, registry, group, operation, describe, has_lost)
+    rounds.is_prompt = rounds.is_prompt and nbytes <= prompt_max
+    return rounds
 
 
-class ShortRounds(OneSidedRounds):
-    """A persistent operation of short contributions at one rank, in memory."""
+class PromptRounds(OneSidedRounds):
+    """A persistent operation at one rank, in memory, of short contributions, or of any with the compiled core."""
 
     def __init__(
         self,
@@ -50,23 +59,24 @@ class ShortRounds(OneSidedRounds):
         has_lost: Callable[[], bool],
     ) -> None:
         super().__init__(arena, registry, group, operation, describe, has_lost)
-        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
-        self.is_prompt = not self._control_block.interleaved
+        self._is_short = self._layout.nbytes <= SHORT_BYTES
         # Blocks that a call may take: one for its contribution, and one for the result of each group.
         self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
         self._compiled = compiled_rounds(arena, group, operation, self._layout, self._rounds)
-        if self._compiled is not None:
+        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
+        self.is_prompt = not self._control_block.interleaved and (self._is_short or self._compiled is not None)
+        if self._compiled is not None and self._rounds.reduces_at_once:
             self.at_once = whole_calls(self._compiled, arena, group, operation, self._order, self._engine)
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """As `Rounds.begin`: all of the call up to its first wait is one critical section."""
+        """As `Rounds.begin`: all of the call up to its first wait."""
+        own = self._arrays(contribution) if self._compiled is not None else None
         turn = next(self._order.numbers)
-        if not self._order.is_now(turn):
+        if not self._order.is_now(turn) or (own is None and not self._is_short):
             return self._call(turn, contribution)
         is_waiting = False
         try:
-            if self._compiled is not None:
-                own = self._arrays(contribution)
+            if own is not None:
                 answer = self._begin_compiled(own, contribution.weight)
                 if not answer.round:
                     is_waiting = True
@@ -80,6 +90,12 @@ class ShortRounds(OneSidedRounds):
         finally:
             if not is_waiting:
                 self._order.end(turn)
+
+    async def call(self, contribution: Contribution) -> Delivery:
+        if self._compiled is None or self._is_short:
+            return await super().call(contribution)
+        answer = self.begin(contribution)
+        return answer if isinstance(answer, Delivery) else await answer
 
     def _begin_short(self, contribution: Contribution) -> Call:
         """Begin a call, stage its short contribution, and open the round if this rank may, in one critical section."""
@@ -111,10 +127,13 @@ class ShortRounds(OneSidedRounds):
 
     # -- in the compiled core ---------------------------------------------------------------------
 
-    def _arrays(self, contribution: Contribution) -> Parts:
-        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays."""
+    def _arrays(self, contribution: Contribution) -> Parts | None:
+        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays.
+
+        None if a long one would have to be copied to new arrays: Python packs it into a block at once.
+        """
         own = contribution.lend() if contribution.weight == 1 else None
-        if own is None:
+        if own is None and self._is_short:
             own = [
                 np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
             ]
@@ -125,9 +144,11 @@ class ShortRounds(OneSidedRounds):
         """As `_begin_short`, of the arrays `own`, which have the result if the call is over."""
         compiled, unused = self._compiled, list[int]()
         assert compiled is not None
+        address = self.arena.locate(own[0]) if self._may_lend and len(own) == 1 else None
+        lent = -1 if address is None else address
         while self._unused:
             unused.append(self._unused.popleft())
-        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused), int):
+        while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused, lent), int):
             unused = []
             self._prepare(answer)
         return begun_of(answer)

@@ -1,0 +1,352 @@
+/* Meetings with long arrays in the private memory of the ranks, which the kernel copies (peers.c).
+ *
+ * The counterpart of `SharedCall._reduce_privately` (asyncoll/algorithms/dense/in_memory.py), which goes on with a call
+ * that has to sleep, or that fails here. The steps of a rank, once all have arrived: it claims chunks and reduces them
+ * into its own array; it takes the other chunks from the ranks that have reduced them, as soon as they are there; it
+ * leaves; if it has reduced chunks, it waits until all ranks have left, because they may read its array until then.
+ *
+ * What other ranks have written into the cells says what is read, and never where this rank writes.
+ */
+#include "meetings.h"
+
+#include <sched.h>
+
+/* asyncoll/algorithms/dense/staging.py: what PART_BUSY says of a rank that does not reduce; _BITS, _PRIVATE_LEAST and
+ * _PAGE. */
+enum { HAS_LEFT = -1, CANNOT_READ = -2 };
+enum { BITS = 62, PRIVATE_LEAST = 1 << 18, PAGE = 4096 };
+
+/* How many times as often as usual a rank looks for the next chunk before it sleeps. */
+enum { PATIENCE = 16 };
+
+/* Bytes of the blocks of all other ranks that are in the cache at the same time. */
+enum { SCRATCH = 1 << 19 };
+
+void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
+{
+    self->private_calls[record.turn] = (PrivateCall){.tag = record.tag, .own = bytes->buf, .bytes = bytes->len};
+}
+
+static PrivateCall *call_of(Meetings *self, Record record)
+{
+    return &self->private_calls[record.turn];
+}
+
+/* As `StagingArea.private_chunk`. */
+static int64_t chunk_of(int64_t total)
+{
+    int64_t unit = BITS * PAGE, chunk = (total + unit - 1) / unit * PAGE;
+    return chunk > PRIVATE_LEAST ? chunk : PRIVATE_LEAST;
+}
+
+/* Where byte `first` of the array of `rank` is. Any numbers: the kernel refuses to read what is not there. */
+static Place place_of(const Meetings *self, Record record, int64_t rank, int64_t first)
+{
+    return (Place){self->block->cells[self->peers + PEER_CELLS * rank + PEER_PID],
+                   part_of(record, rank)[PART_ADDRESS] + first};
+}
+
+/* Whether the ranks reduce their private arrays together. A hint without the lock. */
+static bool is_together(const Meetings *self, Record record)
+{
+    return peek(&record.cells[ARRIVED]) == self->size && peek(&record.cells[PRIVATE]) == self->size &&
+           !peek(&record.cells[WITHDRAWN]);
+}
+
+/* -- reducing ------------------------------------------------------------------------------------- */
+
+/* As `Rendezvous.done` and then `Rendezvous.claim`, under one lock: `reduced` bytes from `*first` on are those of the
+ * chunk before, 0 for the first. Returns the bytes of the new chunk, whose first byte is `*first`; 0 if all are claimed,
+ * and -1 with an exception. */
+static int64_t claim_next(Meetings *self, Record record, int64_t reduced, int64_t *first)
+{
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    int64_t total = call_of(self, record)->bytes, chunk = 0;
+    int64_t *cells = record.cells, *part = part_of(record, self->rank), claimed = cells[CLAIMED];
+    if (reduced) {
+        cells[DONE] += reduced;
+        part[PART_BITS] |= INT64_C(1) << *first / chunk_of(total);
+        pass_point(MEETING_COUNTED);
+    }
+    if (is_together(self, record) && is_chunk_left(claimed, total)) {
+        chunk = chunk_of(total);
+        cells[CLAIMED] = claimed + chunk;
+        *first = claimed;
+    }
+    if (chunk || reduced)
+        part[PART_BUSY] = chunk > 0;
+    bool is_over = reduced && (cells[DONE] == total || cells[WITHDRAWN]); /* a withdrawal waits for busy ranks */
+    bool is_futex_wanted = is_over && cells[SLEEPERS] > 0;
+    if (is_over)
+        control_block_wake(self->block, INT64_MAX);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&cells[DONE]);
+    return chunk ? least(chunk, total - claimed) : 0;
+}
+
+/* Leave the call to Python, which finds out why. Returns 0, or -1 with an exception. */
+static int give_up(Meetings *self, Record record)
+{
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    part_of(record, self->rank)[PART_BUSY] = CANNOT_READ;
+    if (record.cells[WITHDRAWN])
+        control_block_wake(self->block, INT64_MAX);
+    control_block_unlock(self->block);
+    return 0;
+}
+
+/* Memory for the blocks of all other ranks; NULL with an exception. Another thread may reduce at the same time. */
+static char *take_scratch(Meetings *self, size_t bytes)
+{
+    char *scratch = self->scratch;
+    self->scratch = NULL;
+    if (!scratch && !(scratch = PyMem_Malloc(bytes)))
+        PyErr_NoMemory();
+    return scratch;
+}
+
+static void keep_scratch(Meetings *self, char *scratch)
+{
+    PyMem_Free(self->scratch);
+    self->scratch = scratch;
+}
+
+/* Claim and reduce as `job`, which has its arrays, says. Returns 0, or -1 with an exception. */
+static int reduce_chunks(Meetings *self, Record record, PeerJob *job)
+{
+    int64_t first = 0, chunk = claim_next(self, record, 0, &first);
+    while (chunk > 0) {
+        for (int64_t rank = 0; rank < self->size; rank++)
+            job->places[rank] = place_of(self, record, rank, first);
+        job->own = call_of(self, record)->own + first;
+        job->bytes = (size_t)chunk;
+        PyThreadState *state = PyEval_SaveThread();
+        int error = reduce_peers(job);
+        PyEval_RestoreThread(state);
+        if (error)
+            return give_up(self, record);
+        chunk = claim_next(self, record, chunk, &first);
+    }
+    return (int)chunk;
+}
+
+int private_reduce(Meetings *self, Record record, int kernel, int64_t divisor)
+{
+    size_t others = self->size > 1 ? (size_t)self->size - 1 : 1;
+    size_t room = others * PAGE > SCRATCH ? others * PAGE : SCRATCH;
+    PeerJob job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor};
+    if (!job.kernel || call_of(self, record)->bytes % (int64_t)job.element)
+        return 0; /* Python reduces */
+    job.size = (int)self->size;
+    job.rank = (int)self->rank;
+    job.block = room / others / PAGE * PAGE;
+    job.places = PyMem_Calloc((size_t)self->size, sizeof(Place));
+    job.operands = PyMem_Calloc((size_t)self->size, sizeof(void *));
+    if (!job.places || !job.operands)
+        PyErr_NoMemory();
+    else
+        job.scratch = take_scratch(self, room);
+    int failed = job.scratch ? reduce_chunks(self, record, &job) : -1;
+    if (job.scratch)
+        keep_scratch(self, job.scratch);
+    PyMem_Free(job.places);
+    PyMem_Free(job.operands);
+    return failed;
+}
+
+/* -- taking the result, and leaving ----------------------------------------------------------------- */
+
+/* The chunks that `rank` has reduced, and that this rank has not taken. */
+static int64_t new_chunks(const Record record, const PrivateCall *call, int64_t rank)
+{
+    return peek(&part_of(record, rank)[PART_BITS]) & ~call->taken;
+}
+
+/* Copy these chunks of `from`, which is the whole array. Needs no GIL. Returns 0 or an error number. */
+static int copy_chunks(const PrivateCall *call, Place from, int64_t chunks)
+{
+    int64_t each = chunk_of(call->bytes);
+    for (int64_t first = 0, bit = 1; first < call->bytes; first += each, bit <<= 1) {
+        if (!(chunks & bit))
+            continue;
+        const Place there = {from.pid, from.address + first};
+        int error = copy_from_peer(there, call->own + first, (size_t)least(each, call->bytes - first));
+        if (error)
+            return error;
+        pass_point(PEER_TAKEN);
+    }
+    return 0;
+}
+
+/* Take what others have reduced so far. Returns 0, or -1 with an exception. */
+static int take_chunks(Meetings *self, Record record)
+{
+    PrivateCall *call = call_of(self, record);
+    for (int64_t step = 1; step < self->size; step++) {
+        int64_t rank = (self->rank + step) % self->size; /* each rank begins with another one's */
+        if (control_block_lock(self->block) < 0) /* what `rank` has written before it set a bit is seen after this */
+            return -1;
+        int64_t chunks = new_chunks(record, call, rank);
+        control_block_unlock(self->block);
+        Place from = place_of(self, record, rank, 0);
+        PyThreadState *state = PyEval_SaveThread();
+        int error = copy_chunks(call, from, chunks);
+        PyEval_RestoreThread(state);
+        if (error)
+            return give_up(self, record);
+        call->taken |= chunks;
+    }
+    return 0;
+}
+
+static bool has_taken_all(const Meetings *self, Record record, const PrivateCall *call)
+{
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (rank != self->rank && new_chunks(record, call, rank))
+            return false;
+    return peek(&record.cells[DONE]) == call->bytes;
+}
+
+/* Whether no rank reads this rank's array any more. This rank has left. */
+static bool is_returned(const Meetings *self, Record record)
+{
+    const int64_t *cells = record.cells; /* with another tag, a later meeting uses them: all ranks have left */
+    return peek(&cells[TAG]) != record.tag || peek(&cells[LEFT]) == self->size ||
+           !peek(&part_of(record, self->rank)[PART_BITS]);
+}
+
+/* Leave, if nothing has happened since the hint. Returns 0, or -1 with an exception. */
+static int leave(Meetings *self, Record record)
+{
+    PrivateCall *call = call_of(self, record);
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    bool is_last = false;
+    if (!record.cells[WITHDRAWN] && has_taken_all(self, record, call)) {
+        is_last = ++record.cells[LEFT] == self->size;
+        part_of(record, self->rank)[PART_BUSY] = HAS_LEFT;
+        call->has_left = true;
+        pass_point(MEETING_LEFT);
+    }
+    bool is_futex_wanted = is_last && record.cells[SLEEPERS] > 0;
+    if (is_last)
+        control_block_wake(self->block, INT64_MAX);
+    control_block_unlock(self->block);
+    if (is_futex_wanted)
+        control_block_wake_futex(&record.cells[LEFT]);
+    return 0;
+}
+
+int private_complete(Meetings *self, Record record)
+{
+    PrivateCall *call = call_of(self, record);
+    if (!call->has_left)
+        return 0;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    bool is_over = is_returned(self, record);
+    control_block_unlock(self->block);
+    if (is_over)
+        call->tag = 0;
+    return is_over;
+}
+
+/* -- waiting ---------------------------------------------------------------------------------------- */
+
+/* What a rank that has arrived can do. */
+typedef enum {
+    NOTHING, /* other ranks are missing, or reduce, or read */
+    REDUCE,
+    TAKE,
+    LEAVE,
+    END,    /* the call is over */
+    NO_USE, /* the call goes on in another way: `SharedCall.finish_shortly` */
+} Step;
+
+/* A hint without the lock. */
+static Step next_step(const Meetings *self, Record record, const PrivateCall *call)
+{
+    if (call->has_left)
+        return is_returned(self, record) ? END : NOTHING;
+    if (peek(&record.cells[ARRIVED]) != self->size)
+        return NOTHING;
+    if (!is_together(self, record) || peek(&part_of(record, self->rank)[PART_BUSY]) == CANNOT_READ)
+        return NO_USE;
+    if (is_chunk_left(peek(&record.cells[CLAIMED]), call->bytes))
+        return REDUCE;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (rank != self->rank && new_chunks(record, call, rank))
+            return TAKE;
+    return peek(&record.cells[DONE]) == call->bytes ? LEAVE : NOTHING;
+}
+
+static Step poll_steps(const Meetings *self, Record record, const PrivateCall *call, int64_t polls)
+{
+    Step step = next_step(self, record, call);
+    PyThreadState *state = step == NOTHING ? PyEval_SaveThread() : NULL;
+    for (int64_t poll = 0; step == NOTHING && poll < polls; poll++) {
+        sched_yield();
+        step = next_step(self, record, call);
+    }
+    if (state)
+        PyEval_RestoreThread(state);
+    return step;
+}
+
+/* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
+ * exception. */
+static int sleep_until(Meetings *self, Record record, int64_t until_ns)
+{
+    const PrivateCall *call = call_of(self, record);
+    int64_t *cell = record.cells + (call->has_left ? LEFT : DONE), left_ns = until_ns - now_ns();
+    if (left_ns <= 0)
+        return 0;
+    if (control_block_lock(self->block) < 0)
+        return -1;
+    uint32_t before = (uint32_t)*cell;
+    bool is_asleep = next_step(self, record, call) == NOTHING;
+    record.cells[SLEEPERS] += is_asleep; /* under the lock, so that no rank misses this sleeper */
+    control_block_unlock(self->block);
+    if (!is_asleep)
+        return 1;
+    pass_point(MEETING_ASLEEP);
+    return sleep_in_futex(cell, before, left_ns);
+}
+
+/* Returns 0, or -1 with an exception. */
+static int perform(Meetings *self, Record record, const Meeting *meeting, Step step)
+{
+    if (step == REDUCE)
+        return private_reduce(self, record, meeting->kernel, meeting->divisor);
+    return step == TAKE ? take_chunks(self, record) : leave(self, record);
+}
+
+int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
+{
+    const PrivateCall *call = call_of(self, record);
+    size_t element = kernel_element_size(meeting->kernel);
+    int64_t until_ns = 0;
+    if (!element || call->bytes % (int64_t)element)
+        return 0;
+    for (;;) {
+        /* Once all have come, the others work on chunks, which takes less time than to sleep and to wake. */
+        bool have_all_come = peek(&record.cells[ARRIVED]) == self->size;
+        Step step = poll_steps(self, record, call, have_all_come ? PATIENCE * polls : polls);
+        if (step == END || step == NO_USE)
+            return step == END;
+        if (step != NOTHING) {
+            if (perform(self, record, meeting, step) < 0)
+                return -1;
+            until_ns = now_ns() + WORK_NS;
+            continue;
+        }
+        if (!until_ns && sleep_ns > 0)
+            until_ns = now_ns() + sleep_ns;
+        int again = sleep_until(self, record, until_ns);
+        if (again <= 0)
+            return again < 0 ? -1 : next_step(self, record, call) == END;
+    }
+}
