@@ -12,7 +12,7 @@ static int64_t chunks_of(int64_t length)
     return (length + CHUNK_BYTES - 1) / CHUNK_BYTES;
 }
 
-int64_t rounds_chunks_of_block(const Rounds *self)
+static int64_t chunks_of_block(const Rounds *self)
 {
     int64_t chunks = 0;
     for (Py_ssize_t i = 0; i < self->part_count; i++)
@@ -59,7 +59,7 @@ static int64_t take_group(Rounds *self, int64_t group, int64_t number, int64_t a
         row[ABSENT] = absent;
     }
     pass_point(ROUND_TAKEN);
-    return taken && !is_result ? rounds_chunks_of_block(self) : 0;
+    return taken && !is_result ? chunks_of_block(self) : 0;
 }
 
 /* The first rank of `group`; -1 if it is empty. */
@@ -153,7 +153,7 @@ static int find_sources(Rounds *self, int64_t group, int64_t first, int64_t last
  * exception set. */
 static int find_chunk(Rounds *self, int64_t index, Chunk *chunk)
 {
-    int64_t in_block = rounds_chunks_of_block(self), skipped = in_block ? index / in_block : 0, part = 0;
+    int64_t in_block = chunks_of_block(self), skipped = in_block ? index / in_block : 0, part = 0;
     int64_t at = in_block ? index % in_block : index;
     while (part < self->part_count && at >= chunks_of(self->parts[part].length))
         at -= chunks_of(self->parts[part++].length);
@@ -289,9 +289,7 @@ static PyObject *settle(Rounds *self, Call *call, const Py_buffer *flats, int64_
     if (!answer || !memory) /* the call waits, or its round has no contributors */
         return answer;
     PyThreadState *state = self->nbytes > LONG_BYTES ? PyEval_SaveThread() : NULL;
-    for (Py_ssize_t i = 0; i < self->part_count; i++)
-        memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
-    pass_point(ROUND_COPIED);
+    rounds_copy_out(self, memory, flats);
     if (state)
         PyEval_RestoreThread(state);
     if (control_block_lock(self->block) < 0) {

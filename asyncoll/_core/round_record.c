@@ -133,7 +133,7 @@ bool rounds_late_call_opens(const Rounds *self, int64_t number)
 /* -- results ---------------------------------------------------------------------------------- */
 
 /* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
-void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
+static void keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
 {
     call->first_missed = larger(larger(first, self->head[LATEST] - self->history), 1);
     call->last_missed = last;
@@ -233,8 +233,8 @@ static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t d
     }
 }
 
-/* Open the next round, of short contributions, reduce all staged contributions, publish the results, and wake the sleepers. There are enough
- * free blocks. Returns 0, or -1 with an exception set. */
+/* Open the next round, of short contributions: reduce all that are staged, publish the results, and wake the sleepers.
+ * There are enough free blocks. Returns 0, or -1 with an exception set. */
 static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t absent = rounds_count_gone(self);
@@ -277,7 +277,7 @@ void rounds_begin_call(Rounds *self, Call *call, int64_t aim)
     call->number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
     rounds_count_late(self, aim, call->came_ns);
     if (call->number > aim)
-        rounds_keep_results(self, call, larger(aim, latest + 1 - self->history), latest);
+        keep_results(self, call, larger(aim, latest + 1 - self->history), latest);
 }
 
 void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before)
@@ -354,14 +354,21 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
     if (!call->kept[KEPT_NUMBER]) { /* the call is late, or its round was over before it came */
         drop_results(self, call);
         int64_t newest = self->head[LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
-        rounds_keep_results(self, call, larger(aim, newest - self->history), newest - 1);
+        keep_results(self, call, larger(aim, newest - self->history), newest - 1);
         memcpy(call->kept, kept, sizeof call->kept);
         rounds_keep_block(self, call->kept[KEPT_BLOCK]);
     }
     return 0;
 }
 
-/* Copy the result of the call into the caller's arrays, and drop it. */
+void rounds_copy_out(const Rounds *self, const char *memory, const Py_buffer *flats)
+{
+    for (Py_ssize_t i = 0; i < self->part_count; i++)
+        memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
+    pass_point(ROUND_COPIED);
+}
+
+/* Copy the result of the call into the caller's arrays. */
 int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats)
 {
     int64_t block = call->kept[KEPT_BLOCK];
@@ -370,9 +377,7 @@ int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats)
     const char *memory = memory_of(self, block);
     if (!memory)
         return -1;
-    for (Py_ssize_t i = 0; i < self->part_count; i++)
-        memcpy(flats[i].buf, memory + self->parts[i].offset, (size_t)self->parts[i].length);
-    pass_point(ROUND_COPIED);
+    rounds_copy_out(self, memory, flats);
     return 0;
 }
 

@@ -92,7 +92,7 @@ int64_t rounds_wanted(const Rounds *self, int64_t own)
 }
 
 /* With the lock, which is released. Returns a tuple, or a number: of the round that `plan` must be called for, or negative,
- * of the blocks that must be provided. After a number the call has changed nothing. */
+ * of the blocks that must be provided. After a number the call has contributed nothing. */
 static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
                               int64_t lent)
 {
@@ -165,7 +165,7 @@ static PyObject *resume_locked(Rounds *self, Call *call, const Py_buffer *flats,
     call->now_ns = clock_ns();
     if (!is_over && self->has_plans && self->planned != call->number)
         answer = PyLong_FromLongLong(call->number);
-    else if (!is_over && !self->head[RUNNING] && free_count(self) < self->group_count)
+    else if (!is_over && rounds_may_open(self, call->number) && free_count(self) < self->group_count)
         answer = PyLong_FromLongLong(-self->group_count);
     else if (self->is_long)
         return rounds_resume_long(self, call, flats, aim);

@@ -199,7 +199,6 @@ int64_t rounds_count_gone(const Rounds *self);
 
 bool rounds_may_open(const Rounds *self, int64_t number);
 bool rounds_late_call_opens(const Rounds *self, int64_t number);
-void rounds_keep_results(Rounds *self, Call *call, int64_t first, int64_t last);
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns);
 
 /* The results of an older round are kept no longer. */
@@ -210,6 +209,9 @@ void rounds_begin_call(Rounds *self, Call *call, int64_t aim);
 
 /* Put the arrays `flats` into a block at `memory`, added to those at `before` unless that is NULL. Needs no lock. */
 void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before);
+
+/* Copy the block at `memory` into the arrays `flats`. Needs no lock. */
+void rounds_copy_out(const Rounds *self, const char *memory, const Py_buffer *flats);
 
 /* `RoundRecord.put`. Adds the weight of the staged contribution to `weight`, except where contributions stay. */
 void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight);
@@ -234,9 +236,6 @@ PyObject *rounds_missed(const Rounds *self, const Call *call);
 PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed);
 
 /* -- long_rounds.c ---------------------------------------------------------------------------- */
-
-/* The number of chunks that the reduction of one block has: 0 only if all its parts are empty. */
-int64_t rounds_chunks_of_block(const Rounds *self);
 
 /* Under the lock: open a round of long contributions, for which there are enough free blocks. Returns 0, or -1 with an
  * exception set. */

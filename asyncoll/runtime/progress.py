@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
@@ -412,7 +413,7 @@ class ProgressThread:
             raise
 
     def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
-        return self._taken.pop(work).outcome(ignore)
+        return _Awaited(self._taken.pop(work).outcome(ignore), ignore, self._loop)
 
     def set_timer(self) -> None:
         if not self.is_timer_set:
@@ -495,11 +496,25 @@ class _Crossing:
         """Start `work` on the runtime's loop. On the caller's loop."""
         self._there.call_soon_threadsafe(self.begin_here, work)
 
-    async def outcome(self, discarded: Callable[[], None]) -> Any:
-        """The result of the work. An exception in the waiter cancels the work. On the caller's loop."""
+    def outcome(self, discarded: Callable[[], None]) -> Coroutine[Any, Any, Any]:
+        """A coroutine for the result of the work. An exception in the waiter cancels the work. On the caller's loop.
+
+        Its first step is made here. A signal handler may raise as the waiter makes the next one, and a coroutine that
+        has not begun would not notice that.
+        """
+        waiting = self._wait(discarded)
+        waiting.send(None)
+        return waiting
+
+    async def _wait(self, discarded: Callable[[], None]) -> Any:
+        is_awaited = False
         try:
+            await _pause()
+            is_awaited = True
             return await self._outcome
         except BaseException as error:
+            if isinstance(error, GeneratorExit) and not is_awaited:  # no task has waited: the work goes on
+                raise
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
             if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
@@ -552,6 +567,11 @@ class _Crossing:
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         self._is_told = True  # last: a signal handler may raise at any line above
+
+
+@types.coroutine
+def _pause() -> Generator[None, None, None]:
+    yield
 
 
 def _crossed(

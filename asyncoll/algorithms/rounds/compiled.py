@@ -53,7 +53,7 @@ class CompiledRounds(Protocol):
         `lent` is the address of the one array if it is registered, so that rounds may read it in place; or -1. Long
         contributions are copied and reduced without the GIL.
         A number says instead what is missing: the `plan` of the round of that number, or, if it is negative, so many
-        free blocks. The call has changed nothing then.
+        free blocks. The call has contributed nothing then; the blocks `unused` are dropped.
         """
 
     def resume(self, arrays: Sequence[Array], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:

@@ -343,7 +343,7 @@ class OneSidedRounds:
         return contribution.weight + staged.weight
 
     def _parts(self, address: int) -> Parts:
-        """The arrays of the block at `address`. Made once: blocks belong to this operation and never move."""
+        """The arrays at `address`. Made once: the same blocks, and the same lent arrays, come again and again."""
         parts = self._views.get(address)
         if parts is None:
             layout, view = self._layout, self.arena.view
