@@ -258,7 +258,7 @@ async def interrupt(thread: progress.ProgressThread, event: int) -> bool:
 
 def test_a_call_that_is_interrupted_as_its_await_begins_stops_using_memory():
     async def main() -> None:
-        thread = progress.ProgressThread()
+        thread = progress.ProgressThread(asyncio.get_running_loop())
         event = 1
         while await interrupt(thread, event):
             event += 1

@@ -171,8 +171,13 @@ def interrupted(comm):
         comm.allreduce(np.ones(1)).wait(SECONDS)
         return
     handle = comm.allreduce(np.ones(1))
-    waits = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    waits.start()
+
+    def interrupt():
+        while not handle._callbacks:  # the main thread sleeps in `wait` then
+            threading.Event().wait(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     caught(KeyboardInterrupt, handle.wait, SECONDS)
     if comm.rank == 1:
         comm.send(np.ones(1), 0)
