@@ -71,6 +71,18 @@ def test_a_rank_that_cannot_join_is_named_with_the_reason():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "values"), [("ASYNCOLL_TRANSPORT", ("shm", "zmq")), ("ASYNCOLL_ENCRYPT", ("all", "control"))]
+)
+def test_ranks_with_different_settings_say_which(forked_world, variable, values):
+    program = [SCRIPTS / "settings.py", variable, *values]
+    for rank in forked_world(environment(), 3, *program):
+        code, out, _ = rank.end()
+        assert code == 0
+        assert f"settings of {variable}: '{values[0]}' at rank 0, 2; '{values[1]}' at rank 1; give all the same" in out
+
+
+@pytest.mark.slow
 def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
     slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
     assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: [said["rank"]])

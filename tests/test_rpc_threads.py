@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import subprocess
@@ -11,9 +12,15 @@ import threading
 import weakref
 from typing import Any
 
+import pytest
 from conftest import PATIENCE_S
 
+from asyncoll.rpc import threads as rpc_threads
 from asyncoll.rpc.threads import SETTLED, Threads
+
+
+class AlarmError(Exception):
+    """Raised by a signal handler."""
 
 
 def awaited(threads: Threads, work: Any) -> asyncio.Future[Any]:
@@ -241,3 +248,74 @@ def test_a_forked_child_ends_without_the_threads_of_its_parent():
         threads.close()
 
     run(main)
+
+
+@pytest.mark.parametrize("kind", [rpc_threads._OnLock, rpc_threads._OnPipe])
+def test_a_wake_up_that_is_interrupted_is_not_lost(kind, monkeypatch):
+    """A signal handler raises before a sleeper is woken, or after it."""
+    really_wake, moments = kind.wake, []
+
+    def wake(sleeper):
+        moment = moments.pop() if moments else None
+        if moment == "before":
+            raise AlarmError
+        is_woken = really_wake(sleeper)
+        if moment == "after":
+            raise AlarmError
+        return is_woken
+
+    async def main():
+        monkeypatch.setattr(kind, "wake", wake)
+        threads = Threads(2, "test")
+        if kind is rpc_threads._OnLock:
+            threads._may_read.clear()  # no thread reads the pipe
+        assert await awaited(threads, lambda: 1) == 1
+        for number in range(20):
+            while not threads._sleepers:
+                await asyncio.sleep(0)
+            moments.append(("before", "after")[number % 2])
+            ended = asyncio.Event()
+            with pytest.raises(AlarmError):
+                threads.submit(lambda: 1, lambda *_, ended=ended: ended.set())
+            assert await awaited(threads, lambda: 2) == 2
+            await ended.wait()
+        threads.close()
+
+    run(main)
+
+
+def test_without_descriptors_threads_sleep_on_locks(monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pipe", refuse)
+            threads = Threads(2, "test")
+        for _ in range(20):
+            assert await asyncio.gather(*(awaited(threads, lambda: 1) for _ in range(5))) == [1] * 5
+        threads.close()
+
+    run(main)
+
+
+def test_a_function_without_a_thread_does_not_run(monkeypatch):
+    ran = []
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        threads = Threads(2, "test")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                threads.submit(lambda: ran.append(1), lambda *_: None)
+        assert await awaited(threads, lambda: ran.append(2)) is None
+        with monkeypatch.context() as patch:  # the one thread carries out both
+            patch.setattr(threading.Thread, "start", refuse)
+            await asyncio.gather(*(awaited(threads, lambda: ran.append(3)) for _ in range(2)))
+        threads.close()
+
+    run(main)
+    assert ran == [2, 3, 3]

@@ -209,6 +209,7 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
     bool is_private = address < 0, is_together = is_private || is_shared(self, record, bytes->len);
     bool is_sleeper_of_use = state == LAST && is_together && record.cells[SLEEPERS] > 0;
     control_block_unlock(self->block);
+    self->private_calls[record.turn].tag = 0; /* of an earlier call, which Python has ended */
     if (is_private && state >= 0)
         private_begin(self, record, bytes);
     if (state == LAST)

@@ -1,8 +1,8 @@
 /* Reductions of arrays in the private memory of other processes, which the kernel copies (process_vm_readv).
  *
  * This process only reads the memory of others. So a mistake in the protocol, or a rank that is stopped and goes on
- * later, can spoil its own array, and never the memory of a rank that has withdrawn from the call. Python decides which
- * rank reads what, and when: asyncoll/algorithms/dense/peers.py.
+ * later, can spoil its own array, and never the memory of a rank that has withdrawn from the call. Which rank reads what,
+ * and when, is decided in private_meetings.c, and in Python in asyncoll/algorithms/dense/peers.py.
  */
 #define _GNU_SOURCE /* process_vm_readv */
 #include "native.h"

@@ -402,14 +402,21 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     return call;
 }
 
+/* Whether a signal handler may raise in this thread; -1 with an exception. */
+static int may_handler_raise(ShortCalls *self)
+{
+    PyObject *may_raise = PyObject_CallNoArgs(self->may_raise);
+    int is = may_raise ? PyObject_IsTrue(may_raise) : -1;
+    Py_XDECREF(may_raise);
+    return is;
+}
+
 /* Find out where the others see an array: where it is registered, or, negative, where it is private; 0: they see a copy.
  * 1; 0 if the call is left to Python: as `ShortWay._shown_at`, and a call that shows its caller's memory takes it back
  * after an exception, which takes more than one step. -1 with an exception. */
 static int locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
 {
-    PyObject *may_raise = PyObject_CallNoArgs(self->may_raise);
-    int is_unsafe = may_raise ? PyObject_IsTrue(may_raise) : -1;
-    Py_XDECREF(may_raise);
+    int is_unsafe = may_handler_raise(self);
     if (is_unsafe)
         return is_unsafe < 0 ? -1 : 0;
     int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
@@ -573,7 +580,10 @@ static int resume(ShortCall *call)
     int is_held = PyDict_Contains(self->held, (PyObject *)call);
     if (is_held < 0 || (is_held && PyDict_DelItem(self->held, (PyObject *)call) < 0))
         return -1;
-    if (is_held && look(call) > 0)
+    /* An array that others see is taken back after an exception, which takes more than one step. So a handler that the
+     * program has set since the call leaves the rest to Python, too. */
+    int is_unsafe = is_held && call->address ? may_handler_raise(self) : 0;
+    if (is_held && !is_unsafe && look(call) > 0)
         return 0;
     call->rest = is_held ? go_on(call) : PyObject_CallMethod(self->runner, "taken", "O", call);
     call->state = RESTING;

@@ -87,7 +87,7 @@ class MessageCarrier:
             self._sent += 1
 
     async def flush(self, dest: int) -> None:
-        """As `segments.Link.flush`: the router copies a payload when it sends it, on the runtime's loop, in order."""
+        """As `segments.Link.flush`: the router copies a payload when it sends it, in order."""
         if self._is_closed:
             return
         passed = self._loop.create_future()

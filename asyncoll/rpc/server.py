@@ -186,7 +186,7 @@ class Server:
     # -- ends -------------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        """Cancel the calls of a peer that is gone. Its notifications continue."""
+        """Cancel the calls of a peer that is gone; plain functions run to their end. Its notifications continue."""
         for call in list(self._calls.values()):
             if call.peer == peer and call.message.kind != NOTIFY:
                 call.is_cancelled = True  # its answer, which nobody waits for, is not delayed

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncoll import forks
 
@@ -35,15 +35,57 @@ class _Job(NamedTuple):
     done: Done
 
 
+class _Sleeper(Protocol):
+    """One sleep of a thread. It is woken at most once, but may be told so several times."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> bool:
+        """Returns False if the thread was woken before."""
+
+
+class _OnLock:
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def sleep(self) -> None:
+        self._lock.acquire()
+
+    def wake(self) -> bool:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return False
+        return True
+
+
+class _OnPipe:
+    __slots__ = ("_reader", "_writer")
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = reader, writer
+
+    def sleep(self) -> None:
+        """May return at once, if a thread that did not sleep any more was told to wake."""
+        os.read(self._reader, 1)
+
+    def wake(self) -> bool:
+        os.write(self._writer, b"\0")
+        return True
+
+
 class Threads:
-    """At most `most` threads, made when they are needed. All methods are called on the loop that made this object.
+    """At most `most` threads, made when they are needed.
 
     Functions that wait for each other may take all threads; further ones wait in a queue. Threads are daemons, and the
-    end of the program waits for the functions that still run.
+    end of the program waits for the functions that still run. Methods are called on the loop that made this object,
+    unless they say otherwise. A signal handler may raise in any of them: no wake-up is lost then.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """Raises OSError if this process has no descriptors left."""
         self._most = most
         self._name = name
         self._loop = asyncio.get_running_loop()
@@ -52,15 +94,18 @@ class Threads:
         self._unsettled = 0  # functions that are queued, running, or in `_over`
         self._will_settle = False
         self._is_closed = False
-        # Guards what the loop and the threads change: the next four. A thread sleeps only if there are no jobs.
-        self._mutex = threading.Lock()
-        self._jobs: deque[_Job] = deque()
-        self._asleep: list[_thread.LockType] = []  # a lock for each thread that sleeps, but one
-        self._is_pipe_read = False  # by the one thread without a lock there
         self._is_ending = False
-        self._reader, self._writer = os.pipe()
+        # The loop and the threads change these two, each in one step under the GIL. A thread that sleeps has entered
+        # `_sleepers` first, and has looked for jobs afterwards. The loop adds a job first, and looks for sleepers then.
+        self._jobs: deque[_Job] = deque()
+        self._sleepers: list[_Sleeper] = []  # the last one is woken first
+        self._pipe: tuple[int, int] | None = None
+        self._may_read: list[tuple[int, int]] = []  # the pipe, while no thread reads it
+        with contextlib.suppress(OSError):  # there are no descriptors left: all idle threads sleep on locks
+            self._pipe = os.pipe()
+            self._may_read.append(self._pipe)
         # The threads refer to this object, so none of them reads any more when it is collected.
-        self._close_pipe = weakref.finalize(self, _close, self._reader, self._writer)
+        self._close_pipe = weakref.finalize(self, _close, *self._pipe or ())
         self._close_pipe.atexit = False  # functions may still run then
         _all.add(self)
         forks.register(self)
@@ -68,19 +113,27 @@ class Threads:
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Run `work()` in a thread, and then `done(result, exception)` on the loop, unless this is closed by then.
 
-        If the result is SETTLED, `done` is called later: by the next `settle`, at the latest.
+        If the result is SETTLED, `done` is called later: by the next `settle`, at the latest. Raises RuntimeError if
+        the system allows no thread at all.
         """
         self.settle()
-        with self._mutex:
-            self._jobs.append(_Job(work, done))
-            wake = self._next_sleeper()
+        job = _Job(work, done)
         self._unsettled += 1
-        if wake is not None:
-            wake()
-        elif self._unsettled > len(self._all) < self._most:  # otherwise a thread is about to look for jobs
-            thread = threading.Thread(target=self._run, name=f"{self._name}_{len(self._all)}", daemon=True)
+        self._jobs.append(job)
+        if not self._wake_one() and self._unsettled > len(self._all) < self._most:
+            self._add_thread(job)  # otherwise a thread is about to look for jobs
+
+    def _add_thread(self, job: _Job) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}_{len(self._all)}", daemon=True)
+        try:
             thread.start()
-            self._all.append(thread)
+        except RuntimeError:
+            if self._all:  # one of these will take the job
+                return
+            self._jobs.remove(job)
+            self._unsettled -= 1
+            raise
+        self._all.append(thread)
 
     def close(self) -> None:
         """Drop the functions that wait in the queue, and end the threads: at once, or at the end of their functions.
@@ -89,11 +142,11 @@ class Threads:
         """
         self.settle()
         self._is_closed = True
-        with self._mutex:
-            running = self._unsettled - len(self._jobs)
+        running = self._unsettled - len(self._jobs)
+        with contextlib.suppress(IndexError):  # a thread has taken the last one
             while len(self._jobs) > len(self._all) - running:  # the others have a thread, which is about to take them
                 self._jobs.pop()
-            is_idle = not self._jobs and not running
+        is_idle = not self._jobs and not running
         self.finish(join=is_idle)
         if is_idle:
             self._close_pipe()
@@ -101,12 +154,9 @@ class Threads:
 
     def finish(self, *, join: bool) -> None:
         """End all threads after their functions. In any thread. Idempotent."""
-        if self._all:
-            with self._mutex:
-                self._is_ending = True
-                sleepers = list(iter(self._next_sleeper, None))
-            for wake in sleepers:
-                wake()
+        self._is_ending = True
+        while self._wake_one():
+            pass
         if join:
             for thread in self._all:
                 thread.join()
@@ -114,7 +164,8 @@ class Threads:
     def abandon(self, parent: int) -> None:
         """Give up the threads and the pipe in a forked child, which has none of the threads."""
         self._all.clear()
-        forks.give_up((self._reader, self._writer))
+        self._sleepers.clear()
+        forks.give_up(self._pipe or ())
 
     def settle(self) -> None:
         """Process the outcomes that have come."""
@@ -125,40 +176,56 @@ class Threads:
             if not self._is_closed:
                 done(result, error)
 
-    def _next_sleeper(self) -> Callable[[], object] | None:
-        """A function that wakes a sleeping thread, and must be called; None if none sleeps. With the mutex held."""
-        if self._is_pipe_read:
-            self._is_pipe_read = False
-            return self._write
-        return self._asleep.pop().release if self._asleep else None
+    def _wake_one(self) -> bool:
+        """Wake a thread that sleeps. Returns False if none does. In any thread.
 
-    def _write(self) -> None:
-        os.write(self._writer, b"\0")
+        A sleeper is woken first and forgotten then: a signal handler may raise in between.
+        """
+        while self._sleepers:
+            sleeper = self._sleepers[-1]
+            is_woken = sleeper.wake()
+            self._forget(sleeper)
+            if is_woken:
+                return True
+        return False
+
+    def _forget(self, sleeper: _Sleeper) -> None:
+        with contextlib.suppress(ValueError):  # the other thread has done it
+            self._sleepers.remove(sleeper)
 
     # -- in the threads ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         """Run functions until the end."""
-        has_news = _thread.allocate_lock()
-        has_news.acquire()
         while True:
-            job, reads = None, False
-            with self._mutex:
-                if self._jobs:
-                    job = self._jobs.popleft()
-                elif self._is_ending:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                if self._is_ending:
                     return
-                elif self._is_pipe_read:
-                    self._asleep.append(has_news)
-                else:
-                    self._is_pipe_read = reads = True
-            if job is not None:
+                self._sleep()
+            else:
                 self._report(job)
                 del job  # an idle thread keeps no arguments and no results
-            elif reads:
-                os.read(self._reader, 1)
-            else:
-                has_news.acquire()
+
+    def _sleep(self) -> None:
+        """Sleep until there may be a job, or the end."""
+        try:
+            pipe = self._may_read.pop()
+        except IndexError:
+            sleeper: _Sleeper = _OnLock()
+            self._sleepers.insert(-1, sleeper)  # before the one with the pipe, if that is the last
+            self._sleep_as(sleeper)
+        else:
+            sleeper = _OnPipe(*pipe)
+            self._sleepers.append(sleeper)
+            self._sleep_as(sleeper)
+            self._may_read.append(pipe)
+
+    def _sleep_as(self, sleeper: _Sleeper) -> None:
+        if not self._jobs and not self._is_ending:
+            sleeper.sleep()
+        self._forget(sleeper)
 
     def _report(self, job: _Job) -> None:
         """Run one function and pass its outcome to the loop."""

@@ -416,9 +416,14 @@ class ProgressThread:
         return _Awaited(self._taken.pop(work).outcome(ignore), ignore, self._loop)
 
     def set_timer(self) -> None:
-        if not self.is_timer_set:
+        if self.is_timer_set:
+            return
+        self.is_timer_set = True  # first: if the timer expired in between, it would stay unarmed, and count as set
+        try:
             self._timer.set(TAKEOVER_S)
-            self.is_timer_set = True  # last: a signal handler may raise before, and an unarmed timer takes nothing over
+        except BaseException:  # of a signal handler
+            self.is_timer_set = False
+            raise
 
     def _take_over(self) -> None:
         """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""

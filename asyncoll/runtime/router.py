@@ -24,8 +24,8 @@ class Router:
     """The messages of one rank, on the runtime's loop. Every message that it sends counts in `traffic`.
 
     In, from the endpoint (messages of peers): `signalled` and `told`. In, from all parts of the runtime and the
-    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. In, from any thread: `send_directly`. Out:
-    `Transport.send` and `send_directly`, and the registered handlers.
+    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. In, from any thread: `send_directly` and
+    `signal_directly`. Out: `Transport.send` and `send_directly`, and the registered handlers.
     """
 
     def __init__(self, transport: Transport, traffic: Traffic) -> None:

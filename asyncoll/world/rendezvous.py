@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,9 +122,10 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
         # This runs before the folder is removed: a rank that misses the folder finds the cause in the store.
         undo.push(store.warn)
         session = store.begin_session()
-        hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt)
-        if len(modes := {mode for _, _, mode in hosts}) > 1:
-            raise UsageError(f"the ranks have different settings of ASYNCOLL_ENCRYPT: {' and '.join(sorted(modes))}")
+        carrier = "shm" if environment.shares_memory else "zmq"
+        hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt, carrier)
+        _check_agreed("ASYNCOLL_ENCRYPT", [host[2] for host in hosts])
+        _check_agreed("ASYNCOLL_TRANSPORT", [host[3] for host in hosts])
         neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
         tcp = f"tcp://{_own_address(environment)}:0" if len(neighbours) < size else ""
         messages = ZeroMQTransport(
@@ -163,8 +164,16 @@ def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> Pee
             beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
             beside.are_bound = True
             transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
-        names = tuple(name for _, name, _ in hosts)
+        names = tuple(host[1] for host in hosts)
         return PeerLinks(transport, arena, names, undo.pop_all())
+
+
+def _check_agreed(variable: str, values: Sequence[str]) -> None:
+    """Raise UsageError if the ranks have different `values`, which are by rank."""
+    if len(different := sorted(set(values))) > 1:
+        who = (", ".join(str(rank) for rank, its in enumerate(values) if its == value) for value in different)
+        settings = "; ".join(f"{value!r} at rank {ranks}" for value, ranks in zip(different, who, strict=True))
+        raise UsageError(f"the ranks have different settings of {variable}: {settings}; give all the same")
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ class SealedStore:
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
     def _read(self, entry: str, key: Key) -> list[str] | None:
-        """The texts at `place`; None if they are not sealed with `key`."""
+        """The texts at `entry`; None if they are not sealed with `key`."""
         return _open(key, self._ask(self._store.get, entry), entry)
 
     def _ask(self, method: Callable[..., T], *args: Any) -> T:

@@ -67,11 +67,18 @@ class Peers:
         return self._has_agreed
 
     def has_read_all(self) -> bool:
-        """Whether the token of each rank is where it was: otherwise a rank has ended, or runs another program."""
+        """Whether the token of each rank is where it was: otherwise a rank has ended, or runs another program.
+
+        Raises PermissionError if the kernel forbids now what it has allowed before.
+        """
         found = np.zeros(1, np.int64)
         for pid, address, token in zip(*map(self._column, (_PID, _ADDRESS, _TOKEN)), strict=True):
             try:
                 self._native.read_memory(pid, address, found)
+            except PermissionError:
+                if self._has_agreed:
+                    raise
+                return False
             except OSError:
                 return False
             if found[0] != token:  # a process of that number in another namespace

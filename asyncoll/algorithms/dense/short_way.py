@@ -94,7 +94,10 @@ class ShortWay:
             np.ndarray,
             may_interrupt,
             (own.ctypes.data, own.size, staging.arena.locate(own) or 0),
-            (max(sizes.private, sizes.whole + 1), sizes.private_max if staging.peers is not None else 0),
+            (
+                max(sizes.private, sizes.whole + 1, sizes.short + 1),
+                sizes.private_max if staging.peers is not None else 0,
+            ),
             self._polls,
             self._sleep_ns,
         )

@@ -39,7 +39,7 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 #   LEFT         the number of ranks that have left
 #   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
 #   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
-#   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE
+#   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE or LEFT
 #   PRIVATE      the number of ranks that show private memory, which the others read through the kernel (`peers`)
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS, _PRIVATE = range(11)
 _HEAD = 11

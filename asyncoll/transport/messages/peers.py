@@ -1,4 +1,4 @@
-"""What is said of peers, whichever sockets connect them: those that fall silent, and those that do not authenticate."""
+"""Reports of peers that fall silent or do not authenticate, for all kinds of sockets."""
 
 from __future__ import annotations
 
