@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from asyncoll.algorithms.rounds.reduction import Reduction as Reduction
     from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
+    from asyncoll.blocking import BlockingCommunicator as BlockingCommunicator
+    from asyncoll.blocking import init as init
     from asyncoll.communicator import Communicator as Communicator
     from asyncoll.communicator import Statistics as Statistics
     from asyncoll.errors import AbortedError as AbortedError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import ServiceLostError as ServiceLostError
     from asyncoll.errors import UsageError as UsageError
     from asyncoll.runtime.deadlines import deadline as deadline
+    from asyncoll.runtime.handles import Handle as Handle
     from asyncoll.runtime.progress import offload as offload
     from asyncoll.tensors.flat import Flat as Flat
     from asyncoll.tensors.flat import flatten as flatten
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "algorithms.gossip.pairwise": ("Gossip",),
     "algorithms.sparse.selection": ("Feedback",),
+    "blocking": ("BlockingCommunicator", "init"),
     "communicator": ("Communicator", "Statistics"),
     "runtime.deadlines": ("deadline",),
     "errors": (
@@ -73,6 +77,7 @@ _HOMES = {
     ),
     "tensors.flat": ("Flat", "flatten"),
     "algorithms.rounds.reduction": ("Reduction",),
+    "runtime.handles": ("Handle",),
     "runtime.progress": ("offload",),
     "algorithms.sparse.operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),

@@ -38,6 +38,7 @@ from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build
 from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
+_FOLDER = __file__.rpartition("/")[0]  # of the facades
 
 
 @dataclass(frozen=True, slots=True)
@@ -1715,7 +1716,7 @@ class Communicator:
             context = digest(self._core.member.communicator, "split", call.number, color)
             group = Group(world_ranks, members.index(self.rank), context)
             hosts = tuple(self.hosts[rank] for rank in members)
-            return Communicator(self._core.split(group), hosts)
+            return type(self)(self._core.split(group), hosts)
 
         return self._calls.start(call, body)
 
@@ -1903,4 +1904,4 @@ def _nothing() -> None:
 
 
 def _site() -> Site:
-    return site_outside(__file__)
+    return site_outside(_FOLDER)

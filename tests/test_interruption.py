@@ -140,7 +140,7 @@ def test_a_cancelled_caller_ends_although_its_wake_up_is_lost(monkeypatch):
         async def work() -> None:
             is_done.set()
 
-        thread = progress.ProgressThread()
+        thread = progress.ProgressThread(asyncio.get_running_loop())
         call = asyncio.ensure_future(thread.start(work()))
         await asyncio.to_thread(is_done.wait, PATIENCE_S)
         thread.stop()
@@ -258,7 +258,7 @@ async def interrupt(thread: progress.ProgressThread, event: int) -> bool:
 
 def test_a_call_that_is_interrupted_as_its_await_begins_stops_using_memory():
     async def main() -> None:
-        thread = progress.ProgressThread()
+        thread = progress.ProgressThread(asyncio.get_running_loop())
         event = 1
         while await interrupt(thread, event):
             event += 1

@@ -199,6 +199,19 @@ static PyObject *loop_of(ShortCalls *self)
     return loop;
 }
 
+/* Whether two files are in one folder. -1 with an exception. */
+static int is_beside(PyObject *file, PyObject *other)
+{
+    Py_ssize_t end = PyUnicode_FindChar(file, '/', 0, PyUnicode_GetLength(file), -1);
+    Py_ssize_t other_end = PyUnicode_FindChar(other, '/', 0, PyUnicode_GetLength(other), -1);
+    if (end < 0 || end != other_end)
+        return end < -1 || other_end < -1 ? -1 : 0;
+    PyObject *folder = PyUnicode_Substring(other, 0, other_end + 1);
+    Py_ssize_t is = folder ? PyUnicode_Tailmatch(file, folder, 0, end + 1, -1) : -1;
+    Py_XDECREF(folder);
+    return (int)is;
+}
+
 /* The entry of a call for reports: its plan, its number, and the place of the call, as
  * asyncoll/runtime/signature.py::site_outside finds it. The frame on top is that of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
@@ -212,7 +225,7 @@ static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
     PyObject *code = PyObject_GetAttr(frame, self->names[CODE]);
     PyObject *file = inside = code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL;
     Py_XINCREF(file);
-    while (file && PyObject_RichCompareBool(file, inside, Py_EQ) == 1) {
+    while (file && is_beside(file, inside) == 1) {
         PyObject *back = PyObject_GetAttr(frame, self->names[BACK]);
         if (!back || back == Py_None) {
             Py_XDECREF(back);

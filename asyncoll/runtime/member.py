@@ -55,7 +55,7 @@ class Member:
         if self.endpoint.closed:
             self.endpoint.check_open()
         try:
-            asyncio.get_running_loop()
+            self.runner.caller()
         except RuntimeError:
             raise UsageError(
                 "a call needs a running event loop, and this thread has none: make it inside an `async def`, and from "

@@ -71,6 +71,9 @@ class Runner(Protocol):
     turn: int  # how often the timer has expired
     is_timer_set: bool
 
+    def caller(self) -> asyncio.AbstractEventLoop:
+        """The loop that will await a call of this thread. Raises RuntimeError if no loop runs here, and one must."""
+
     def set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
 
@@ -279,6 +282,7 @@ class SharedLoop:
     held = None
     turn = 0
     is_timer_set = False
+    caller = staticmethod(asyncio.get_running_loop)
 
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
@@ -354,9 +358,12 @@ class ProgressThread:
     The loop and the thread exist from `__init__` to `stop`. Signal handlers of Python never run on that thread.
     """
 
-    def __init__(self) -> None:
-        self.home = asyncio.get_running_loop()
+    caller = staticmethod(asyncio.get_running_loop)
+
+    def __init__(self, home: asyncio.AbstractEventLoop | None) -> None:
+        """`home` is the loop of the program; None: the program has none, and the runtime's takes its place."""
         self._loop = uvloop.new_event_loop()
+        self.home = home or self._loop
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
@@ -424,16 +431,19 @@ class ProgressThread:
         self.is_timer_set = False
         for work, (caller, turn) in list(self.held.items()):
             if turn < self.turn:
-                crossing = self._taken[work] = _Crossing(self._loop, caller)
-                # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so
-                # the crossing must be in `_taken` before: a caller that loses the race looks there.
-                if self.held.pop(work, None) is None:
-                    del self._taken[work]
-                else:
-                    crossing.begin_here(work.finish())
+                self._take(work, caller)
         self.turn += 1
         if self.held:
             self.set_timer()
+
+    def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
+        crossing = self._taken[work] = _Crossing(self._loop, caller)
+        # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so the
+        # crossing must be in `_taken` before: a caller that loses the race looks there.
+        if self.held.pop(work, None) is None:
+            del self._taken[work]
+        else:
+            crossing.begin_here(work.finish())
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)

@@ -25,10 +25,10 @@ class Site(NamedTuple):
         return f"{self.code.co_filename.rpartition('/')[2]}:{self.line}"
 
 
-def site_outside(path: str) -> Site:
-    """The place of the call in the user's code: the first frame outside the module at `path`, which calls this."""
+def site_outside(folder: str) -> Site:
+    """The place of the call in the user's code: the first frame outside the modules in `folder`, which call this."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename == path and frame.f_back is not None:
+    while frame.f_code.co_filename.rpartition("/")[0] == folder and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
 

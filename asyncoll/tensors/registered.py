@@ -19,6 +19,7 @@ from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import build
 
 _current: ContextVar[RegisteredMemory | None] = ContextVar("registry", default=None)
+_of_process: list[RegisteredMemory] = []  # that of a world which all threads of this process are in, if there is one
 
 
 class SharedMemory(Protocol):
@@ -46,6 +47,15 @@ class RegisteredMemory:
             yield
         finally:
             _current.reset(token)
+
+    @contextlib.contextmanager
+    def of_process(self) -> Iterator[None]:
+        """Make this the result of `current` wherever the context has no other."""
+        _of_process.append(self)
+        try:
+            yield
+        finally:
+            _of_process.remove(self)
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
         """A numpy array, or for a torch dtype a torch tensor, with undefined content."""
@@ -92,7 +102,7 @@ def _extents(shape: Any) -> Sequence[Any]:
 
 def current() -> RegisteredMemory:
     """The registered memory of the world that this task is in; outside of a world, one that gives ordinary memory."""
-    return _current.get() or RegisteredMemory(None)
+    return _current.get() or next(iter(_of_process), None) or RegisteredMemory(None)
 
 
 def _dtype(dtype: Any) -> tuple[str, bool]:

@@ -121,15 +121,20 @@ async def connect() -> AsyncIterator[Communicator]:
         async with asyncoll.connect() as comm:
             await comm.barrier()
     """
-    with _sole_membership():
+    with sole_membership():
         environment = Environment.read()
         if environment is None or environment.size == 1:
             async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
                 yield comm
             return
-        with _claimed(environment):
-            async with _joined(environment) as comm:
+        process = os.getpid()
+        thread = ProgressThread(asyncio.get_running_loop())
+        try:
+            async with joined(thread, environment) as comm:
                 yield comm
+        finally:
+            if os.getpid() == process:  # a forked child has no such thread
+                thread.stop()
 
 
 @contextlib.contextmanager
@@ -156,23 +161,23 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _joined(environment: Environment) -> AsyncIterator[Communicator]:
-    process = os.getpid()
-    joining = _joining(environment)
-    links = await _meet(environment, joining)
-    thread = ProgressThread()
-    try:
+async def joined(runner: Runner, environment: Environment | None) -> AsyncIterator[Communicator]:
+    """As `connect`, with this runner and environment; None: a world of one rank."""
+    if environment is None or environment.size == 1:
+        async with World(Endpoint(inproc.world(1)[0]), runner) as comm:
+            yield comm
+        return
+    with _claimed(environment):
+        joining = _joining(environment)
+        links = await _meet(environment, joining)
         with links.until_joined:
-            async with World(_endpoint(links, environment), thread, links.hosts, joining) as comm:
+            async with World(_endpoint(links, environment), runner, links.hosts, joining) as comm:
                 links.until_joined.close()
                 yield comm
-    finally:
-        if os.getpid() == process:  # a forked child has no such thread
-            thread.stop()
 
 
 @contextlib.contextmanager
-def _sole_membership() -> Iterator[None]:
+def sole_membership() -> Iterator[None]:
     member = _member
     if not member.acquire(blocking=False):
         raise UsageError(
@@ -370,7 +375,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
-        await self._core.leave(site_outside(""))
+        await self._core.leave(site_outside(os.path.dirname(__file__)))
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")

@@ -7,7 +7,6 @@ fails, goes on as any other call (`Host.general`).
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -92,7 +91,7 @@ class PythonShortCalls:
         if self._closing.closed or self._failures.any or host.unstarted is not None or host.unused or may_interrupt():
             return None
         try:
-            loop = asyncio.get_running_loop()
+            loop = self.runner.caller()
         except RuntimeError:
             return None
         if self._home not in (None, loop) or number - staging.sizes.calls in self._unfinished:

@@ -7,7 +7,6 @@ other call (`algorithms.calls`).
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,7 +89,7 @@ class ShortWay:
             *staging.under_way,
             staging.end,
             self._note,
-            asyncio.get_running_loop,
+            runner.caller,
             deadlines.expiry.get,
             np.ndarray,
             may_interrupt,

@@ -36,6 +36,7 @@ from asyncoll.tensors.reductions import ReduceOp, combiner, reducer
 from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
+_FOLDER = __file__.rpartition("/")[0]
 
 
 class _Exchange(NamedTuple):
@@ -204,7 +205,7 @@ class Gossip:
             return self._member.runner.start(_nothing())
         draw = digest("partner", self._seed, self._rank, self._begun)
         passive = self._partners[draw % len(self._partners)]
-        call = _Exchange(self._call, self._begun + 1, self._rank, passive, site_outside(__file__))
+        call = _Exchange(self._call, self._begun + 1, self._rank, passive, site_outside(_FOLDER))
         ranks = self._member.group.ranks
         pending = self._pending.enter(call, ranks=(ranks[self._rank], ranks[passive]))
         try:
@@ -251,7 +252,7 @@ class Gossip:
             await comm.allreduce(model, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
         self._check()
-        call = self._calls.number("Gossip.close", "", -1, self._call.key, site_outside(__file__))
+        call = self._calls.number("Gossip.close", "", -1, self._call.key, site_outside(_FOLDER))
         self._closed = True
         asked, rows = shapes.rows(self._size, 1), shapes.rows(self._size, 1)
         for passive, count in self._asked.items():
