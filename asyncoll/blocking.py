@@ -56,7 +56,12 @@ def init() -> BlockingCommunicator:
             handle = comm.allreduce(x)  # has begun
             handle.wait(timeout=5.0)
     """
-    return _Session().enter()
+    return join(None)
+
+
+def join(environment: Environment | None) -> BlockingCommunicator:
+    """As `init`, for the world of `environment`; None: that of the environment variables."""
+    return _Session().enter(environment)
 
 
 class _Session:
@@ -66,11 +71,11 @@ class _Session:
         self._undo = contextlib.ExitStack()
         self._closing = threading.Lock()
 
-    def enter(self) -> BlockingCommunicator:
+    def enter(self, environment: Environment | None) -> BlockingCommunicator:
         process = os.getpid()
         with contextlib.ExitStack() as undo:
             undo.enter_context(sole_membership())
-            environment = Environment.read()
+            environment = environment or Environment.read()
             runner = HandleRunner()
             undo.callback(_stop, runner, process)
             entered = concurrent.futures.Future[Communicator]()

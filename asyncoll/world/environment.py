@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
@@ -43,6 +44,18 @@ class Environment:
     deadline_s: float = _DEADLINE_S  # the longest time that a call may take; infinity: no limit
     key_file: str = ""  # has the job's key; empty: there is none
     encrypt: str = ENCRYPT[0]
+    store: Any = None  # a torch.distributed store of all ranks; None: rank 0, or torchrun's agent, serves one
+
+    @classmethod
+    def of_store(cls, store: Any, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> Environment:
+        """The world of the `size` ranks that share `store`; everything else as `environ` has it."""
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | {
+            name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)
+        }
+        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", **master}
+        environment = cls.read({**environ, **given})
+        assert environment is not None
+        return replace(environment, store=store)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:

@@ -236,6 +236,10 @@ def enter_store(environment: Environment, joining: Joining, key: Key, turn: int)
     again.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, size, given = environment.rank, environment.size, environment.store
+    if given is not None:
+        turn = given.add(f"asyncoll/turn/{rank}", 1)  # it may be the store of an earlier world, too
+        return SealedStore(given, f"asyncoll/{turn}", rank, size, key, joining, serves=not agents)
     while True:
         serves_it = environment.rank == 0 and not agents
         store = _serve_store(environment) if serves_it else _reach_store(environment, joining)
