@@ -258,7 +258,7 @@ class World:
         self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         forks.register(self)
-        comm = await self._runner.start(self._join())
+        comm = await self._runner.within(self._join())
         self._inside.enter_context(self._core.memory.as_current())
         return comm
 
@@ -293,11 +293,11 @@ class World:
 
     async def _end(self, error: BaseException | None) -> None:
         try:
-            await self._runner.start(self._leave(error))
+            await self._runner.within(self._leave(error))
         finally:
             for rpc in self._core.rpcs:
                 await rpc.close()
-            await self._runner.start(self._let_go())
+            await self._runner.within(self._let_go())
 
     async def _join(self) -> Communicator:
         try:
