@@ -190,7 +190,7 @@ class ProcessGroup(dist.ProcessGroup):
         membership.leave(self._comm)
 
     def abort(self) -> None:
-        self._comm.abort("the process group was aborted")
+        membership.abort(self._comm)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
