@@ -20,6 +20,7 @@ from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.communicator import Communicator
 from asyncoll.errors import ClosedError, UsageError
+from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
@@ -64,9 +65,13 @@ def init() -> BlockingCommunicator:
     return join(None)
 
 
-def join(environment: Environment | None) -> BlockingCommunicator:
-    """As `init`, for the world of `environment`; None: that of the environment variables."""
-    return _Session().enter(environment)
+def join(environment: Environment | None, *, departs: bool = False) -> BlockingCommunicator:
+    """As `init`, for the world of `environment`; None: that of the environment variables.
+
+    With `departs`, leaving is not collective: this rank leaves once its calls are over, or at once with an exception,
+    and communicators without it go on.
+    """
+    return _Session(departs).enter(environment)
 
 
 class _Session:
@@ -76,7 +81,8 @@ class _Session:
     only wait for it. So an exception of a handler (Ctrl-C) ends a wait, and leaves nothing half done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, departs: bool) -> None:
+        self._departs = departs
         self._process = os.getpid()
         self._entered, self._over = Gate(), Gate()
         self._comm: Communicator | None = None
@@ -159,8 +165,9 @@ class _Session:
                 self._inside.cancel()
 
     async def _be_inside(self, runner: HandleRunner, environment: Environment | None) -> None:
-        world = joined(runner, environment)
+        world = joined(runner, environment, departs=self._departs)
         self._comm = await world.__aenter__()
+        lift()  # the deadline of joining is none of leaving
         with self._comm._core.memory.of_process():
             self._entered.open()
             await self._asked.wait()
