@@ -195,19 +195,7 @@ class EndingSeen(NamedTuple):
 
 
 Control: TypeAlias = (
-    Announce
-    | Dispute
-    | Mismatch
-    | Abort
-    | Broken
-    | Hello
-    | Lost
-    | Where
-    | Here
-    | Overdue
-    | Leave
-    | Ending
-    | EndingSeen
+    Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue | Leave | Ending | EndingSeen
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 
