@@ -281,7 +281,8 @@ class World:
         forks.unregister(self)
         self._inside.close()
         if self._departs:
-            return await self._end(error)
+            await self._end(error)
+            return
         # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
         with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
             _ = self._core.rpc
