@@ -185,13 +185,13 @@ class Leave(NamedTuple):
 class Ending(NamedTuple):
     """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
 
-    size: int  # of the world
+    reason: str  # as in Leave
 
 
 class EndingSeen(NamedTuple):
     """Answers an Ending."""
 
-    size: int
+    rank: int  # that ends
 
 
 Control: TypeAlias = (
