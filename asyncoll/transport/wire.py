@@ -174,7 +174,41 @@ class Overdue(NamedTuple):
     missing: str  # ranks, separated by commas
 
 
-Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue
+class Leave(NamedTuple):
+    """Reports that the sender takes no part in calls after number `calls` of a communicator; other ranks go on."""
+
+    communicator: int
+    calls: int  # the sender has completed all numbered calls up to this one
+    reason: str  # empty: the program of the sender leaves in good order
+
+
+class Ending(NamedTuple):
+    """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
+
+    size: int  # of the world
+
+
+class EndingSeen(NamedTuple):
+    """Answers an Ending."""
+
+    size: int
+
+
+Control: TypeAlias = (
+    Announce
+    | Dispute
+    | Mismatch
+    | Abort
+    | Broken
+    | Hello
+    | Lost
+    | Where
+    | Here
+    | Overdue
+    | Leave
+    | Ending
+    | EndingSeen
+)
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 
 
