@@ -255,6 +255,16 @@ class BlockingCommunicator(Communicator):
         with self._order:
             return as_handle(super().recv(x, source, tag))
 
+    def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:
+        """As `Communicator.recv_any`, with a handle for the end of the call.
+
+        The message is taken even if the handle is dropped.
+        """
+        with self._order:
+            handle = as_handle(super().recv_any(x, tag))
+        handle.claim()
+        return handle
+
     def solo_allreduce(
         self,
         x: object,

@@ -143,6 +143,10 @@ class Handle(Coroutine[Any, Any, T]):
     def close(self) -> None:
         """Without effect: the call goes on."""
 
+    def claim(self) -> None:
+        """The result counts as asked for: it is not discarded with the handle."""
+        self._is_wanted = True
+
     # -- how it ends ------------------------------------------------------------------------------
 
     def _end(self, result: T) -> None:
