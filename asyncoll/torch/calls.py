@@ -8,7 +8,7 @@ cannot know the sizes of all blocks, the ranks first tell each other.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,7 +194,14 @@ class Calls:
         async def body(pair: Collectives) -> None:
             await pair.pass_on(block.flat, dest, None, dest)
 
-        return self._pass(block, self.rank, dest, tag, body, sends=True)
+        def start() -> Any:
+            call = self._message(block, self._calls.number_send(dest, tag), detail)
+            if self._calls.send_directly(call, dest, tag, block.flat):
+                return self._core.member.runner.done(None)
+            return self._calls.start_send(call, dest, tag, body)
+
+        detail = f"from rank {self.rank} to rank {dest}, tag {tag}"
+        return self._pass(detail, start)
 
     def recv(self, block: Block, source: int, tag: int) -> Handle[Any]:
         """Receive `block` from another rank."""
@@ -203,21 +210,39 @@ class Calls:
             await pair.pass_on(None, source, block.flat, source)
             block.write_back()
 
-        return self._pass(block, source, self.rank, tag, body)
+        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
+        return self._pass(
+            detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body)
+        )
 
-    def _pass(
-        self, block: Block, source: int, dest: int, tag: int, body: Body[Any], *, sends: bool = False
-    ) -> Handle[Any]:
-        detail = f"from rank {source} to rank {dest}, tag {tag}"
+    def recv_any(self, block: Block, tag: int) -> Handle[int]:
+        """Receive `block` from any other rank. The result is the sender."""
+
+        def call(source: int | None, number: int) -> Signature:
+            sender = "any rank" if source is None else f"rank {source}"
+            return self._message(block, number, f"from {sender} to rank {self.rank}, tag {tag}", site)
+
+        def result(source: int) -> int:
+            block.write_back()
+            return source
+
+        site = _site()
+        with self._order:
+            self._core.member.check_caller()
+            handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
+        handle.claim()
+        return handle
+
+    def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:
+        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or _site())
+
+    def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
+        """Start a call of two ranks."""
         member = self._core.member
         with self._order:
             member.check_caller()
             try:
-                number = self._calls.number_pair(source, dest, tag)
-                call = Signature("send/recv", number, block.dtype, block.packed.numel(), detail, _site())
-                if sends and self._calls.send_directly(call, dest, tag, block.flat):
-                    return self._handle(member.runner.done(None))
-                return self._handle(self._calls.start_pair(call, source, dest, tag, body))
+                return self._handle(start())
             except BaseException as error:
                 # Of a signal handler, between the number and the start: the other rank waits for this number.
                 member.abort(f"send/recv {detail} was interrupted: {describe(error)}")

@@ -337,6 +337,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         work.set_source(lambda: peer)
         return work
 
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
+        (x,) = tensors
+        if not x.is_cpu:
+            self._serve(x)
+            return super().recv_anysource(tensors, tag)
+
+        def begin() -> Handle[Any]:
+            if self._calls.size == 1:
+                raise UsageError("a group of one rank has no rank to receive from")
+            return self._calls.recv_any(writable(x), tag)
+
+        work = self._work("recvAnySource", begin, None, list(tensors), tensors)
+        work.set_source(lambda: int(work.handles[0].wait()))
+        return work
+
     # -- several calls as one ---------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
