@@ -186,6 +186,9 @@ class Handle(Awaitable[T]):
             self._callbacks.pop(key, None)
         return self._outcome()
 
+    def claim(self) -> None:
+        """The result counts as fetched, also if the handle is destroyed before."""
+
     # -- how it ends ------------------------------------------------------------------------------
 
     def _end(self, result: T) -> None:
@@ -249,8 +252,11 @@ class _Unfetched(Handle[T]):
     __slots__ = ()
 
     def _outcome(self) -> T:
-        self.__class__ = Handle  # type: ignore[assignment]
+        self.claim()
         return self._outcome()
+
+    def claim(self) -> None:
+        self.__class__ = Handle  # type: ignore[assignment]
 
     def __del__(self) -> None:
         # On the runtime's loop: a finalizer may run in any thread, also in one that holds a lock.
