@@ -90,7 +90,7 @@ class EagerSGDState(HookState):
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
-        self._untouched = Untouched(self._buckets.layout.parameters)
+        self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._reduction: Reduction | None = None  # of the last backward pass

@@ -73,18 +73,24 @@ class OptimizerSteps:
 class Untouched:
     """Finds out whether the program has changed the gradients since the backward pass."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self._optimizer = optimizer
         self._parameters = parameters
-        self._noted: list[tuple[Tensor | None, int]] = []
+        self._versions: list[tuple[Tensor | None, int]] = []
+        self._samples = torch.empty(0)
 
     def note_after_backward(self) -> None:
         """Remember the gradients at the end of the backward pass under way, when DDP has copied the results to them."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._note)
+        # DDP queues its own callback after the hook has returned. This one comes before, and queues another behind.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._note))
 
     def check(self) -> None:
         """Raise UsageError if a gradient is another one than after the backward pass."""
-        now = self._read()
-        if any(a is not b or v != w for (a, v), (b, w) in zip(now, self._noted, strict=True)):
+        is_same = all(a is b and v == w for (a, v), (b, w) in zip(self._versions, self._count(), strict=True))
+        # Fused optimizers get the scale as an attribute. Otherwise a GradScaler divides without counting a version.
+        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
+        if is_scaled or not is_same or not torch.equal(self._samples, self._sample()):
             raise UsageError(
                 "the gradients have changed between backward() and the step, by clipping or a GradScaler for example: "
                 "the results of rounds that a rank has missed would not. Give clip_norm to the state of the hook, and "
@@ -92,8 +98,14 @@ class Untouched:
             )
 
     def _note(self) -> None:
-        self._noted = self._read()
+        self._versions = self._count()
+        self._samples = self._sample()
 
-    def _read(self) -> list[tuple[Tensor | None, int]]:
+    def _count(self) -> list[tuple[Tensor | None, int]]:
         gradients = [parameter.grad for parameter in self._parameters]
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+
+    def _sample(self) -> Tensor:
+        """Some elements of each gradient."""
+        gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
+        return torch.cat([x.as_strided((min(x.numel(), 8),), (max(x.numel() // 8, 1),)) for x in gradients])

@@ -35,7 +35,7 @@ def check_one_operation(ddp: DistributedDataParallel) -> None:
         [
             (
                 bool(ignored),
-                f"{', '.join(ignored[:3])} would be trained by each rank for itself: freeze the parameters",
+                f"DDP ignores {', '.join(ignored[:3])}, so ranks would not share it: freeze it",
             ),
             (
                 in_backward,
