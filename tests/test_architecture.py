@@ -78,6 +78,7 @@ PACKAGES: dict[str, set[str]] = {
         "world",
     },
     "training": {""},
+    "torch.hooks": {"", "algorithms", "blocking", "errors", "runtime", "tensors", "torch", "training"},
     # tools for tests and users, on top of all
     "testing": {
         "_core",
@@ -106,7 +107,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
-SUBPACKAGES = ("transport.memory", "transport.messages")
+SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages")
 MODULES_MAX, PACKAGES_MAX = 9, 12  # at the top of asyncoll/
 SANS_IO = (
     "transport.wire",
@@ -118,7 +119,12 @@ SANS_IO = (
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "torch", "training", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
-DOORS = ("asyncoll.rpc", "asyncoll.testing", "asyncoll.torch", "asyncoll.training")  # the other modules with public names
+DOORS = (
+    "asyncoll.rpc",
+    "asyncoll.testing",
+    "asyncoll.torch",
+    "asyncoll.training",
+)  # the other modules with public names
 TESTS = ROOT / "tests"
 SETTERS = ("setattr", "delattr", "setitem", "delitem")
 # Globals of the package that tests replace, with the reason why no argument, setting or peer reaches the state.

@@ -157,7 +157,7 @@ def ended():
 
 # -- eager-SGD ------------------------------------------------------------------------------------
 
-ROUNDS = 30
+ROUNDS = 34
 
 
 class WithoutReplay(hooks.EagerSGDState):
@@ -175,7 +175,7 @@ class Delays:
         generator = torch.Generator().manual_seed(5)  # the same at all ranks
         self.left = []  # (trigger, gap, late rank, rank that goes on)
         for index in range(3):
-            trigger = 3 + 8 * index + int(torch.randint(2, (1,), generator=generator))
+            trigger = 3 + 10 * index + int(torch.randint(2, (1,), generator=generator))
             self.left.append((trigger, gap, index % size, (index + 1) % size))
 
     def pass_on(self, round_):
@@ -264,7 +264,7 @@ def eager_loses():
     module = model()
     optimizer = optimizer_of(module, torch.optim.AdamW)
     state, _, _ = train_eagerly(
-        hooks.EagerSGDState, wrap(module), optimizer, Delays(5), history=2, sync_every=8, name="loses"
+        hooks.EagerSGDState, wrap(module), optimizer, Delays(5), history=2, sync_every=10, name="loses"
     )
     assert_one_model(module)
     # Without synchronous rounds its step is refused.
@@ -272,7 +272,8 @@ def eager_loses():
     ddp, optimizer = wrap(module), optimizer_of(module)
     state = hooks.EagerSGDState(ddp, optimizer, history=2, name="lost")
     ddp.register_comm_hook(state, hooks.eager_sgd)
-    step(ddp, optimizer, batches(1, 1)[0])
+    for batch in batches(1, 2):  # DDP makes its buckets anew in the second one, where all ranks wait for rank 0
+        step(ddp, optimizer, batch)
     if dist.get_rank() == 0:
         dist.recv(torch.empty(1), src=1)
         backward(ddp, batches(1, 1)[0])

@@ -99,7 +99,7 @@ class DCS3GDState(HookState):
 
     def _start_average(self) -> None:
         torch._foreach_copy_(self._layout.parts(self._mean), [p.detach() for p in self._layout.parameters])
-        with self._group._limit(None):
+        with self._limit():
             self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
             self._averaged.when_done(_ignore)  # the runtime goes on with it at once
 

@@ -111,7 +111,7 @@ class EagerSGDState(HookState):
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
             self._begin()
-            with self._group._limit(None):
+            with self._limit():
                 self._reduction = self._call().wait()
             self._buckets.scatter()
             self._untouched.note_after_backward()

@@ -50,7 +50,7 @@ class AllreduceState(HookState):
         if bucket.is_last():
             self.round += 1
         buffer.mul_(1 / self._comm.size)  # before the sum, as DDP does
-        with self._group._limit(None):
+        with self._limit():
             return _future(self._comm.allreduce(buffer), lambda: buffer)
 
     def _finish(self) -> None:

@@ -77,7 +77,7 @@ class OkTopkState(HookState):
         refusals.check_join(self._model())
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._group._limit(None):
+            with self._limit():
                 self._exchange()
             self._buckets.scatter()
             self.round += 1

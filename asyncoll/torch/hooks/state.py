@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import UsageError
+from asyncoll.runtime.deadlines import deadline
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import refusals
 
@@ -77,7 +80,7 @@ class HookState(ABC):
         """
         if self._has_ended:
             return
-        with self._group._limit(None):
+        with self._limit():
             self._finish()
         self._has_ended = True
 
@@ -97,6 +100,10 @@ class HookState(ABC):
             raise UsageError("the model of this hook is gone")
         return ddp
 
+    def _limit(self) -> AbstractContextManager[None]:
+        """The deadline of calls: the timeout of the process group."""
+        return deadline(self._group.get_timeout().total_seconds())
+
     def _check_going_on(self) -> None:
         """Raise UsageError if no gradient may come any more."""
         if self._has_ended:
@@ -105,7 +112,5 @@ class HookState(ABC):
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that awaits handles. This thread may run an event loop, but not that of the work."""
-    import asyncio
-
     with ThreadPoolExecutor(1, "asyncoll-hook") as thread:
         return thread.submit(asyncio.run, work).result()
