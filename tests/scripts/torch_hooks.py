@@ -6,17 +6,20 @@ A late rank waits for messages that others send after a round, and never for an 
 import copy
 import gc
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch import hooks
 from asyncoll.training.dc_s3gd import compensate
+
+with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.script
+    from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 torch.set_num_threads(1)
 
