@@ -78,7 +78,7 @@ PACKAGES: dict[str, set[str]] = {
         "world",
     },
     "training": {""},
-    "torch.hooks": {"", "algorithms", "blocking", "errors", "runtime", "tensors", "torch", "training"},
+    "torch.hooks": {"algorithms", "blocking", "errors", "runtime", "tensors", "torch", "training"},
     # tools for tests and users, on top of all
     "testing": {
         "_core",
@@ -117,7 +117,7 @@ SANS_IO = (
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
-TORCH = {"tensors", "torch", "training", "doctor", "launch", "world"}
+TORCH = {"tensors", "torch", "torch.hooks", "training", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
     "asyncoll.rpc",
@@ -308,7 +308,7 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 
 def test_torch_is_imported_when_it_is_needed():
     """Not by `asyncoll.torch` itself either: `import torch` imports it."""
-    users = {module for module in modules if package(module) in ("training", "torch")} - {"torch"}
+    users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 
