@@ -471,7 +471,7 @@ def test_the_rank_that_lost_least_is_the_source(losses: list[int], source: int |
             flat.gradients.fill_(1.0 + comm.rank)
             optimizer.step()
         before = kept(model, optimizer)
-        await resynchronise(comm, flat, optimizer, losses[comm.rank])
+        await resynchronise(comm, (flat.parameters,), optimizer, losses[comm.rank])
         return before, kept(model, optimizer)
 
     results = run_ranks(3, main)
@@ -485,11 +485,11 @@ def test_a_state_of_numbers_is_resynchronised_and_an_object_is_an_error() -> Non
         optimizer = slow_momentum(model)
         flat = asyncoll.flatten(model)
         optimizer.state[model.weight]["steps"] = 7 - comm.rank
-        await resynchronise(comm, flat, optimizer, lost=1)
+        await resynchronise(comm, (flat.parameters,), optimizer, lost=1)
         steps: int = optimizer.state[model.weight]["steps"]
         assert steps == 7
         optimizer.state[model.weight]["steps"] = object()
-        await resynchronise(comm, flat, optimizer, lost=1)
+        await resynchronise(comm, (flat.parameters,), optimizer, lost=1)
         return steps
 
     with pytest.raises(asyncoll.UsageError, match="SGD keeps 'steps' as a object"):

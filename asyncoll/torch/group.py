@@ -25,6 +25,7 @@ from asyncoll.torch.monitored import MonitoredBarriers
 from asyncoll.torch.options import as_list, read
 from asyncoll.torch.reducers import keep_works
 from asyncoll.torch.reductions import contribution, reduction
+from asyncoll.torch.registered_pool import RegisteredPool
 from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
 
@@ -59,6 +60,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         self._store = store
         self._timeout = timeout
         self._together: list[Work] | None = None  # the calls since `_start_coalescing`
+        self._memory = RegisteredPool(comm)
         self._devices = ["cpu"]
         self._name = self._description = ""
         self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, comm._core.member.check)
@@ -485,6 +487,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             return self
         self._serve(device)
         return super()._get_backend(device)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` has memory for tensors of `device`. FSDP2 asks for it."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of `size` elements in memory that the ranks of this host share. Its content is undefined."""
+        del device
+        return self._memory.allocate(size, dtype)
 
     supports_splitting = False
     supports_coalescing = False

@@ -145,7 +145,7 @@ class EagerSGD(Trainer):
             await self._average_models()
 
     async def _resynchronise(self) -> None:
-        await replicas.resynchronise(self.comm, self._flat, self.optimizer, self._lost)
+        await replicas.resynchronise(self.comm, (self._flat.parameters,), self.optimizer, self._lost)
         self._lost = 0
 
     async def _resume(self) -> None:

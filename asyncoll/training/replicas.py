@@ -15,6 +15,7 @@ Every algorithm treats the parts of a model, and the optimizer, by the same rule
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -103,21 +104,22 @@ def weights(flat: asyncoll.Flat) -> Tensor:
 
 async def resynchronise(
     comm: asyncoll.Communicator,
-    flat: asyncoll.Flat,
+    parameters: Iterable[Tensor],
     optimizer: torch.optim.Optimizer,
     lost: int,
 ) -> None:
     """Make replicas equal to the bit: if any rank has `lost` results, all get one state of parameters and optimizer.
 
-    Collective: every rank calls it at the same round, after at least one step. The parameters and the optimizer are
-    those of the lowest of the ranks that have lost least. If a rank has lost nothing, that is the state of a run
-    without losses.
+    Collective: every rank calls it at the same round, after at least one step. `parameters` are all of the model's, or
+    the flat tensor that has them. They and the optimizer become those of the lowest of the ranks that have lost least.
+    If a rank has lost nothing, that is the state of a run without losses.
     """
     losses = (await comm.allgather(torch.tensor(lost))).tolist()
     if not any(losses):
         return
     source = losses.index(min(losses))
-    await comm.broadcast(flat.parameters, root=source)
+    for tensor in parameters:
+        await comm.broadcast(tensor, root=source)
     await _share_optimizer(comm, optimizer, root=source)
 
 

@@ -1,0 +1,97 @@
+"""The gradients of one step: DDP's buckets, gathered in one flat tensor until the last one is there."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from asyncoll.blocking import BlockingCommunicator
+from asyncoll.errors import UsageError
+
+
+class Layout:
+    """Where each parameter's elements are in flat tensors: in the order of the parameters, without gaps.
+
+    That order does not change when DDP makes its buckets anew, and is the same in another run.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        kinds = {parameter.dtype for parameter in parameters}
+        if len(kinds) > 1:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise UsageError(f"the parameters have the dtypes {names}, and one operation has one: train in one dtype")
+        (self.dtype,) = kinds
+        self.parameters = parameters
+        self.starts = dict(zip(parameters, accumulate((p.numel() for p in parameters), initial=0), strict=False))
+        self.count = sum(parameter.numel() for parameter in parameters)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The part of `flat` that belongs to each parameter, as a tensor like the parameter."""
+        return [_like(parameter, flat, start) for parameter, start in self.starts.items()]
+
+    def read_gradients(self, into: Tensor) -> None:
+        """Copy the parameters' gradients to the flat tensor `into`. A gradient that is missing is 0."""
+        for parameter, part in zip(self.parameters, self.parts(into), strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.copy_(parameter.grad)
+
+    def write_gradients(self, flat: Tensor) -> None:
+        """Copy `flat` to the parameters' gradients, where there are any, and to new ones elsewhere."""
+        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            if parameter.grad is None:
+                parameter.grad = part.clone()
+            else:
+                parameter.grad.copy_(part)
+
+
+class Buckets:
+    """Gathers the buckets of a step in `flat`, which is registered memory, and returns its content to them."""
+
+    def __init__(self, comm: BlockingCommunicator, layout: Layout) -> None:
+        self.layout = layout
+        self.flat: Tensor = comm.empty(layout.count, layout.dtype)
+        self._pending: list[tuple[Tensor, list[tuple[Tensor, Tensor]], torch.futures.Future[Tensor]]] = []
+
+    def gather(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Copy the gradients of a bucket to `flat`. The future waits for `scatter`."""
+        buffer = bucket.buffer()
+        check_dense(buffer)
+        if bucket.index() == 0:
+            self._pending.clear()  # of a step that has failed
+        pairs = [self._pair(*each, buffer) for each in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        for here, there in pairs:
+            here.copy_(there)
+        future = torch.futures.Future[Tensor]()
+        self._pending.append((buffer, pairs, future))
+        return future
+
+    def scatter(self) -> None:
+        """Copy `flat` to all buckets of the step, and end their futures."""
+        pending, self._pending = self._pending, []
+        for buffer, pairs, future in pending:
+            for here, there in pairs:
+                there.copy_(here)
+            future.set_result(buffer)
+
+    def _pair(self, parameter: Tensor, gradient: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        start, count = self.layout.starts[parameter], parameter.numel()  # type: ignore[index]
+        offset = gradient.storage_offset() - buffer.storage_offset()
+        return self.flat[start : start + count], buffer[offset : offset + count]
+
+
+def check_dense(buffer: Tensor) -> None:
+    """Raise UsageError if the gradient of a bucket is sparse."""
+    if buffer.layout is not torch.strided:
+        raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
+
+
+def _like(parameter: Tensor, flat: Tensor, start: int) -> Tensor:
+    """The part of `flat` from `start`, of the shape of `parameter`, with its order of elements in memory."""
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense: as DDP lays out its buckets
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + start)
+    return flat[start : start + parameter.numel()].view(parameter.size())

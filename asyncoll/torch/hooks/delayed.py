@@ -1,0 +1,123 @@
+"""The hook `dc_s3gd`: the models of the last step are averaged while the next gradient is computed.
+
+Rigazzi, "DC-S3GD: delay-compensated stale-synchronous SGD for large-scale decentralized neural network training", DLS
+2019, algorithm 1.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncoll.errors import UsageError
+from asyncoll.runtime.handles import Handle
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import Layout, check_dense
+from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
+from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.training import replicas
+from asyncoll.training.dc_s3gd import compensate
+
+
+class DCS3GDState(HookState):
+    """The state of `dc_s3gd`: the hook leaves each rank its own gradient, and the steps of `optimizer` do the rest.
+
+    A step goes to the average of the models after the step before, corrects the gradient for the way there, steps, and
+    starts the next average. So between steps each rank has its own model, one step away from an average that all share.
+    `lambda0` = 0 leaves the gradients uncorrected.
+
+    All ranks make the same number of steps, one after each `backward()`. `optimizer` trains all parameters of the model
+    and no others. A program may clip or unscale gradients between `backward()` and the step; a GradScaler that leaves
+    out a step is a UsageError in the next `backward()`. Buffers are each rank's own, unless DDP broadcasts them in each
+    forward pass, which makes every rank wait for rank 0.
+
+    Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in
+    `backward()` or send messages, and closures are refused. Gradients may be accumulated in `no_sync()`.
+
+    A checkpoint is each rank's own: save and load the model of each rank after it was wrapped, because DDP gives all
+    ranks rank 0's model when it wraps it. `finish()` takes the last average, and rank 0's buffers.
+
+    Memory: three flat tensors of the size of the gradients.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, lambda0: float = 0.2) -> None:
+        if not 0 <= lambda0 < math.inf:
+            raise UsageError(f"lambda0 is a share of the gradient, at least 0, not {lambda0}")
+        super().__init__(ddp)
+        refusals.check_one_operation(ddp)
+        refusals.check_optimizer(ddp, optimizer)
+        self._lambda0 = lambda0
+        self._layout = Layout([p for p in ddp._module_parameters if p.requires_grad])
+        self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
+        self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
+        self._distance = torch.empty_like(self._gradient)
+        self._averaged: Handle[Tensor] | None = None
+        self._is_resumed = False
+        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+
+    def _leave(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._check_going_on()
+        check_dense(bucket.buffer())
+        refusals.check_join(self._model())
+        if bucket.index() == 0:
+            self._steps.expect()
+            if self._is_resumed:  # the model is one step away from the average that was under way
+                self._is_resumed = False
+                self._start_average()
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer())
+        return future
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        if not self._take_average():  # w_i = w̄, and D_i
+            return
+        self._layout.read_gradients(self._gradient)
+        compensate(self._gradient, self._distance, self._lambda0)  # g̃_i (equation 10)
+        self._layout.write_gradients(self._gradient)
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        self.round += 1
+        self._start_average()  # the model is free for the next gradient
+
+    def _take_average(self) -> bool:
+        """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
+        if self._averaged is None:
+            return False
+        averaged, self._averaged = self._averaged, None
+        averaged.wait()
+        self._distance.copy_(self._mean)
+        parameters = self._layout.parameters
+        torch._foreach_sub_(self._layout.parts(self._distance), list(parameters))  # D_i = mean - w_i (equation 9)
+        torch._foreach_copy_(list(parameters), self._layout.parts(self._mean))
+        return True
+
+    def _start_average(self) -> None:
+        torch._foreach_copy_(self._layout.parts(self._mean), [p.detach() for p in self._layout.parameters])
+        with self._limit():
+            self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
+            self._averaged.when_done(_ignore)  # the runtime goes on with it at once
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        self._is_resumed = True
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._steps.check_done()
+        self._take_average()
+        complete(replicas.share_buffers(self._comm, self._model().module))
+        self._steps.remove()
+
+
+def dc_s3gd(state: DCS3GDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leave this rank its own gradient: the models are averaged, in the steps of the optimizer."""
+    return state._leave(bucket)
+
+
+def _ignore() -> None:
+    pass

@@ -1,0 +1,262 @@
+"""The hook `eager_sgd`: a step does not wait for slow ranks.
+
+Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with partial
+collective operations", PPoPP 2020, section 5.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from asyncoll.algorithms.rounds.reduction import Reduction
+from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.runtime.handles import Handle
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import Buckets, Layout
+from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
+from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.training import replicas
+from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.trainer import is_finite
+
+
+class EagerSGDState(HookState):
+    """The state of `eager_sgd`: average the gradients of the ranks that have arrived; late ones enter later rounds.
+
+    A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
+    `quorum`-th rank ("quorum"; by default size // 2 + 1). All buckets of a step are in one round. Every `sync_every`-th
+    round (0: none) waits for all ranks. A late rank makes fewer steps than there are rounds, so programs count `round`,
+    never their own steps.
+
+    A rank that is late by at most `history` rounds applies every result that it has missed: the step of the optimizer
+    that the program makes takes one step for each of them first. So all replicas that have applied the same round are
+    equal to the bit. A rank that is later loses results for good: the next synchronous round makes all replicas equal
+    again, or, without `sync_every`, the step raises UsageError.
+
+    The hook takes over what must happen for every result: `clip_norm`, as for `torch.nn.utils.clip_grad_norm_`, and
+    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. `op` is AVG,
+    which divides by the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
+
+    Refused, because they would train wrongly or make ranks wait for each other: gradients that change between
+    `backward()` and the step (clipping, a GradScaler); a backward pass without a step (accumulate in `no_sync()`); a
+    scheduler that is not given here; `find_unused_parameters`; buffers that are broadcast in each forward pass;
+    `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
+    or step in `backward()`; closures; gradients with NaN or infinity, a NonFiniteError at this rank.
+
+    Ranks may end at different rounds: `finish()` gives all of them the newest one, and rank 0's buffers. Each has made
+    a step by then. A second training on the process group needs another `name`.
+
+    Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
+    optimizer of one rank are those of all. A checkpoint of another moment lacks the gradients that are staged and in no
+    round yet. All ranks load the same round.
+
+    Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
+    each result of the history.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        partial: Partial = "solo",
+        candidates: int = 1,
+        quorum: int | None = None,
+        history: int = 64,
+        sync_every: int = 0,
+        op: ReduceOp = ReduceOp.AVG,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        scheduler: LRScheduler | None = None,
+        name: str = "eager-sgd",
+    ) -> None:
+        super().__init__(ddp)
+        refusals.check_one_operation(ddp)
+        refusals.check_without_lockstep(ddp)
+        refusals.check_optimizer(ddp, optimizer)
+        _check_options(partial, history, clip_norm, scheduler, optimizer)
+        self._partial = partial
+        self._draw: dict[str, Any] = {}  # what decides when a round starts
+        if partial != "solo":
+            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": quorum}
+            self._draw = {"seed": seed, **chosen}
+        self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
+        self._clip_norm = clip_norm
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
+        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+        self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._reduction: Reduction | None = None  # of the last backward pass
+        self._has_called = False
+        self._lost = 0  # results that this rank has lost since all replicas were equal
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The round that the last `backward()` was given; None before the first one. Its results are in the model."""
+        return self._reduction
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._check_going_on()
+        if bucket.index() == 0:
+            refusals.check_join(self._model())
+            self._steps.expect()
+        future = self._buckets.gather(bucket)
+        # One call for all buckets: separate calls would be given different rounds.
+        if bucket.is_last():
+            self._begin()
+            with self._limit():
+                self._reduction = self._call().wait()
+            self._buckets.scatter()
+            self._untouched.note_after_backward()
+        return future
+
+    def _begin(self) -> None:
+        if not is_finite(self._buckets.flat):
+            self._has_ended = True
+            rank = self._comm.rank
+            raise NonFiniteError(
+                (rank,),
+                f"the gradient of rank {rank} for round {self.round + 1} holds NaN or infinity: look at the loss of "
+                "this step; nothing was sent",
+            )
+        if self._has_called:
+            return
+        rounds = self._comm.allgather(torch.tensor(self.round)).wait().tolist()
+        if len(set(rounds)) > 1:
+            raise UsageError(f"the ranks have loaded the rounds {rounds}: load the state of one round at every rank")
+        self._base = self.round
+        self._has_called = True
+
+    def _call(self) -> Handle[Reduction]:
+        x = self._buckets.flat
+        match self._partial:
+            case "solo":
+                return self._comm.solo_allreduce(x, **self._rules)
+            case "majority":
+                return self._comm.majority_allreduce(x, **self._draw, **self._rules)
+            case "quorum":
+                return self._comm.quorum_allreduce(x, **self._draw, **self._rules)
+
+    # -- the step of the optimizer ----------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        """Apply all results since this rank's last step but the newest, and leave that one in the gradients."""
+        reduction = self._reduction
+        assert reduction is not None
+        self._untouched.check()
+        self._check_schedule()
+        if reduction.skipped and not self._rules["sync_every"]:
+            raise self._overrun(reduction)
+        results = self._results_of(reduction)
+        for result in results[:-1]:
+            self._apply(result)
+        if not results:  # the round had no contributors: nothing to step with
+            for parameter in self._buckets.layout.parameters:
+                parameter.grad = None
+        elif len(results) > 1 or reduction.result is None:
+            self._buckets.layout.write_gradients(results[-1])
+        self._clip()
+
+    def _after_step(self) -> None:
+        reduction = self._reduction
+        assert reduction is not None
+        self._skip_to(self._base + reduction.round)
+        if reduction.synchronous:  # all ranks are here, after the same round
+            self._resynchronise()
+
+    def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
+        """The results since this rank's last round, oldest first; the rounds before them are passed."""
+        self._lost += reduction.skipped
+        results = reduction.results()
+        self._skip_to(self._base + reduction.round - len(results) - (reduction.result is None))
+        return results
+
+    def _apply(self, result: Tensor) -> None:
+        self._buckets.layout.write_gradients(result)
+        self._clip()
+        self._steps.make()
+        self._skip_to(self.round + 1)
+
+    def _clip(self) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._buckets.layout.parameters, self._clip_norm)
+
+    def _skip_to(self, round_: int) -> None:
+        """Count rounds up to `round_`, with the scheduler."""
+        while self.round < round_:
+            self.round += 1
+            if self._scheduler is not None:
+                self._scheduler.step()
+
+    def _check_schedule(self) -> None:
+        """Raise UsageError if a scheduler steps once for each step of this rank: ranks differ in their steps."""
+        if self._scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                "a scheduler of this optimizer would give ranks different learning rates in one round: give it to the "
+                "state of the hook, which steps it once for each round"
+            )
+
+    def _overrun(self, reduction: Reduction) -> UsageError:
+        late = reduction.skipped + len(reduction.missed)
+        return UsageError(
+            f"rank {self._comm.rank} came {late} rounds late to round {reduction.round}, and history="
+            f"{self._rules['history']} keeps too few: {reduction.skipped} results are lost, and its model would differ "
+            f"from the others'. Set sync_every, so that replicas are made equal again, or a history of at least {late}"
+        )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _resynchronise(self) -> None:
+        parameters = [parameter.detach() for parameter in self._model().module.parameters()]
+        complete(replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
+        self._lost = 0
+
+    def _finish(self) -> None:
+        self._steps.check_done()
+        if not self._has_called and self._comm.size > 1:
+            raise UsageError(
+                f"rank {self._comm.rank} ends the training without a step, and the rounds of the other ranks may wait "
+                "for it: give every rank at least one batch"
+            )
+        # No round waits for this rank any more.
+        reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
+        if reduction is not None:
+            for result in self._results_of(reduction):
+                self._apply(result)
+            self._skip_to(self._base + reduction.round)
+        self._resynchronise()
+        complete(replicas.share_buffers(self._comm, self._model().module))
+        self._steps.remove()
+
+
+def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of the ranks that have arrived."""
+    return state._reduce(bucket)
+
+
+def _check_options(
+    partial: str,
+    history: int,
+    clip_norm: float | None,
+    scheduler: LRScheduler | None,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    if partial not in ("solo", "majority", "quorum"):
+        raise UsageError(f"partial is solo, majority or quorum, not {partial!r}")
+    if history < 1:
+        raise UsageError(f"a rank applies the results that history has kept: it is a number above 0, not {history}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm is a norm above 0, or None, not {clip_norm}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau needs a metric: step it in the program, with one that is equal at all ranks"
+        )
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise UsageError("the scheduler belongs to another optimizer")

@@ -1,0 +1,92 @@
+"""Features of DistributedDataParallel with which a hook would train wrongly, or wait for ranks that it need not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncoll.errors import UsageError
+
+_Refusal = tuple[bool, str]  # whether the feature is used, and what to do instead
+
+
+def check_always(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError for features that bypass every hook."""
+    _raise_first(
+        [
+            (ddp.mixed_precision is not None, "mixed_precision has a hook of its own: use torch.autocast"),
+            (bool(ddp._delay_all_reduce_params), "delay_all_reduce_named_params bypasses the hook: leave it out"),
+            (ddp._use_python_reducer, "the python_reducer of torch.compile calls hooks without buckets: switch it off"),
+        ]
+    )
+
+
+def check_one_operation(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError for features that a hook with one operation for each step cannot serve."""
+    ignored = [
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if name in ddp.parameters_to_ignore and parameter.requires_grad
+    ]
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
+    _raise_first(
+        [
+            (
+                bool(ignored),
+                f"DDP ignores {', '.join(ignored[:3])}, so ranks would not share it: freeze it",
+            ),
+            (
+                in_backward,
+                "an optimizer that steps in backward() comes before the hook: let it step afterwards",
+            ),
+        ]
+    )
+
+
+def check_without_lockstep(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError for features that make a rank wait for all others in each step."""
+    _raise_first(
+        [
+            (
+                ddp.forward_sync_buffers and bool(ddp.modules_buffers),
+                "broadcasting buffers in each forward pass makes ranks wait for each other: wrap the model with "
+                "forward_sync_buffers=False (finish() gives all ranks rank 0's buffers)",
+            ),
+            (
+                ddp.find_unused_parameters,
+                "find_unused_parameters makes ranks wait for each other in each step: use every parameter in each "
+                "step, or freeze it",
+            ),
+            (ddp.skip_all_reduce_unused_params, "skip_all_reduce_unused_params leaves out buckets: leave it out"),
+        ]
+    )
+
+
+def check_join(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError inside of `Join`: ranks without data would have to shadow rounds that do not wait for them."""
+    _raise_first([(ddp._join_config.enable, "join() shadows allreduces that this hook does not make: call finish()")])
+
+
+def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError unless this optimizer, and nothing else, trains all parameters of the model, by itself."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p not in trained]
+    others = trained - set(ddp.module.parameters())
+    _raise_first(
+        [
+            (
+                type(optimizer).__module__.startswith("torch.distributed"),
+                f"{type(optimizer).__name__} sends messages in each step: use an optimizer of torch.optim",
+            ),
+            (bool(left), f"the optimizer does not train {', '.join(left[:3])}: give all parameters to one optimizer"),
+            (bool(others), "the optimizer trains tensors outside of the model: give it the model's parameters alone"),
+        ]
+    )
+
+
+def _raise_first(refusals: Iterable[_Refusal]) -> None:
+    for is_used, text in refusals:
+        if is_used:
+            raise UsageError(text)

@@ -1,0 +1,126 @@
+"""The hook `oktopk`: only the largest elements are sent; the others stay with their rank.
+
+Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, algorithm 2, with residuals of
+gradients, as in the authors' code.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import Buckets, Layout
+from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.training import replicas
+from asyncoll.training.oktopk_sgd import Algorithm
+
+
+class OkTopkState(HookState):
+    """The state of `oktopk`: acc = ε + G; the sum of the largest elements of all ranks, divided by their number, is the
+    gradient of the step; ε = acc without what was sent.
+
+    All ranks make the same number of steps, with any optimizer, and have the same gradients after `backward()`, to the
+    bit. Clipping may follow. Residuals hold gradients of several steps, so a GradScaler, whose scale changes, is not
+    possible: train in float32 or bfloat16. A gradient with NaN or infinity at any rank is a NonFiniteError at every
+    rank.
+
+    `algorithm`, `density`, `thresholds_every`, `regions_every` and `feedback` are those of `comm.sparse_allreduce`. The
+    first `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
+    `name`.
+
+    Besides the features that no hook supports, `join()`, parameters that DDP ignores and optimizers that step in
+    `backward()` are refused. Gradients may be accumulated in `no_sync()`.
+
+    `state_dict()` has the residual, which is each rank's own, and thresholds and regions. `finish()` gives all ranks
+    rank 0's buffers.
+
+    Memory: two flat tensors of the size of the gradients, and in a step about one and a half more, to select elements.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        algorithm: Algorithm = "oktopk",
+        density: float = 0.01,
+        thresholds_every: int = 1,
+        regions_every: int = 64,
+        feedback: Feedback | None = None,
+        warm_up: int = 0,
+        name: str = "oktopk",
+    ) -> None:
+        super().__init__(ddp)
+        refusals.check_one_operation(ddp)
+        if not 0 < density <= 1:
+            raise UsageError(f"density is above 0 and at most 1, not {density}")
+        if warm_up < 0:
+            raise UsageError(f"warm_up is a number of rounds, not {warm_up}")
+        self._algorithm = algorithm
+        self._warm_up = warm_up
+        self._name = name
+        self._rules: dict[str, Any] = {
+            "density": density,
+            "thresholds_every": thresholds_every,
+            "regions_every": regions_every,
+            "feedback": feedback,
+        }
+        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._check_going_on()
+        refusals.check_join(self._model())
+        future = self._buckets.gather(bucket)
+        if bucket.is_last():
+            with self._limit():
+                self._exchange()
+            self._buckets.scatter()
+            self.round += 1
+        return future
+
+    def _exchange(self) -> None:
+        """Replace the gradient in the buckets by the mean of what all ranks send."""
+        gradient = self._buckets.flat
+        method = self._algorithm if self.round >= self._warm_up else "dense"
+        accumulator = self._residual.add_(gradient)  # acc = ε + G
+        try:
+            total = self._comm.sparse_allreduce(
+                accumulator, algorithm=method, name=self._name_of(method), **self._rules
+            ).wait()  # u and idx; ε = acc, but 0 at idx
+        except NonFiniteError:
+            self._has_ended = True  # the residual has the gradient
+            raise
+        mean = (total.values / self._comm.size).to(gradient.dtype)  # u / P
+        gradient.zero_().index_add_(0, total.indices, mean)
+
+    def _name_of(self, method: str) -> str:
+        return f"{self._name}, {method}"
+
+    def _own_state(self) -> dict[str, Any]:
+        names = sorted({self._name_of(method) for method in ("dense", self._algorithm)})
+        return {
+            "kind": [self._algorithm, self._name],
+            "residual": self._residual.clone(),
+            "operations": {name: self._comm.sparse_state(name) for name in names},
+        }
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        kind = [self._algorithm, self._name]
+        if own["kind"] != kind or own["residual"].shape != self._residual.shape:
+            raise UsageError(f"the state that was saved is of algorithm and name {own['kind']}, or of another model")
+        self._residual.copy_(own["residual"])
+        for name, state in own["operations"].items():
+            self._comm.load_sparse_state(name, state)
+
+    def _finish(self) -> None:
+        complete(replicas.share_buffers(self._comm, self._model().module))
+
+
+def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the largest elements of residual and gradient of all ranks."""
+    return state._reduce(bucket)

@@ -1,0 +1,116 @@
+"""What the states of all hooks have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncoll.errors import UsageError
+from asyncoll.runtime.deadlines import deadline
+from asyncoll.torch.group import ProcessGroup
+from asyncoll.torch.hooks import refusals
+
+T = TypeVar("T")
+
+
+class HookState(ABC):
+    """The state of one hook of one model at one rank: it goes to `register_comm_hook` with the hook.
+
+    Raises UsageError if the process group is of another backend, or the model uses a feature of
+    DistributedDataParallel with which the hook would train wrongly.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        group = ddp.process_group
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(
+                "the hooks need a process group of the backend asyncoll: initialize it with "
+                'init_process_group("asyncoll"), and give no process_group of another backend to the model'
+            )
+        refusals.check_always(ddp)
+        self.round = 0
+        """The newest round whose result is in the model: the clock of schedules. All ranks count the same rounds."""
+        self._ddp = weakref.ref(ddp)  # the model holds its hooks
+        self._group = group
+        self._comm = group._comm
+        self._has_ended = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
+
+        Call it after a step of the optimizer, and before the next `backward()`.
+        """
+        return {
+            "hook": type(self).__name__,
+            "ranks": self._comm.size,
+            "rank": self._comm.rank,
+            "round": self.round,
+            "own": self._own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was saved, before the first `backward()`. Load the model and the optimizer, too.
+
+        Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
+        training has begun.
+        """
+        if self.round or self._has_ended:
+            raise UsageError("load the state of a hook before the first backward()")
+        expected = {"hook": type(self).__name__, "ranks": self._comm.size, "rank": self._comm.rank}
+        for what, here in expected.items():
+            if (there := state.get(what, "missing")) != here:
+                raise UsageError(
+                    f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
+                    "this job has saved, or begin a new training from the model and the optimizer alone"
+                )
+        self._load_own_state(state["own"])
+        self.round = state["round"]
+
+    def finish(self) -> None:
+        """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
+
+        A second call has no effect. A `backward()` after it is a UsageError.
+        """
+        if self._has_ended:
+            return
+        with self._limit():
+            self._finish()
+        self._has_ended = True
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Make all models equal, and release what the state holds."""
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        del own
+
+    def _model(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        if ddp is None:
+            raise UsageError("the model of this hook is gone")
+        return ddp
+
+    def _limit(self) -> AbstractContextManager[None]:
+        """The deadline of calls: the timeout of the process group."""
+        return deadline(self._group.get_timeout().total_seconds())
+
+    def _check_going_on(self) -> None:
+        """Raise UsageError if no gradient may come any more."""
+        if self._has_ended:
+            raise UsageError("the training of this hook has ended: wrap the model again, and register a new hook")
+
+
+def complete(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that awaits handles. This thread may run an event loop, but not that of the work."""
+    with ThreadPoolExecutor(1, "asyncoll-hook") as thread:
+        return thread.submit(asyncio.run, work).result()

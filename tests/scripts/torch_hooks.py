@@ -1,0 +1,564 @@
+"""A rank that trains small models through the communication hooks: runs the cases of its arguments one after another.
+
+A late rank waits for messages that others send after a round, and never for an amount of time.
+"""
+
+import copy
+import gc
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.torch import hooks
+from asyncoll.training.dc_s3gd import compensate
+
+with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.script
+    from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+
+torch.set_num_threads(1)
+
+
+def caught(kind, act, *arguments):
+    """The exception of this kind that `act` raises."""
+    try:
+        act(*arguments)
+    except kind as error:
+        return error
+    raise AssertionError(f"{act} has raised no {kind}")
+
+
+class Model(nn.Module):
+    """A convolution in channels-last order, two layers and a tied one: several buckets of a kilobyte."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.wide = nn.Linear(4 * 16, 40)
+        self.tied = nn.Linear(40, 40)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.out = nn.Linear(40, 3)
+
+    def forward(self, x):
+        x = self.norm(self.convolution(x)).relu().flatten(1)
+        x = self.tied(self.wide(x)).relu()
+        return self.out(self.frozen(self.tied(x)))
+
+
+def model():
+    torch.manual_seed(7)
+    return Model()
+
+
+def wrap(module, **more):
+    return DistributedDataParallel(module, **{"forward_sync_buffers": False, "bucket_cap_mb": 0.004} | more)
+
+
+def batches(seed, count, rank=None):
+    """`count` batches of a rank; of this one by default."""
+    generator = torch.Generator().manual_seed(1000 * seed + (dist.get_rank() if rank is None else rank))
+    return [torch.randn(5, 2, 4, 4, generator=generator) for _ in range(count)]
+
+
+def backward(ddp, batch):
+    ddp(batch).square().mean().backward()
+
+
+def step(ddp, optimizer, batch, *, set_to_none=True):
+    backward(ddp, batch)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def bits(module):
+    """All parameters, as bytes."""
+    return torch.cat([p.detach().contiguous().view(-1).view(torch.uint8) for p in module.parameters()])
+
+
+def assert_one_model(module, *, buffers=True):
+    """All ranks have the same parameters and buffers, to the bit."""
+    mine = bits(module)
+    if buffers:
+        mine = torch.cat([mine, *(b.reshape(-1).view(torch.uint8) for b in module.buffers())])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    assert all(torch.equal(mine, other) for other in everyones)
+
+
+def optimizer_of(module, kind=torch.optim.SGD):
+    if kind is torch.optim.SGD:
+        return kind(module.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    return kind(module.parameters(), lr=0.01)
+
+
+# -- allreduce ------------------------------------------------------------------------------------
+
+
+def plain_and_hooked(**more):
+    """Trains two equal models, one of them with the hook. Returns both and the state."""
+    modules, state = [], None
+    for is_hooked in (False, True):
+        module = copy.deepcopy(model())
+        ddp = wrap(module, gradient_as_bucket_view=True, forward_sync_buffers=True, **more)
+        optimizer = optimizer_of(module)
+        if is_hooked:
+            state = hooks.AllreduceState(ddp)
+            ddp.register_comm_hook(state, hooks.allreduce)
+        for index, batch in enumerate(batches(1, 8)):
+            adds_up = dist.get_world_size() != 3  # where 1 / size is exact, DDP rounds in one way only
+            if index == 4 and adds_up:
+                with ddp.no_sync():
+                    backward(ddp, batch)
+            step(ddp, optimizer, batch, set_to_none=index % 3 > 0 or not adds_up)
+        modules.append((ddp, optimizer))
+    return *modules, state
+
+
+def trained(module):
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def address(x):
+    """The address of the storage of `x` in registered memory; None if it is elsewhere."""
+    arena = dist.group.WORLD._comm._core.memory._arena
+    return arena.locate(torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).numpy())
+
+
+def allreduce():
+    for more in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        (plain, _), (hooked, _), state = plain_and_hooked(**more)
+        assert state.round == 8
+        assert torch.equal(bits(plain.module), bits(hooked.module)), more
+        assert_one_model(hooked.module, buffers=False)
+        backward(hooked, batches(2, 1)[0])
+        addresses = {address(p.grad) for p in trained(hooked.module)}
+        assert len(addresses) > 1, "several buckets"
+        assert None not in addresses
+        state.finish()
+        del plain, hooked, state, _
+        gc.collect()
+        assert addresses <= set(dist.group.WORLD._comm._core.memory.unused)  # which the next call frees
+    _, (hooked, _), state = plain_and_hooked()
+    state.finish()
+    state.finish()
+    assert "has ended" in str(caught(UsageError, backward, hooked, batches(2, 1)[0]))
+    assert "gradient_as_bucket_view" in str(caught(UsageError, hooks.AllreduceState, wrap(model())))
+
+
+def ended():
+    """Parameters whose gradients are registered, and outlive the process group."""
+    _, (ddp, _), _ = plain_and_hooked()
+    backward(ddp, batches(2, 1)[0])
+    return trained(ddp.module)
+
+
+# -- eager-SGD ------------------------------------------------------------------------------------
+
+ROUNDS = 34
+
+
+class WithoutReplay(hooks.EagerSGDState):
+    """Takes no step for a result that this rank has missed."""
+
+    def _apply(self, result):
+        self._skip_to(self.round + 1)
+
+
+class Delays:
+    """Keeps each rank in turn from its next step, from the round `trigger` until another rank is `gap` rounds ahead."""
+
+    def __init__(self, gap):
+        size = dist.get_world_size()
+        generator = torch.Generator().manual_seed(5)  # the same at all ranks
+        self.left = []  # (trigger, gap, late rank, rank that goes on)
+        for index in range(3):
+            trigger = 3 + 10 * index + int(torch.randint(2, (1,), generator=generator))
+            self.left.append((trigger, gap, index % size, (index + 1) % size))
+
+    def pass_on(self, round_):
+        """Whether this rank was late, after it has waited, or has told another one to go on, where it is time to."""
+        was_late = False
+        for trigger, gap, late, other in list(self.left):
+            if dist.get_rank() == late and round_ >= trigger:
+                dist.recv(torch.empty(1), src=other)
+                was_late = True
+            elif dist.get_rank() == other and round_ >= trigger + gap:
+                dist.send(torch.ones(1), dst=late)
+            elif dist.get_rank() in (late, other):
+                continue
+            self.left.remove((trigger, gap, late, other))
+        return was_late
+
+
+def train_eagerly(kind, ddp, optimizer, delays, rounds=ROUNDS, **options):
+    """Trains until `rounds`. Returns the state, this rank's models by round, and how many results it has missed."""
+    state = kind(ddp, optimizer, **options)
+    ddp.register_comm_hook(state, hooks.eager_sgd)
+    models, missed = {}, 0
+    for index, batch in enumerate(batches(3, 10 * rounds)):
+        if state.round >= rounds:
+            break
+        was_late = delays.pass_on(state.round)
+        if index == 2:
+            with ddp.no_sync():
+                backward(ddp, batch)
+        step(ddp, optimizer, batch, set_to_none=index % 2 > 0)
+        assert state.round == state.reduction.round
+        models[state.round] = bits(ddp.module)
+        missed += len(state.reduction.missed)
+        assert not was_late or state.reduction.missed or state.reduction.skipped
+    delays.pass_on(rounds + 100)
+    state.finish()
+    return state, models, missed
+
+
+def assert_equal_by_round(models):
+    """Ranks that have applied the same round have the same bits. All have the three synchronous rounds."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, {round_: each.numpy().tobytes() for round_, each in models.items()})
+    common = set.intersection(*map(set, everyones))
+    assert len(common) >= 3
+    for round_ in set.union(*map(set, everyones)):
+        assert len({mine[round_] for mine in everyones if round_ in mine}) == 1, round_
+
+
+def eager():
+    size = dist.get_world_size()
+    for variant, (more, kind, options) in enumerate(
+        [
+            ({}, torch.optim.SGD, {"partial": "solo", "sync_every": 10}),
+            (
+                {"gradient_as_bucket_view": True},
+                torch.optim.AdamW,
+                {"partial": "majority", "candidates": 2, "clip_norm": 0.1, "op": ReduceOp.AVG_ACTIVE},
+            ),
+            (
+                {"static_graph": True},
+                torch.optim.SGD,
+                {"partial": "quorum", "quorum": max(1, size - 1), "sync_every": 10},
+            ),
+        ]
+    ):
+        module = model()
+        optimizer = optimizer_of(module, kind)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95) if variant else None
+        state, models, missed = train_eagerly(
+            hooks.EagerSGDState,
+            wrap(module, **more),
+            optimizer,
+            Delays(4),
+            scheduler=scheduler,
+            name=f"{variant}",
+            **options,
+        )
+        totals = torch.tensor([float(missed), state.round, -state.round])
+        dist.all_reduce(totals, dist.ReduceOp.MAX)
+        assert totals[0] > 2
+        assert totals[1] == -totals[2]
+        assert scheduler is None or scheduler.last_epoch == state.round
+        if "sync_every" in options:
+            assert_equal_by_round(models)
+        assert_one_model(module)
+
+
+def eager_loses():
+    """A rank that is later than the history loses results; a synchronous round makes all models equal again."""
+    module = model()
+    optimizer = optimizer_of(module, torch.optim.AdamW)
+    state, _, _ = train_eagerly(
+        hooks.EagerSGDState, wrap(module), optimizer, Delays(5), history=2, sync_every=10, name="loses"
+    )
+    assert_one_model(module)
+    # Without synchronous rounds its step is refused.
+    module = model()
+    ddp, optimizer = wrap(module), optimizer_of(module)
+    state = hooks.EagerSGDState(ddp, optimizer, history=2, name="lost")
+    ddp.register_comm_hook(state, hooks.eager_sgd)
+    for batch in batches(1, 2):  # DDP makes its buckets anew in the second one, where all ranks wait for rank 0
+        step(ddp, optimizer, batch)
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), src=1)
+        backward(ddp, batches(1, 1)[0])
+        assert "rounds late" in str(caught(UsageError, optimizer.step))
+    else:
+        while state.round < 8:
+            step(ddp, optimizer, batches(1, 1)[0])
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), dst=0)
+    state._comm.join("lost", state._buckets.flat).wait()
+
+
+def sabotage():
+    """The checks above notice a hook that does not replay, and one that does not reduce."""
+    module = model()
+    ddp = wrap(module)
+    _, models, _ = train_eagerly(WithoutReplay, ddp, optimizer_of(module), Delays(4), sync_every=10, name="sabotaged")
+    caught(AssertionError, assert_equal_by_round, models)
+    caught(AssertionError, assert_one_model, module)
+    ddp = wrap(model())
+    ddp.register_comm_hook(None, keep)
+    step(ddp, optimizer_of(ddp), batches(1, 1)[0])
+    caught(AssertionError, assert_one_model, ddp.module)
+
+
+def keep(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# -- Ok-Topk --------------------------------------------------------------------------------------
+
+
+def total_of(x):
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def gradient_of(module, batch, layout):
+    """This rank's gradient, as a flat tensor."""
+    module = copy.deepcopy(module)
+    module(batch).square().mean().backward()
+    flat = torch.empty(layout.count, dtype=layout.dtype)
+    for part, parameter in zip(layout.parts(flat), trained(module), strict=True):
+        part.copy_(parameter.grad)
+    return flat
+
+
+def sparse():
+    """What is sent and what stays is what was there; all ranks step with the same bits."""
+    for algorithm in ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense"):
+        module = model().double()
+        ddp = wrap(module, gradient_as_bucket_view=algorithm == "oktopk", forward_sync_buffers=True)
+        optimizer = optimizer_of(module)
+        state = hooks.OkTopkState(ddp, algorithm=algorithm, density=0.1, warm_up=1, name=algorithm)
+        ddp.register_comm_hook(state, hooks.oktopk)
+        layout = state._buckets.layout
+        for index, batch in enumerate(batches(4, 4)):
+            batch = batch.double()
+            before = total_of(state._residual + gradient_of(module, batch, layout))
+            backward(ddp, batch)
+            mean = torch.empty_like(before)
+            layout.read_gradients(mean)
+            assert algorithm == "gtopk" or torch.allclose(
+                before, dist.get_world_size() * mean + total_of(state._residual)
+            )
+            share = mean.count_nonzero() / layout.count
+            assert (share > 0.5) if index == 0 or algorithm == "dense" else (0.01 < share < 0.4), (algorithm, share)
+            optimizer.step()
+            optimizer.zero_grad()
+        state.finish()
+        assert state.round == 4
+        assert_one_model(module)
+    module = model()
+    ddp = wrap(module)
+    state = hooks.OkTopkState(ddp, name="nan")
+    ddp.register_comm_hook(state, hooks.oktopk)
+    batch = batches(1, 1)[0]
+    if dist.get_rank() == 1:
+        batch[0] = float("nan")
+    assert "NaN" in str(caught(NonFiniteError, backward, ddp, batch))
+
+
+# -- DC-S3GD --------------------------------------------------------------------------------------
+
+
+def delayed_by_hand(steps):
+    """The mean model after `steps` steps of algorithm 1, for all ranks in one process."""
+    size = dist.get_world_size()
+    modules = [model().double() for _ in range(size)]
+    data = [[batch.double() for batch in batches(5, steps, rank)] for rank in range(size)]
+    optimizers = [optimizer_of(module) for module in modules]
+    for index in range(steps):
+        models = [torch.cat([p.detach().flatten() for p in trained(module)]) for module in modules]
+        mean = torch.stack(models).mean(0)
+        for module, optimizer, w, own in zip(modules, optimizers, models, data, strict=True):
+            optimizer.zero_grad()
+            module(own[index]).square().mean().backward()
+            if index:
+                gradient = torch.cat([p.grad.flatten() for p in trained(module)])
+                compensate(gradient, mean - w, 0.2)
+                torch.nn.utils.vector_to_parameters(mean.clone(), trained(module))
+                for p, g in zip(trained(module), gradient.split([p.numel() for p in trained(module)]), strict=True):
+                    p.grad.copy_(g.view(p.shape))
+            optimizer.step()
+    return torch.stack([torch.cat([p.detach().flatten() for p in trained(module)]) for module in modules]).mean(0)
+
+
+def delayed():
+    module = model().double()
+    ddp, optimizer = wrap(module), optimizer_of(module)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    for batch in batches(5, 6):
+        step(ddp, optimizer, batch.double())
+    caught(AssertionError, assert_one_model, module)  # until the end each rank has its own
+    state.finish()
+    assert_one_model(module)
+    mine = torch.cat([p.detach().flatten() for p in trained(module)])
+    assert torch.allclose(mine, delayed_by_hand(6))
+    assert "has ended" in str(caught(UsageError, backward, ddp, batches(5, 1)[0].double()))
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpoints():
+    """A training that goes on from a checkpoint ends with the same bits as one without a break."""
+    makers = {
+        hooks.allreduce: lambda ddp, optimizer: hooks.AllreduceState(ddp),
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, sync_every=1),
+        hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp, density=0.1),
+        hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
+    }
+    states = []
+    for hook, make in makers.items():
+        ends, saved = [], None
+        for _ in range(2):
+            module = model()
+            ddp, optimizer = (
+                wrap(module, process_group=dist.new_group(), gradient_as_bucket_view=True),
+                optimizer_of(module),
+            )
+            state = make(ddp, optimizer)
+            ddp.register_comm_hook(state, hook)
+            data = batches(6, 6)
+            if saved is not None:
+                for each, content in zip((module, optimizer, state), copy.deepcopy(saved), strict=True):
+                    each.load_state_dict(content)
+                assert state.round == 3
+                data = data[3:]
+            for index, batch in enumerate(data):
+                if index == 3 and saved is None:
+                    saved = copy.deepcopy([each.state_dict() for each in (module, optimizer, state)])
+                step(ddp, optimizer, batch)
+            state.finish()
+            assert state.round == 6
+            ends.append(bits(module))
+            assert "before the first" in str(caught(UsageError, state.load_state_dict, saved[2]))
+        assert torch.equal(*ends), hook
+        states.append((ddp, saved[2]))
+    ddp, _ = states[0]
+    for _, other in states[1:]:
+        assert "was saved has hook" in str(caught(UsageError, hooks.AllreduceState(ddp).load_state_dict, other))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def refusals():
+    size = dist.get_world_size()
+    wrapped = []
+
+    def eager_state(optimizer=None, module=None, options=(), **more):
+        module = module or model()
+        ddp = wrap(module, **more)
+        optimizer = optimizer or optimizer_of(module)
+        wrapped.append(ddp)  # the state does not hold it
+        return hooks.EagerSGDState(ddp, optimizer, **dict(options))
+
+    def refused(text, act, *arguments, **more):
+        error = caught(UsageError, lambda: act(*arguments, **more))
+        assert text in str(error), error
+
+    refused("backend asyncoll", eager_state, process_group=dist.new_group(backend="gloo"))
+    refused("find_unused_parameters", eager_state, find_unused_parameters=True)
+    refused("skip_all_reduce_unused_params", eager_state, skip_all_reduce_unused_params=True)
+    refused("forward_sync_buffers=False", eager_state, forward_sync_buffers=True)
+    eager_state(module=nn.Linear(2, 2), forward_sync_buffers=True, options={"name": "no buffers"})
+    refused("dtypes", eager_state, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    module = model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["out.weight"])
+    refused("ignores out.weight", eager_state, module=module)
+    module = model()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.out.parameters(), {"lr": 0.1})
+    refused("steps in backward()", eager_state, module=module)
+    module = model()
+    refused(
+        "sends messages", eager_state, ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1), module
+    )
+    refused("does not train", eager_state, torch.optim.SGD(module.out.parameters(), lr=0.1), module)
+    beside = [*module.parameters(), nn.Parameter(torch.zeros(1))]
+    refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
+    refused("history", eager_state, options={"history": 0})
+    refused("partial is", eager_state, options={"partial": "group"})
+    refused("clip_norm is", eager_state, options={"clip_norm": 0.0})
+    other = torch.optim.lr_scheduler.StepLR(optimizer_of(model()), 1)
+    refused("another optimizer", eager_state, options={"scheduler": other})
+    ddp = wrap(model())
+    ddp.mixed_precision = object()
+    refused("torch.autocast", hooks.OkTopkState, ddp)
+    refused("density", hooks.OkTopkState, wrap(model()), density=0.0)
+    refused("lambda0", hooks.DCS3GDState, wrap(model()), None, lambda0=-1.0)
+    module = model()
+    delayed_parameters = [("out.weight", module.out.weight)]
+    ddp = wrap(module, delay_all_reduce_named_params=delayed_parameters, param_to_hook_all_reduce=module.wide.weight)
+    refused("delay_all_reduce", hooks.OkTopkState, ddp)
+
+    # Found in the first steps.
+    batch, names = batches(1, 1)[0], iter(range(100))
+
+    def fresh():
+        module = model()
+        ddp, optimizer = wrap(module), optimizer_of(module)
+        state = hooks.EagerSGDState(ddp, optimizer, name=f"refused {next(names)}")
+        ddp.register_comm_hook(state, hooks.eager_sgd)
+        return state, ddp, optimizer
+
+    for change in (
+        lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
+        lambda ddp: ddp.module.out.weight.grad.mul_(2),
+    ):
+        _, ddp, optimizer = fresh()
+        backward(ddp, batch)
+        change(ddp)
+        refused("have changed", optimizer.step)
+    _, ddp, optimizer = fresh()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ddp(batch).square().mean()).backward()
+    refused("have changed", scaler.step, optimizer)
+    module = model()
+    fused = torch.optim.SGD(module.parameters(), lr=0.1, fused=True)
+    state = eager_state(fused, module, options={"name": "fused"})
+    state._model().register_comm_hook(state, hooks.eager_sgd)
+    scaler.scale(state._model()(batch).square().mean()).backward()
+    refused("have changed", scaler.step, fused)
+    state, ddp, optimizer = fresh()
+    refused("without a backward pass", optimizer.step)
+    refused("without a step", state.finish) if size > 1 else None
+    backward(ddp, batch)
+    refused("closure", optimizer.step, lambda: 0.0)
+    refused("had no step", state.finish)
+    assert "two backward passes" in str(caught(UsageError, backward, ddp, batch))
+    _, ddp, optimizer = fresh()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    backward(ddp, batch)
+    refused("scheduler", optimizer.step)
+    _, ddp, _ = fresh()
+    assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
+    _, ddp, _ = fresh()
+    with ddp.join():
+        assert "join()" in str(caught(UsageError, backward, ddp, batch))
+    sparse_module = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    ddp = DistributedDataParallel(sparse_module)
+    ddp.register_comm_hook(hooks.OkTopkState(ddp, name="embedding"), hooks.oktopk)
+    assert "sparse" in str(caught(UsageError, lambda: ddp(torch.tensor([0, 1])).sum().backward()))
+
+
+CASES = {name: value for name, value in list(globals().items()) if callable(value)}
+
+if __name__ == "__main__":
+    dist.init_process_group("asyncoll")
+    for case in sys.argv[1:]:
+        CASES[case]()
+    last = ended()
+    dist.destroy_process_group()
+    assert all(p.grad.isfinite().all() for p in last)
+    print("passed")
