@@ -62,6 +62,11 @@ class Calls:
             for ledger in (self.ledger, member.endpoint.in_memory):
                 ledger.sources.append(self.collect)
 
+    @property
+    def last(self) -> int:
+        """The number of the last collective call; 0 before the first."""
+        return self._numbers.last
+
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
 
