@@ -8,7 +8,7 @@ cannot know the sizes of all blocks, the ranks first tell each other.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe
-from asyncoll.runtime.handles import Handle, as_handle
+from asyncoll.runtime.handles import Handle
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
@@ -38,6 +38,7 @@ class Calls:
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
         self._order = comm._order
+        self._handle = comm._core.member.runner.handle
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class Calls:
             if self._short is not None and not block.copied:
                 short = self._short.allreduce_view(x, op, flat, block.dtype)
                 if short is not None:
-                    return as_handle(short)
+                    return self._handle(short)
             call = self._number("allreduce", block.dtype, flat.size, op.name)
 
             async def body(collectives: Collectives) -> None:
@@ -56,7 +57,7 @@ class Calls:
                 block.write_back()
 
             operand = Operand(x, flat, block.dtype, flat.shape, copied=False)
-            return as_handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
+            return self._handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
 
     def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:
         """Reduce all `blocks`, in place, as one call."""
@@ -79,7 +80,7 @@ class Calls:
 
         with self._order:
             call = self._number("reduce", block.dtype, block.flat.size, f"{op.name}, root {root}")
-            return as_handle(self._calls.start(call, body, block.flat.nbytes))
+            return self._handle(self._calls.start(call, body, block.flat.nbytes))
 
     def reduce_scatter(self, calls: Sequence[tuple[Row, Block]], op: ReduceOp) -> Handle[Any]:
         """For each of `calls`, inputs by rank and an output: reduce the inputs for this rank of all ranks into it.
@@ -110,7 +111,7 @@ class Calls:
 
         with self._order:
             call = self._number("broadcast", block.dtype, block.packed.numel(), f"root {root}")
-            return as_handle(self._calls.start(call, body, block.flat.nbytes))
+            return self._handle(self._calls.start(call, body, block.flat.nbytes))
 
     def allgather(self, calls: Sequence[tuple[Block, Row]]) -> Handle[Any]:
         """For each of `calls`, this rank's input and the outputs by rank: copy the inputs of all ranks there."""
@@ -137,7 +138,7 @@ class Calls:
 
         with self._order:
             call = self._number("gather", given.dtype, -1, f"root {root}")
-            return as_handle(self._calls.start(call, body, given.flat.nbytes))
+            return self._handle(self._calls.start(call, body, given.flat.nbytes))
 
     def scatter(self, inputs: Row, output: Block, root: int) -> Handle[Any]:
         """Copy the root's inputs into the outputs of all ranks; the inputs of other ranks are empty."""
@@ -151,7 +152,7 @@ class Calls:
 
         with self._order:
             call = self._number("scatter", output.dtype, -1, f"root {root}")
-            return as_handle(self._calls.start(call, body, output.flat.nbytes))
+            return self._handle(self._calls.start(call, body, output.flat.nbytes))
 
     def alltoall(self, inputs: Row, outputs: Row) -> Handle[Any]:
         """Copy each input to the rank with its index, into the output with the index of this rank."""
@@ -168,22 +169,22 @@ class Calls:
 
         with self._order:
             call = self._number("alltoall", inputs.dtype, -1, "")
-            return as_handle(self._calls.start(call, body, inputs.nbytes))
+            return self._handle(self._calls.start(call, body, inputs.nbytes))
 
     def barrier(self) -> Handle[Any]:
         """End once all ranks have come."""
         with self._order:
             if self._short is not None and (short := self._short.barrier()) is not None:
-                return as_handle(short)
+                return self._handle(short)
             call = self._number("barrier", "", -1, "")
-            return as_handle(
+            return self._handle(
                 self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
             )
 
     def run(self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int) -> Handle[Any]:
         """A call of any `body`."""
         with self._order:
-            return as_handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes))
+            return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes))
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -193,7 +194,14 @@ class Calls:
         async def body(pair: Collectives) -> None:
             await pair.pass_on(block.flat, dest, None, dest)
 
-        return self._pass(block, self.rank, dest, tag, body, sends=True)
+        def start() -> Any:
+            call = self._message(block, self._calls.number_send(dest, tag), detail)
+            if self._calls.send_directly(call, dest, tag, block.flat):
+                return self._core.member.runner.done(None)
+            return self._calls.start_send(call, dest, tag, body)
+
+        detail = f"from rank {self.rank} to rank {dest}, tag {tag}"
+        return self._pass(detail, start)
 
     def recv(self, block: Block, source: int, tag: int) -> Handle[Any]:
         """Receive `block` from another rank."""
@@ -202,21 +210,39 @@ class Calls:
             await pair.pass_on(None, source, block.flat, source)
             block.write_back()
 
-        return self._pass(block, source, self.rank, tag, body)
+        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
+        return self._pass(
+            detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body)
+        )
 
-    def _pass(
-        self, block: Block, source: int, dest: int, tag: int, body: Body[Any], *, sends: bool = False
-    ) -> Handle[Any]:
-        detail = f"from rank {source} to rank {dest}, tag {tag}"
+    def recv_any(self, block: Block, tag: int) -> Handle[int]:
+        """Receive `block` from any other rank. The result is the sender."""
+
+        def call(source: int | None, number: int) -> Signature:
+            sender = "any rank" if source is None else f"rank {source}"
+            return self._message(block, number, f"from {sender} to rank {self.rank}, tag {tag}", site)
+
+        def result(source: int) -> int:
+            block.write_back()
+            return source
+
+        site = _site()
+        with self._order:
+            self._core.member.check_caller()
+            handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
+        handle.claim()
+        return handle
+
+    def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:
+        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or _site())
+
+    def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
+        """Start a call of two ranks."""
         member = self._core.member
         with self._order:
             member.check_caller()
             try:
-                number = self._calls.number_pair(source, dest, tag)
-                call = Signature("send/recv", number, block.dtype, block.packed.numel(), detail, _site())
-                if sends and self._calls.send_directly(call, dest, tag, block.flat):
-                    return as_handle(member.runner.done(None))
-                return as_handle(self._calls.start_pair(call, source, dest, tag, body))
+                return self._handle(start())
             except BaseException as error:
                 # Of a signal handler, between the number and the start: the other rank waits for this number.
                 member.abort(f"send/recv {detail} was interrupted: {describe(error)}")

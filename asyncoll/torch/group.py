@@ -16,9 +16,9 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch import NAME, membership, recording, sparse
+from asyncoll.torch import membership, recording, sparse
 from asyncoll.torch.calls import Calls
-from asyncoll.torch.devices import add_backend
+from asyncoll.torch.devices import NAME, add_backend
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, reducible, row_of, writable
 from asyncoll.torch.monitored import MonitoredBarriers
@@ -337,6 +337,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         work.set_source(lambda: peer)
         return work
 
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
+        (x,) = tensors
+        if not x.is_cpu:
+            self._serve(x)
+            return super().recv_anysource(tensors, tag)
+
+        def begin() -> Handle[Any]:
+            if self._calls.size == 1:
+                raise UsageError("a group of one rank has no rank to receive from")
+            return self._calls.recv_any(writable(x), tag)
+
+        work = self._work("recvAnySource", begin, None, list(tensors), tensors)
+        work.set_source(lambda: int(work.handles[0].wait()))
+        return work
+
     # -- several calls as one ---------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -376,12 +392,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             raise of_torch(error) from None
 
     def shutdown(self) -> None:
-        """Leave the world, if this is the group of all ranks."""
+        """Leave the group, and with the group of all ranks the world. Not collective."""
         membership.leave(self._comm)
 
     def abort(self) -> None:
         """End the group at all ranks: pending and later calls raise AbortedError. May be called in any thread."""
-        self._comm.abort("the process group was aborted")
+        membership.abort(self._comm)
 
     def split_group(
         self, new_ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None, *names: Any, **named: Any

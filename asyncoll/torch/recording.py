@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncoll.torch import NAME
-
+_PREFIX = "asyncoll:"
 _torch: Any = torch.autograd  # its types do not show these functions
 _is_on = _torch._profiler_enabled
 
@@ -18,7 +17,7 @@ def begin(operation: str, inputs: Sequence[Tensor]) -> Any:
     """The record of a call that begins now, as `asyncoll:all_reduce`; None if no profiler runs in this thread."""
     if not _is_on():
         return None
-    return _torch._record_function_with_args_enter(f"{NAME}:{operation}", *inputs)
+    return _torch._record_function_with_args_enter(_PREFIX + operation, *inputs)
 
 
 def end_with(record: Any, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:

@@ -173,7 +173,7 @@ def interrupted(comm):
     handle = comm.allreduce(np.ones(1))
 
     def interrupt():
-        while not handle._callbacks:  # the main thread sleeps in `wait` then
+        while not handle._gate._waiting:  # the main thread sleeps in `wait` then
             threading.Event().wait(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 

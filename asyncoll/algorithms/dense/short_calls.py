@@ -158,7 +158,7 @@ _BEGUN, _ENDED, _RESTING, _AWAITED = range(4)  # the states of a call
 
 
 class _ShortCall(Coroutine[Any, Any, Any]):
-    """A call that has begun; its caller awaits it. Implements `backend.BegunShortCall` and `work.Begun`."""
+    """A call that has begun; its caller awaits it. Implements `backend.BegunShortCall` and `handles.Shared`."""
 
     __slots__ = (
         "__weakref__",
@@ -235,6 +235,14 @@ class _ShortCall(Coroutine[Any, Any, Any]):
             self._rest.close()
             self._leave()
         self._state = _AWAITED
+
+    def look(self) -> bool:
+        # Ctrl-C may interrupt the main thread between any two lines, so the runtime does all that this cannot see.
+        return self._state == _ENDED
+
+    def claim(self) -> bool:
+        held = self._calls.runner.held
+        return held is not None and held.pop(self, None) is not None
 
     def finish(self) -> Coroutine[Any, Any, Any]:
         return self._calls.host.general(self, None).finish()
