@@ -3,20 +3,16 @@
 Every rank knows the inputs of all ranks, and so the values that each call must give.
 """
 
-import contextlib
-import math
 import sys
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-import asyncoll
 from asyncoll.runtime.handles import Handle
-from asyncoll.torch.errors import WaitTimeoutError
 
 SECONDS = timedelta(seconds=60)
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -34,7 +30,7 @@ def check(*parameters):
 
     def add(function):
         for values in product(*parameters):
-            checks[f"{function.__name__}{values}"] = lambda: function(*values)
+            checks[f"{function.__name__}{values}"] = partial(function, *values)
         return function
 
     return add
@@ -103,10 +99,12 @@ def total(op, parts):
 def same(found, expected):
     """Equal, but for the last bit of an average."""
     found, expected = found.detach(), expected.detach()
-    assert found.shape == expected.shape and found.dtype == expected.dtype, (found, expected)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), (found, expected)
     if found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-    torch.testing.assert_close(found, expected, rtol=1e-2 if found.dtype in (torch.bfloat16, torch.float16) else 1e-6, atol=0)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-2 if found.dtype in (torch.bfloat16, torch.float16) else 1e-6, atol=0
+    )
 
 
 def sizes():
@@ -117,15 +115,19 @@ def ranks():
     return range(dist.get_world_size())
 
 
-def ways(call):
-    """`call(async_op)` in its three forms: blocking, with a work, with a future."""
-    return [
-        lambda: call(False),
-        lambda: call(True).wait(),
-        lambda: call(True).get_future().wait(),
-    ]
+def ended(form, work):
+    """Wait for `work`, in this form."""
+    if form == "future":
+        work.get_future().wait()
+    elif form == "polled":
+        while not work.is_completed():
+            pass
+        assert work.is_success()
+    else:
+        work.wait()
 
 
+FORMS = ["waited", "polled", "future"]
 SHAPES = [(5,), (3, 4), (), (0,), (70_000,)]
 LAYOUTS = ["plain", "transposed", "strided", "offset", "conjugated", "graded"]
 
@@ -154,9 +156,9 @@ def allreduces(kind):
 
 @check(SHAPES, LAYOUTS, [torch.float32, torch.complex64, torch.int16])
 def allreduces_layouts(shape, layout, dtype):
-    for way in range(3):
+    for form in FORMS:
         x = laid(given(dist.get_rank(), shape, dtype), layout)
-        ways(lambda is_async, x=x: dist.all_reduce(x, async_op=is_async))[way]()
+        ended(form, dist.group.WORLD.allreduce([x]))
         same(x, total(ReduceOp.SUM, [given(rank, shape, dtype) for rank in ranks()]))
 
 
@@ -197,7 +199,9 @@ def reduces(dtype, layout):
             same(x, total(ReduceOp.SUM, [given(rank, (3, 4), dtype) for rank in ranks()]))
 
 
-@check([torch.float32, torch.bfloat16, torch.int64, torch.complex64], ["plain", "strided"], ["list", "single", "together"])
+@check(
+    [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ["plain", "strided"], ["list", "single", "together"]
+)
 def scatters_reductions(dtype, layout, form):
     for op in (ReduceOp.SUM, ReduceOp.AVG) if dtype.is_floating_point else (ReduceOp.SUM,):
         inputs = [laid(given(dist.get_rank(), (2, 3), dtype, seed=to), layout) for to in ranks()]
@@ -252,9 +256,9 @@ def broadcasts(dtype, layout):
 
 @check(SHAPES)
 def broadcasts_shapes(shape):
-    for way in range(3):
+    for form in FORMS:
         x = given(dist.get_rank(), shape, torch.float32)
-        ways(lambda is_async, x=x: dist.broadcast(x, sizes() - 1, async_op=is_async))[way]()
+        ended(form, dist.broadcast(x, sizes() - 1, async_op=True))
         same(x, given(sizes() - 1, shape, torch.float32))
 
 
@@ -281,16 +285,15 @@ def gathers_everywhere(dtype, layout, form):
 
 
 def cat(parts):
-    joined = torch.cat([part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts])
-    return joined
+    return torch.cat([part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts])
 
 
 @check(SHAPES)
 def gathers_everywhere_shapes(shape):
-    for way in range(3):
+    for form in FORMS:
         x = given(dist.get_rank(), shape, torch.float32)
         row = [torch.zeros(shape) for _ in ranks()]
-        ways(lambda is_async, x=x, row=row: dist.all_gather(row, x, async_op=is_async))[way]()
+        ended(form, dist.all_gather(row, x, async_op=True))
         for rank, output in enumerate(row):
             same(output, given(rank, shape, torch.float32))
 
