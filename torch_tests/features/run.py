@@ -23,16 +23,14 @@ import torch
 import torch.distributed as dist
 
 from torch_tests.features import Feature, load
-from torch_tests.features.sabotage import SABOTAGES, sabotage
+from torch_tests.features.sabotage import SABOTAGES, named
 
 LIMIT_S = 120  # of each feature
 
 
 def _rank(name: str, backend: str, rank: int, size: int, folder: str, results: Any) -> None:
     feature = load()[name]
-    if backend in SABOTAGES:
-        sabotage(backend)
-        backend = "asyncoll"
+    backend = named(backend)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

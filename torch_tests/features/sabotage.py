@@ -31,6 +31,14 @@ OUTPUTS_FIRST = (
 )
 
 
+def named(backend: str) -> str:
+    """The backend's name for torch; if `backend` is the name of a sabotage, that is done."""
+    if backend not in SABOTAGES:
+        return backend
+    sabotage(backend)
+    return "asyncoll"
+
+
 def sabotage(dtypes: str) -> None:
     """Every collective of asyncoll waits and then adds one to its outputs, and every message is sent with one added."""
     from asyncoll.torch.group import ProcessGroup
