@@ -1,89 +1,112 @@
-"""The wheel's tests with Gloo and with asyncoll: runs both, and prints which tests pass with which."""
+"""Runs tests with Gloo and with asyncoll, and prints which pass with which."""
 
 from __future__ import annotations
 
 import json
-import pathlib
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 from torch_tests.wheel import TOO_LONG
 
 # Tests that pass with Gloo and need not pass with asyncoll, and why.
-EXCUSED = {
-    "test_ddp_profiling_torch_profiler": "asks for the profiler's titles, which torch's own backends write from C++",
-}
-BACKENDS = ("gloo", "asyncoll")
+EXCUSED: dict[str, str] = {}
 Results = dict[str, dict[str, str]]  # outcome and text of each test
 
 
-def run(ranks: list[int], folder: pathlib.Path, again: bool) -> bool:
-    """Run all tests in worlds of each of `ranks`; True if asyncoll passes all that Gloo passes.
+class Runs:
+    """Results of runs: a file for each in `folder`. Those of Gloo are used again unless `again`."""
 
-    Results are kept in `folder`, a file for each run of one backend. Gloo's are used again unless `again`.
-    """
+    def __init__(self, folder: Path, again: bool) -> None:
+        self.folder = folder
+        self.again = again
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def results(self, name: str, module: str, arguments: list[str], names: list[str] | None = None) -> Results:
+        """What `python -m module arguments FILE names` writes; its output goes to a log beside the file."""
+        path = self.folder / f"{name}.jsonl"
+        if self.again or "gloo" not in arguments[:1] or not path.exists():
+            part = path.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            with path.with_suffix(".log").open("w") as log:
+                command = [sys.executable, "-m", module, *arguments, str(part), *(names or ())]
+                subprocess.run(command, stdout=log, stderr=log, check=True)
+            part.rename(path)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line.pop("test"): line for line in lines}
+
+
+def wheel(runs: Runs, size: int) -> bool:
+    """PyTorch's tests of Gloo, then those of NCCL alone. True if asyncoll passes all that Gloo passes."""
     good = True
-    for size in ranks:
-        for selection in ("gloo", "nccl"):
-            names = None if selection == "gloo" else _skipped(folder / f"wheel-gloo-gloo-{size}.jsonl")
-            results = []
-            for backend in BACKENDS:
-                path = folder / f"wheel-{backend}-{selection}-{size}.jsonl"
-                if backend != "gloo" or again or not path.exists():
-                    _run(backend, selection, size, path, names)
-                results.append(read(path))
-            good = report(selection, size, *results) and good
+    names: list[str] | None = None
+    for selection, title in ("gloo", "PyTorch's tests of Gloo"), ("nccl", "PyTorch's tests of NCCL alone, on the CPU"):
+        gloo, ours = (
+            runs.results(
+                f"wheel-{backend}-{selection}-{size}", "torch_tests.wheel", [backend, selection, str(size)], names
+            )
+            for backend in ("gloo", "asyncoll")
+        )
+        good = report(f"{title}, {size} ranks", gloo, ours) and good
+        names = [test for test, result in gloo.items() if result["outcome"] == "skipped"]
+    print(f"   not run, because they take too long on a CPU: {', '.join(sorted(TOO_LONG))}")
     return good
 
 
-def _run(backend: str, selection: str, size: int, path: pathlib.Path, names: list[str] | None) -> None:
-    unfinished = path.with_suffix(".part")
-    unfinished.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch_tests.wheel",
-        backend,
-        selection,
-        str(size),
-        str(unfinished),
-        *(names or ()),
-    ]
-    with path.with_suffix(".log").open("w") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=True)
-    unfinished.rename(path)
+def features(runs: Runs, size: int) -> bool:
+    """Our tests of features. True if asyncoll passes all."""
+    gloo, ours = (
+        runs.results(f"features-{backend}-{size}", "torch_tests.features.run", [backend, str(size)])
+        for backend in ("gloo", "asyncoll")
+    )
+    return report(f"Features, {size} ranks", gloo, ours) and _all_pass(ours)
 
 
-def _skipped(path: pathlib.Path) -> list[str]:
-    return [test for test, result in read(path).items() if result["outcome"] == "skipped"]
+def frameworks(runs: Runs, size: int) -> bool:
+    """Training by frameworks. True if asyncoll passes all."""
+    ours = runs.results(f"frameworks-asyncoll-{size}", "torch_tests.frameworks.run", ["asyncoll", str(size)])
+    report(f"Frameworks, {size} ranks", {}, ours)
+    return _all_pass(ours)
 
 
-def read(path: pathlib.Path) -> Results:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line.pop("test"): line for line in lines}
+def sabotage(runs: Runs, size: int) -> bool:
+    """Every check of values fails if the backend's results are off by one."""
+    good = True
+    for module in "features", "frameworks":
+        for kind in ("floats", "bytes") if module == "features" else ("floats",):
+            found = runs.results(f"{module}-{kind}-{size}", f"torch_tests.{module}.run", [kind, str(size)])
+            passed = sorted(test for test, result in found.items() if result["outcome"] == "passed")
+            failed = sum(result["outcome"] == "failed" for result in found.values())
+            print(f"== {module.capitalize()} with results off by one ({kind}), {size} ranks: {failed} fail, as wanted")
+            _print("ALL THE SAME", passed, {})
+            good = good and failed > 0 and not passed
+    return good
 
 
-def report(selection: str, size: int, gloo: Results, ours: Results) -> bool:
-    """Print the table of one selection at one size. True if it holds no surprise."""
-    kinds: dict[tuple[bool, bool], list[str]] = {}
+def report(title: str, gloo: Results, ours: Results) -> bool:
+    """Print which tests pass with which backend. True if all that pass with Gloo pass with asyncoll."""
+    kinds: dict[tuple[bool, ...], list[str]] = {}
     for test in sorted(gloo | ours):
-        passed = [results.get(test, {}).get("outcome") == "passed" for results in (gloo, ours)]
-        skipped = all(results.get(test, {}).get("outcome") == "skipped" for results in (gloo, ours))
-        if not skipped:
-            kinds.setdefault((passed[0], passed[1]), []).append(test)
+        outcomes = [results.get(test, {}).get("outcome", "not run") for results in (gloo, ours)]
+        if "skipped" not in outcomes:
+            kinds.setdefault(tuple(outcome == "passed" for outcome in outcomes), []).append(test)
     skips = Counter(result["text"] for result in ours.values() if result["outcome"] == "skipped")
-    of = {"gloo": "tests for Gloo", "nccl": "tests for NCCL alone"}[selection]
-    print(f"== {size} ranks, {of}: {len(kinds.get((True, True), []))} pass with both, {skips.total()} are skipped")
-    _print("with asyncoll alone", kinds.get((False, True), []), {})
-    _print("with neither", kinds.get((False, False), []), gloo)
-    excused = [test for test in kinds.get((True, False), []) if test in EXCUSED]
-    _print("with Gloo alone, as is known", excused, {test: {"text": reason} for test, reason in EXCUSED.items()})
-    surprises = [test for test in kinds.get((True, False), []) if test not in EXCUSED]
+    counts = {key: len(kinds.get(key, [])) for key in ((True, True), (True, False), (False, True), (False, False))}
+    print(f"== {title}: pass with both {counts[True, True]}, with Gloo alone {counts[True, False]}, ", end="")
+    print(f"with asyncoll alone {counts[False, True]}, with neither {counts[False, False]}; skipped {skips.total()}")
+    _print("with asyncoll alone", kinds.get((False, True), []), gloo)
+    _print("with neither", kinds.get((False, False), []), gloo or ours)
+    alone = kinds.get((True, False), [])
+    reasons = {test: {"text": reason} for test, reason in EXCUSED.items()}
+    _print("with Gloo alone, for a known reason", [test for test in alone if test in EXCUSED], reasons)
+    surprises = [test for test in alone if test not in EXCUSED]
     _print("WITH GLOO ALONE", surprises, ours)
-    for test in sorted(TOO_LONG) if selection == "gloo" else ():
-        print(f"   not run, because it takes too long on a CPU: {test}")
     return not surprises
+
+
+def _all_pass(ours: Results) -> bool:
+    return all(result["outcome"] in ("passed", "skipped") for result in ours.values())
 
 
 def _print(title: str, tests: list[str], reasons: Results) -> None:
