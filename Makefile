@@ -18,7 +18,7 @@ SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoid
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python check sanitize core format style lint docs clean
+.PHONY: demo test test-python torch-tests check sanitize core format style lint docs clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -34,6 +34,10 @@ test: style core
 
 test-python: core
 	ASYNCOLL_CORE=python $(BIN)/python -m pytest -q -n 2 --dist worksteal $(SHARING)
+
+# PyTorch's own distributed tests and ours, with Gloo and with asyncoll. See torch_tests/README.md.
+torch-tests: $(VENV)/.frameworks core
+	$(BIN)/python -m torch_tests
 
 check: lint core
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist worksteal $(FAST)
@@ -64,6 +68,10 @@ docs: core
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.frameworks: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
 	touch $@
 
 clean:

@@ -1,0 +1,48 @@
+"""A strategy for Lightning: DistributedDataParallel on asyncoll."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import strategies
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+Register = Callable[[DistributedDataParallel, Sequence[Optimizer]], object]
+
+
+class DDPStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # Lightning is not installed for mypy
+    """Lightning's `DDPStrategy` with the backend asyncoll, and with communication hooks on the CPU.
+
+    Lightning's own strategy takes `process_group_backend="asyncoll"` too. It registers hooks for CUDA models only, and
+    ignores them silently for others.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str = "asyncoll",
+        ddp_comm_hook: Any = None,
+        ddp_comm_state: Any = None,
+        register_hook: Register | None = None,
+        **settings: Any,
+    ) -> None:
+        """The `settings` go to Lightning's strategy.
+
+        `ddp_comm_hook` and `ddp_comm_state` go to the model's `register_comm_hook`. For a state that is made from the
+        wrapped model, or from its optimizers, there is `register_hook` instead: it is called with both when fitting
+        begins, and registers the hook itself.
+        """
+        super().__init__(process_group_backend=process_group_backend, **settings)
+        if ddp_comm_hook is not None and register_hook is not None:
+            raise ValueError("a model has one communication hook: give ddp_comm_hook or register_hook")
+        if ddp_comm_hook is not None:
+            register_hook = lambda model, _: model.register_comm_hook(ddp_comm_state, ddp_comm_hook)  # noqa: E731
+        self._register_hook = register_hook
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the model, make the optimizers, and register the hook."""
+        super().setup(trainer)
+        if self._register_hook is not None and isinstance(self.model, DistributedDataParallel):
+            self._register_hook(self.model, self.optimizers)

@@ -1,0 +1,60 @@
+"""The Trainer of transformers, under torchrun: `transformers_trainer.py BACKEND`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from torch_tests import frameworks
+from torch_tests.features.sabotage import named
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = frameworks.model()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = self.net(inputs)
+        return {"loss": nn.functional.mse_loss(outputs, labels), "logits": outputs}
+
+
+class InOrder(Trainer):
+    """Rows in their order, so that the result can be compared."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def main(backend: str) -> None:
+    dist.init_process_group(named(backend))  # before the Trainer, whose Accelerate takes Gloo on the CPU
+    model = Model()
+    rows = [{"inputs": x, "labels": y} for x, y in zip(*frameworks.data(), strict=True)]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        per_device_train_batch_size=frameworks.EACH,
+        num_train_epochs=frameworks.EPOCHS,
+        learning_rate=frameworks.RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=frameworks.RATE)
+    trainer = InOrder(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+    trainer.train()
+    frameworks.check(model.net, dist.get_world_size())
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
