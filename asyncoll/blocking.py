@@ -18,7 +18,7 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.sparse.operations import SparseReduction
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.communicator import Communicator
-from asyncoll.errors import ClosedError, UsageError
+from asyncoll.errors import ClosedError, UsageError, describe
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.handles import Handle, HandleRunner, as_handle
 from asyncoll.tensors.reductions import ReduceOp
@@ -176,14 +176,18 @@ class BlockingCommunicator(Communicator):
     def close(self) -> None:
         """Leave the world. Collective: every rank leaves it. Without effect if this rank has left already.
 
-        Raises UsageError for a communicator made by `split`: it closes with the world.
+        For a communicator made by `split`, as `Communicator.close`: local.
         """
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._session is None:
-            raise UsageError("a communicator made by `split` closes with the world: close that of `init`")
-        self._session.leave(error)
+        if self._session is not None:
+            self._session.leave(error)
+            return
+        if error is not None:
+            self.abort(describe(error))
+        with self._order:
+            super().close()
 
     @property
     def rpc(self) -> Rpc:

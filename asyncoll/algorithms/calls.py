@@ -57,6 +57,7 @@ class Calls:
             pending.newest = self._newest
             for ledger in (self.ledger, member.endpoint.in_memory):
                 ledger.sources.append(self.collect)
+            member.at_end(lambda: member.endpoint.in_memory.drop(self.collect))
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.

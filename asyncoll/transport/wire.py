@@ -182,7 +182,13 @@ class Overdue(NamedTuple):
     missing: str  # ranks, separated by commas
 
 
-Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue
+class Left(NamedTuple):
+    """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
+
+    communicator: int
+
+
+Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue | Left
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 
 
