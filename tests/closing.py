@@ -43,18 +43,17 @@ def footprint(comm) -> dict[str, int]:
     return found
 
 
-_LAST = ("Identity", "Signature", "Site", "Traffic")  # of the last calls: tables of a fixed size have them
+# Objects of calls: of those under way, and of the last ones, which tables of a fixed size have.
+_OF_CALLS = {"Execution", "Identity", "Lane", "Mailbox", "MessageCall", "PendingCall", "Receive", "Signature", "Site"}
+_OF_CALLS |= {"Traffic"}
 
 
 def objects() -> dict[str, int]:
-    """The objects of the package in this process, by class."""
+    """The other objects of the package in this process, by class."""
     gc.collect()
-    classes = [type(each) for each in gc.get_objects()]
-    return dict(
-        Counter(
-            kind.__name__ for kind in classes if kind.__module__.startswith("asyncoll") and kind.__name__ not in _LAST
-        )
-    )
+    kinds = [type(each) for each in gc.get_objects()]
+    names = [kind.__name__ for kind in kinds if str(kind.__module__).startswith("asyncoll")]
+    return dict(Counter(name for name in names if name not in _OF_CALLS and not name.startswith("_")))
 
 
 def left(comm) -> int:
@@ -87,4 +86,5 @@ async def measured(comm, still_open: int = 0) -> dict[str, int]:
 
 def different(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
     """The entries that have changed, for the report of a failure."""
-    return {what: (before[what], after.get(what, 0)) for what in before if before[what] != after.get(what)}
+    both = {what: (before.get(what, 0), after.get(what, 0)) for what in {*before, *after}}
+    return {what: pair for what, pair in both.items() if pair[0] != pair[1]}
