@@ -1815,9 +1815,9 @@ class Communicator:
 
         `async with` closes at the end of its block. If the block raises an exception, it first aborts the communicator.
 
-        Two kinds of communicators are refused to new calls, but keep their memory until the world ends: one whose
-        `rpc` was used, because other ranks may call functions of this one; and one of several hosts with wait-avoiding
-        operations, because the runtimes of all ranks take part in them.
+        Some communicators take no new calls, but keep their memory until the world ends: one whose `rpc` was used,
+        because other ranks may call functions of this one; one with a gossip that was not closed; and one of several
+        hosts with wait-avoiding operations, because the runtimes of all ranks take part in those.
 
         Raises:
             UsageError: this is the communicator of all ranks, which closes with the world; or this process is a forked

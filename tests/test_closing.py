@@ -218,6 +218,29 @@ def test_a_killed_rank_between_closing_and_reuse_is_named():
         assert report.results == [2, 2, None]
 
 
+def test_a_closed_gossip_leaves_nothing_and_an_open_one_answers_on(run):
+    async def main(comm):
+        async with await comm.split(0) as part:
+            gossip = await part.gossip(np.full(3, float(comm.rank)))
+            await gossip.exchange()
+            model = await gossip.close()
+            assert model.shape == (3,)
+        await settled(comm)
+        part = await comm.split(0)
+        gossip = await part.gossip(np.full(3, float(comm.rank)))
+        if comm.rank % 2:
+            part.close()
+        await comm.barrier()
+        if comm.rank % 2 == 0:
+            await gossip.exchange()
+        await comm.barrier()
+        with pytest.raises(UsageError, match="closed"):
+            part.close()
+            gossip.exchange()
+
+    run(3, main)
+
+
 def test_what_can_not_be_closed_and_what_stays():
     async def main(comm):
         with pytest.raises(UsageError, match="all ranks closes with the world"):

@@ -122,6 +122,8 @@ class Failures:
         self._told.discard(communicator)
         self._listeners = [(owner, listener) for owner, listener in self._listeners if owner != communicator]
         self.any = bool(self._first)
+        if self._first:  # again: another thread may have recorded a failure between the last two steps
+            self.any = True
 
     def of(self, communicator: int) -> Failure | None:
         """The failure that ended `communicator`, or None. Its own failure precedes that of the world."""

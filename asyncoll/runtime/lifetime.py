@@ -59,7 +59,9 @@ class Lifetime:
 
     def _leave_when_idle(self) -> None:
         member = self._member
-        if member.endpoint.closed or member.endpoint.rank in self._left:
+        # A rank with an open port may have to send messages for calls of the others, and does not know the last one. So
+        # it never leaves.
+        if member.endpoint.closed or member.endpoint.rank in self._left or member.ports:
             return
         if not all(part.is_idle(self._wake) for part in self._parts):
             return

@@ -23,7 +23,7 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("_forget", "communicator", "endpoint", "group", "is_closed", "runner")
+    __slots__ = ("_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
@@ -31,6 +31,7 @@ class Member:
         self.runner = runner
         self.communicator = group.communicator
         self.is_closed = False  # this rank makes no more calls
+        self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
         self._forget: list[Callable[[], None]] = []
 
     def at_end(self, forget: Callable[[], None]) -> None:

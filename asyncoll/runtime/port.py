@@ -55,6 +55,7 @@ class Port:
                 raise ProtocolError("a signal for an operation from a rank that has no part in it")
             heard(group_rank, number, step, payload)
 
+        self._member.ports += 1
         self._endpoint.router.on_signal(self._context, signalled)
         if departed is not None:
             self._departed = departed
@@ -62,6 +63,7 @@ class Port:
 
     def close(self) -> None:
         """The operation has ended at all ranks: no signal of it comes any more."""
+        self._member.ports -= 1
         self._endpoint.router.off_signal(self._context)
 
     def depart(self) -> None:
