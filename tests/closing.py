@@ -43,9 +43,9 @@ def footprint(comm) -> dict[str, int]:
     return found
 
 
-# Objects of calls: of those under way, and of the last ones, which tables of a fixed size have.
+# Objects of calls: of those under way, and of the last ones and their totals, which tables of a fixed size have.
 _OF_CALLS = {"Execution", "Identity", "Lane", "Mailbox", "MessageCall", "PendingCall", "Receive", "Signature", "Site"}
-_OF_CALLS |= {"Traffic"}
+_OF_CALLS |= {"CallStatistics", "Traffic"}
 
 
 def objects() -> dict[str, int]:
