@@ -234,8 +234,8 @@ def test_a_closed_gossip_leaves_nothing_and_an_open_one_answers_on(run):
         if comm.rank % 2 == 0:
             await gossip.exchange()
         await comm.barrier()
+        part.close()
         with pytest.raises(UsageError, match="closed"):
-            part.close()
             gossip.exchange()
 
     run(3, main)
