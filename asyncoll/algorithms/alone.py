@@ -110,7 +110,7 @@ class AloneBackend:
         self.operations.add(rounds)
         return rounds
 
-    def close(self) -> None:
+    def retire(self) -> None:
         """No other rank waits for this one."""
 
     def is_idle(self, wake: Callable[[], None]) -> bool:

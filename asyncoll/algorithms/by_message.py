@@ -50,7 +50,7 @@ class MessageBackend:
 
     # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
 
-    def close(self) -> None:
+    def retire(self) -> None:
         for port in self._announced.ports:
             port.depart()
 

@@ -165,7 +165,7 @@ class MemoryBackend:
             return False
         return self._staging.is_idle(wake)
 
-    def close(self) -> None:
+    def retire(self) -> None:
         with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
             self._registry.depart()
 

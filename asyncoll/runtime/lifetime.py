@@ -22,7 +22,7 @@ from asyncoll.transport.wire import Left
 class Part(Protocol):
     """A part of a communicator at one rank, which its end concerns. On the runtime's loop."""
 
-    def close(self) -> None:
+    def retire(self) -> None:
         """This rank makes no more calls. Some may be under way."""
 
     def is_idle(self, wake: Callable[[], None]) -> bool:
@@ -54,7 +54,7 @@ class Lifetime:
     def _close(self) -> None:
         if not self._member.endpoint.closed:
             for part in self._parts:
-                part.close()
+                part.retire()
             self._leave_when_idle()
 
     def _leave_when_idle(self) -> None:

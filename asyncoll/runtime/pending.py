@@ -121,7 +121,7 @@ class PendingCalls:
         self._on_idle = wake
         return not self._pending
 
-    def close(self) -> None:
+    def retire(self) -> None:
         """Without effect: calls in progress go on."""
 
     def depart(self) -> None:
