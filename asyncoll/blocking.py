@@ -19,7 +19,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.communicator import Communicator
-from asyncoll.errors import ClosedError, UsageError
+from asyncoll.errors import ClosedError, UsageError, describe
 from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
 from asyncoll.world.environment import Environment
@@ -264,16 +264,21 @@ class BlockingCommunicator(Communicator):
         another call waits for the end. Calls that are not over raise ClosedError in their handles.
 
         Raises:
-            UsageError: this communicator was made by `split`, and closes with the world; or this is a callback of
-                `Handle.when_done`.
+            UsageError: this is a callback of `Handle.when_done`.
             PeerLostError: a rank has died while this one waited for the others to leave.
+
+        For a communicator made by `split`, as `Communicator.close`: local.
         """
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._session is None:
-            raise UsageError("a communicator made by `split` closes with the world: close that of `init`")
-        self._session.leave(error)
+        if self._session is not None:
+            self._session.leave(error)
+            return
+        if error is not None:
+            self.abort(describe(error))
+        with self._order:
+            super().close()
 
     @property
     def rpc(self) -> NoReturn:

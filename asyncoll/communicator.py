@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from sys import intern
-from typing import Any, SupportsIndex, TypeVar
+from types import TracebackType
+from typing import Any, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -1751,8 +1752,8 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         The new communicator numbers its own calls, and an error that ends it (except PeerLostError, which ends the
-        world) leaves this one intact. It closes with the world; only then is its shared memory (some MiB once it has
-        been used) freed. So make few of them, and reuse them.
+        world) leaves this one intact. It ends with the world, or when its ranks `close` it. Only then is its memory
+        (some MiB of shared memory once it has been used) freed.
 
         Args:
             color: a 64-bit integer: ranks that give the same one get a communicator together. None: this rank gets
@@ -1801,6 +1802,44 @@ class Communicator:
             return type(self)(self._core.split(group), hosts)
 
         return self._calls.start(call, body)
+
+    def close(self) -> None:
+        """Make no more calls on this communicator, which `split` has made. Its memory is freed when no rank needs it.
+
+        Local and immediate: it waits for nothing, may be called in any thread, and needs no event loop. Each rank
+        closes at any time and in any order. So it can be used as `MPI_Comm_free`, which all ranks call, and as
+        `torch.distributed.destroy_process_group`, which they need not call at the same time. Calls under way go on, and
+        the other ranks may await theirs. In wait-avoiding operations a rank that has closed counts as one that has left
+        its program. Once all ranks have closed, and their calls are over, the shared memory, the tables and the names
+        of this communicator are free for others. Tensors of `empty` stay valid. Idempotent.
+
+        `async with` closes at the end of its block. If the block raises an exception, it first aborts the communicator.
+
+        Some communicators take no new calls, but keep their memory until the world ends: one whose `rpc` was used,
+        because other ranks may call functions of this one; one with a gossip that was not closed; and one of several
+        hosts with wait-avoiding operations, because the runtimes of all ranks take part in those.
+
+        Raises:
+            UsageError: this is the communicator of all ranks, which closes with the world; or this process is a forked
+                child of a rank.
+
+        Example:
+
+            async with await comm.split(color=comm.rank % 2) as half:
+                await half.allreduce(np.ones(3))
+        """
+        self._core.close()
+        self._short = None  # new calls go the general way, which refuses them
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(describe(error))
+        self.close()
 
     def statistics(self) -> Statistics:
         """What this rank has sent and received since it joined the world, and the totals of this communicator.
@@ -1854,7 +1893,8 @@ class Communicator:
                 raise
         """
         self._core.member.endpoint.check_not_forked()
-        self._core.member.abort(text_of(reason))
+        if self._core.lifetime is None or not self._core.lifetime.is_forgotten:
+            self._core.member.abort(text_of(reason))
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class Ledger:
         if len(self._ended) > _UNCOUNTED_MAX:
             self._add_up()
 
+    def drop(self, source: Callable[[], None]) -> None:
+        """`source` has nothing more to enter."""
+        source()
+        self.sources = [each for each in self.sources if each != source]  # not in place: another thread may read it
+
     def totals(self) -> dict[str, CallStatistics]:
         """Copies of the totals, by operation. From any thread."""
         for source in self.sources:

@@ -110,6 +110,18 @@ class AloneBackend:
         self.operations.add(rounds)
         return rounds
 
+    def retire(self) -> None:
+        """No other rank waits for this one."""
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return True
+
+    def depart(self) -> None:
+        """No other rank is there."""
+
+    def forget(self) -> None:
+        """There is no memory to give back."""
+
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

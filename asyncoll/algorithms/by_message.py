@@ -48,6 +48,21 @@ class MessageBackend:
     async def open(self, operation: Operation, site: str) -> Rounds:
         return self._announced.open(operation, self._member.group.rank, site)
 
+    # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
+
+    def retire(self) -> None:
+        for port in self._announced.ports:
+            port.depart()
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return True
+
+    def depart(self) -> None:
+        """There is nothing to end: no call is under way."""
+
+    def forget(self) -> None:
+        """There is no memory to give back."""
+
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

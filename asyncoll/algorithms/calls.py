@@ -57,6 +57,7 @@ class Calls:
             pending.newest = self._newest
             for ledger in (self.ledger, member.endpoint.in_memory):
                 ledger.sources.append(self.collect)
+            member.at_end(lambda: member.endpoint.in_memory.drop(self.collect))
 
     @property
     def last(self) -> int:

@@ -11,37 +11,55 @@ from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.sparse.operations import SparseOperations
+from asyncoll.errors import UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
-from asyncoll.tensors.registered import RegisteredMemory
+from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 
 _PLANS_MAX = 1024
 ChooseBackend = Callable[[Member], Backend]
 
 
+class Family:
+    """What all communicators of one rank share: that of the world, and those split from it."""
+
+    def __init__(self) -> None:
+        self.rpcs: list[Rpc] = []  # of all communicators: they close with the world
+        self._memories: list[tuple[SharedMemory | None, RegisteredMemory]] = []
+
+    def memory_of(self, arena: SharedMemory | None) -> RegisteredMemory:
+        """The registered memory in `arena`. Its tensors may outlive the communicator that has made them."""
+        for known, memory in self._memories:
+            if known is arena:
+                return memory
+        self._memories.append((arena, RegisteredMemory(arena)))
+        return self._memories[-1][1]
+
+
 class Core:
     """The parts of a communicator, put together."""
 
-    def __init__(self, member: Member, choose: ChooseBackend = choose_backend, rpcs: list[Rpc] | None = None) -> None:
-        """`choose` selects the backend.
-
-        `rpcs` collects the RPC of this communicator and of all communicators split from it: they close with the world.
-        """
+    def __init__(self, member: Member, choose: ChooseBackend = choose_backend, family: Family | None = None) -> None:
+        """`choose` selects the backend. `family` is that of the communicator from which this one is split, if any."""
         self.member = member
-        self.rpcs: list[Rpc] = [] if rpcs is None else rpcs
+        self.family = family or Family()
+        self.rpcs = self.family.rpcs
         self._choose = choose
         self.backend = choose(member)
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
-        self.memory = RegisteredMemory(self.backend.memory)
+        self.memory = self.family.memory_of(self.backend.memory)
         self.calls = Calls(member, self.backend, pending, self.memory.unused)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
         self.plans: dict[tuple[object, ...], Operation] = {}
         self._rpc: Rpc | None = None
+        # None: it ends with the world.
+        self.lifetime = None if family is None else Lifetime(member, (pending, self.backend))
 
     @property
     def rpc(self) -> Rpc:
@@ -75,4 +93,16 @@ class Core:
     def split(self, group: Group) -> Core:
         """The parts of a new communicator of the ranks in `group`, with the same choice of backend."""
         member = Member(self.member.endpoint, group, self.member.runner)
-        return Core(member, self._choose, self.rpcs)
+        return Core(member, self._choose, self.family)
+
+    def close(self) -> None:
+        """Make no more calls. In any thread. Raises UsageError for the communicator of the world."""
+        self.member.endpoint.check_not_forked()
+        if self.lifetime is None:
+            raise UsageError(
+                "the communicator of all ranks closes with the world: `close` is for those made by `split`"
+            )
+        if self._rpc is not None:
+            self.member.is_closed = True  # the other ranks may still call functions of this one
+        elif not self.member.endpoint.closed:
+            self.lifetime.close()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.by_message import MessageCall
@@ -18,7 +18,7 @@ from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
-from asyncoll.algorithms.rounds.in_memory import Setting
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
@@ -30,9 +30,11 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import failure
+from asyncoll.transport.lease import Lease
 from asyncoll.transport.wire import Dispute
 
 T = TypeVar("T")
+_AGAIN_S = 0.005  # between two looks whether the calls of wait-avoiding operations are over
 _RECENT = 256  # calls whose description is kept, for reports of a mismatch and of a lost rank
 
 
@@ -92,14 +94,19 @@ class MemoryBackend:
         self.operations = Directory(member)
         group, endpoint = member.group, member.endpoint
         sizes = choose(group.size, os.environ)
-        self._staging = StagingArea(arena, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
-        self._registry = OperationRegistry(arena, group.size, group.rank, group.communicator)
+        self._lease = Lease(arena)
+        lease = cast(Arena, self._lease)  # it has all that a communicator uses
+        self._give_back: Callable[[], None] | None = None  # the memory of the lease, once it has ended
+        self._rounds: list[OneSidedRounds] = []
+        self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
+        self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
         self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
+        member.at_end(lambda: endpoint.executions.off_dispute(group.communicator))
 
     def short_calls(self, host: Host) -> ShortCalls:
         core, member = self.memory.native, self._member
@@ -136,15 +143,41 @@ class MemoryBackend:
         context = digest(member.communicator, "persistent", operation.name)
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
         endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
+        member.at_end(lambda: endpoint.executions.off_dispute(context))
         try:
-            setting = Setting(self.memory, self._registry, group, lambda: text, lambda: bool(endpoint.membership.lost))
+            setting = Setting(
+                cast(Arena, self._lease), self._registry, group, lambda: text, lambda: bool(endpoint.membership.lost)
+            )
             rounds = rounds_in_memory(setting, operation, self._staging.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)
             await self._registry.failure()
             raise
         self.operations.add(rounds)
+        self._rounds.append(rounds)
         return rounds
+
+    # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        if not all(rounds.is_idle() for rounds in self._rounds):
+            asyncio.get_running_loop().call_later(_AGAIN_S, wake)  # seldom: no call tells of its end
+            return False
+        return self._staging.is_idle(wake)
+
+    def retire(self) -> None:
+        with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
+            self._registry.depart()
+
+    def depart(self) -> None:
+        endpoint = self._member.endpoint
+        endpoint.off_depart(self._registry.depart)
+        endpoint.membership.off_trace(self._trace)
+        self._give_back = self._lease.end()
+
+    def forget(self) -> None:
+        assert self._give_back is not None
+        self._give_back()
 
     # -- RPC --------------------------------------------------------------------------------------
 

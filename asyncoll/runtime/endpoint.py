@@ -134,10 +134,14 @@ class Endpoint:
         """
         self._departures.append(callback)
 
+    def off_depart(self, callback: Callable[[], None]) -> None:
+        """Undo `on_depart`."""
+        self._departures.remove(callback)
+
     def depart(self) -> None:
         """Mark that this rank has made its last call, and run the callbacks of `on_depart`."""
         self.departed = True
-        for callback in self._departures:
+        for callback in tuple(self._departures):
             callback()
 
     def part(self) -> None:

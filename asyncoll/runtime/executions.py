@@ -118,7 +118,7 @@ class Executions:
         self._failures = failures
         self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
-        self._abandoned: set[tuple[int, int]] = set()  # ended by an exception
+        self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
         self._links: dict[int, _Link] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
@@ -155,7 +155,7 @@ class Executions:
         key = (identity.context, identity.number)
         del self._current[key]
         if not completed:
-            self._abandoned.add(key)  # peers go on sending until they learn of the failure
+            self._abandoned[key] = identity.communicator  # peers go on sending until they learn of the failure
             return
         self._finished[key] = identity
         if len(self._finished) > _RECENT_MAX:
@@ -460,6 +460,22 @@ class Executions:
         `describe(number)` returns the world ranks of that execution and its text, or None if it is unknown.
         """
         self._described[context] = describe
+
+    def off_dispute(self, context: int) -> None:
+        """Undo `on_dispute`: no message for `context` is under way."""
+        self._described.pop(context, None)
+
+    def forget(self, communicator: int) -> None:
+        """No message for an execution of `communicator` is under way."""
+        for key in [key for key, identity in self._finished.items() if identity.communicator == communicator]:
+            del self._finished[key]
+        for key in [key for key, owner in self._abandoned.items() if owner == communicator]:
+            del self._abandoned[key]
+        # Of its collectives, which not all ranks have made: it has failed.
+        for key in [key for key in self._current if key[0] == communicator]:
+            for source, payload in self._current.pop(key).mailbox.early():
+                self._link(source).early_bytes -= _cost(payload)
+                self._earn(source, _cost(payload))
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
         """A Dispute message: fail the communicator at all members, with the calls of `source` and of this rank."""

@@ -129,6 +129,15 @@ class Failures:
         if failure is not None:
             listener(failure, communicator)
 
+    def forget(self, communicator: int) -> None:
+        """Forget the failure of `communicator` and its listeners: it is not used any more."""
+        self._first.pop(communicator, None)
+        self._told.discard(communicator)
+        self._listeners = [(owner, listener) for owner, listener in self._listeners if owner != communicator]
+        self.any = bool(self._first)
+        if self._first:  # again: another thread may have recorded a failure between the last two steps
+            self.any = True
+
     def of(self, communicator: int) -> Failure | None:
         """The failure that ended `communicator`, or None. Its own failure precedes that of the world."""
         return self._first.get(communicator) or self._first.get(WORLD)

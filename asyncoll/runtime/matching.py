@@ -103,6 +103,10 @@ class Mailbox:
         if receive.filled or receive.complete:
             self._arrived[key] = [receive.into[: receive.filled].tobytes()]
 
+    def early(self) -> list[tuple[int, Buffer]]:
+        """The early segments, and their sources."""
+        return [(source, payload) for (source, _), payloads in self._arrived.items() for payload in payloads]
+
     def forget(self, source: int) -> None:
         """Drop the early segments of `source`."""
         for key in [key for key in self._arrived if key[0] == source]:

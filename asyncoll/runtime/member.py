@@ -23,13 +23,27 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("communicator", "endpoint", "group", "runner")
+    __slots__ = ("_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
         self.group = group
         self.runner = runner
         self.communicator = group.communicator
+        self.is_closed = False  # this rank makes no more calls
+        self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
+        self._forget: list[Callable[[], None]] = []
+
+    def at_end(self, forget: Callable[[], None]) -> None:
+        """Call `forget` once no rank uses the communicator any more. Not at the end of the world."""
+        self._forget.append(forget)
+
+    def forget(self) -> None:
+        """Run the callbacks of `at_end`, and forget the communicator in the endpoint. On the runtime's loop."""
+        while self._forget:
+            self._forget.pop()()
+        self.endpoint.executions.forget(self.communicator)
+        self.endpoint.failures.forget(self.communicator)
 
     def check(self) -> None:
         """Raise the error of the communicator if it or the world has failed."""
@@ -43,17 +57,21 @@ class Member:
         return self.endpoint.failures.any
 
     def check_open(self) -> None:
-        """Raise ClosedError after the end of the world, and UsageError in a forked child of its process."""
+        """Raise ClosedError after the end of the world, and UsageError in a forked child of its process.
+
+        And UsageError if this rank has closed the communicator.
+        """
         if self.endpoint.closed:
             self.endpoint.check_open()
+        if self.is_closed:
+            raise UsageError("this communicator was closed: it takes no more calls")
 
     def check_caller(self) -> None:
         """As `check_open`; raise UsageError in a thread without a running loop.
 
         A call needs a loop to be awaited on. All other ranks would wait for a call that fails after it is numbered.
         """
-        if self.endpoint.closed:
-            self.endpoint.check_open()
+        self.check_open()
         try:
             self.runner.caller()
         except RuntimeError:
@@ -89,6 +107,7 @@ class Member:
     def on_control(self, kind: type[Handled], handle: Callable[[int, Handled], None]) -> None:
         """Call `handle(source, message)` for each control message of type `kind`; `source` is a rank of the world."""
         self.endpoint.router.on_control(kind, self.communicator, handle)
+        self.at_end(lambda: self.endpoint.router.off_control(kind, self.communicator))
 
     def abort(self, reason: str) -> None:
         """Fail the communicator at all of its ranks with an AbortedError of this rank."""

@@ -67,8 +67,12 @@ class Membership:
         """
         self._traces.append(trace)
 
+    def off_trace(self, trace: Callable[[int], str]) -> None:
+        """Undo `on_trace`."""
+        self._traces.remove(trace)
+
     def news_of(self, loss: Loss) -> Lost:
         """The message that reports `loss`, with the process of the lost rank and its last known call."""
         process = self._processes.get(loss.rank, _UNKNOWN)
-        doing = next((text for trace in reversed(self._traces) if (text := trace(loss.rank))), "")
+        doing = next((text for trace in tuple(reversed(self._traces)) if (text := trace(loss.rank))), "")
         return Lost(loss.rank, loss.cause, process.host, process.pid, round(1000 * loss.last_seen_s), doing)

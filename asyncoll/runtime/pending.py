@@ -67,6 +67,7 @@ class PendingCalls:
         self._patience_s = endpoint.patience_s
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
+        self._on_idle: Callable[[], None] | None = None
         self._calls = 0  # the number of the last numbered call
         self._last: Call | None = None  # the last call of this rank
         # Of calls that are not told here one by one: the newest, its number, and when one last ended. None before it.
@@ -124,8 +125,30 @@ class PendingCalls:
         """The call has ended, in any way. Idempotent."""
         self._pending.pop(pending, None)
         self._idle_since_s = self._now_s()
+        if self._on_idle is not None and not self._pending:
+            self._on_idle()
 
     # -- on the runtime's loop --------------------------------------------------------------------
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        """Whether no call is in progress; otherwise `wake` is called, in any thread, when none is."""
+        self._on_idle = wake
+        return not self._pending
+
+    def retire(self) -> None:
+        """Without effect: calls in progress go on."""
+
+    def depart(self) -> None:
+        """There are no more calls: stop the timer. Questions of other ranks are still answered."""
+        self._patience_s = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def forget(self) -> None:
+        """No rank asks any more."""
+        router, communicator = self._endpoint.router, self._group.communicator
+        router.off_control(Where, communicator)
+        router.off_control(Here, communicator)
 
     def _check_overdue(self) -> None:
         """Report the first overdue call, or set the timer for the next check.

@@ -32,6 +32,8 @@ class Port:
         Operations of different `kind` may have the same name.
         """
         self.group = member.group
+        self._member = member
+        self._departed: Callable[[], None] | None = None
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
         self._context = digest(member.communicator, kind, name)
@@ -53,13 +55,21 @@ class Port:
                 raise ProtocolError("a signal for an operation from a rank that has no part in it")
             heard(group_rank, number, step, payload)
 
+        self._member.ports += 1
         self._endpoint.router.on_signal(self._context, signalled)
         if departed is not None:
+            self._departed = departed
             self._endpoint.on_depart(departed)
 
     def close(self) -> None:
         """The operation has ended at all ranks: no signal of it comes any more."""
+        self._member.ports -= 1
         self._endpoint.router.off_signal(self._context)
+
+    def depart(self) -> None:
+        """This rank has closed the communicator: it has made its last call."""
+        if self._departed is not None:
+            self._departed()
 
     def send(self, dest: int, number: int, step: int, payload: Buffer = b"") -> None:
         """Send a signal to group rank `dest`, with `payload`. Returns at once."""
@@ -77,7 +87,7 @@ class Port:
     @property
     def departed(self) -> bool:
         """Whether this rank has made its last call and only serves the others."""
-        return self._endpoint.departed
+        return self._endpoint.departed or self._member.is_closed
 
     def now_s(self) -> float:
         """The time of the runtime's loop in seconds: virtual in a simulated world."""

@@ -17,7 +17,9 @@ from asyncoll.transport import Buffer, Transport, wire
 _EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts together
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
-Handled = TypeVar("Handled", wire.Announce, wire.Where, wire.Here)  # control messages with a registered listener
+Handled = TypeVar(
+    "Handled", wire.Announce, wire.Where, wire.Here, wire.Left
+)  # control messages with a registered listener
 
 
 class Router:
@@ -94,6 +96,10 @@ class Router:
             self._early_count -= 1
             listener(source, message)
 
+    def off_control(self, kind: type[Handled], communicator: int) -> None:
+        """Forget the listener: no such message for `communicator` is under way."""
+        del self._listeners[kind, communicator]
+
     def signalled(self, source: int, header: wire.Header, payload: Buffer) -> None:
         """A SIGNAL message of `source`. Raises ProtocolError if too many messages have no handler here."""
         signal = (source, header.number, header.step, header.fingerprint, payload)
@@ -104,12 +110,12 @@ class Router:
             self._count_early()
             self._early_signals.setdefault(header.context, []).append(signal)
 
-    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here) -> None:
+    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Left) -> None:
         """A CONTROL message of `source`. Raises ProtocolError if too many messages have no listener here."""
         listener = self._listeners.get((type(message), message.communicator))
         if listener is not None:
             listener(source, message)
-        else:
+        elif not isinstance(message, wire.Here):  # a late answer, on a communicator that is closed by now
             self._count_early()
             self._early_controls.setdefault((type(message), message.communicator), []).append((source, message))
 

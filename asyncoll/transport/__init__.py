@@ -181,11 +181,17 @@ class Arena(Protocol):
         """Return the control block `context`, which all ranks of the host share, with `cells` cells of 64 bits.
 
         The first call at any rank makes the control block, with all cells zero. Control blocks live as long as the
-        arena.
+        arena, or until that rank frees them.
 
         Raises ProtocolError or UsageError if the control block exists with another number of cells, and UsageError if
         there is no room for another one.
         """
+
+    def forget_control_block(self, context: int) -> None:
+        """This rank uses the control block `context` no more."""
+
+    def free_control_block(self, context: int) -> None:
+        """Free a control block that this rank has made (`ControlBlock.created`). No rank may use it any more."""
 
     def now_s(self) -> float:
         """Return the time in seconds of a clock that all ranks of the host share. It never goes back."""

@@ -202,8 +202,27 @@ class EndingSeen(NamedTuple):
     rank: int  # that ends
 
 
+class Left(NamedTuple):
+    """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
+
+    communicator: int
+
+
 Control: TypeAlias = (
-    Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue | Leave | Ending | EndingSeen
+    Announce
+    | Dispute
+    | Mismatch
+    | Abort
+    | Broken
+    | Hello
+    | Lost
+    | Where
+    | Here
+    | Overdue
+    | Left
+    | Leave
+    | Ending
+    | EndingSeen
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 

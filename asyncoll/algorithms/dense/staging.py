@@ -61,6 +61,7 @@ _PRIVATE_LEAST = 1 << 18  # bytes of a chunk of private memory: one system call 
 _PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
+_NO_CALL = -1  # in place of a number, which are from 1
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -115,6 +116,7 @@ class StagingArea:
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self._turns: dict[int, Turn] = {}  # by the number of the call whose end a later call waits for
+        self._on_idle: Callable[[], None] | None = None
         # The tag of a rendezvous whose record is known to be free. A rank finds it out while it holds the lock to leave
         # the previous call. This saves each short call one acquisition of the lock, in `Rendezvous.free`.
         self.known_free = 0
@@ -138,7 +140,15 @@ class StagingArea:
         turn = self._turns.get(number)
         if turn is not None:
             turn.set()
-            self._turns.pop(number, None)  # last: after an exception of a signal handler this is called again
+        if self._on_idle is not None and not self._unfinished:
+            self._on_idle()
+        self._turns.pop(number, None)  # last: after an exception of a signal handler this is called again
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        """Whether no call is under way at this rank; otherwise `wake` is called, in any thread, when none is."""
+        self._on_idle = wake
+        self._turns[_NO_CALL] = Turn()  # the dict is not empty any more, so the compiled core calls `end`, too
+        return not self._unfinished
 
     async def wait_for(self, number: int) -> None:
         """Wait until call `number` is over at this rank, so that a later call may use its records.

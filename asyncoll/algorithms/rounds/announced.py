@@ -28,6 +28,7 @@ class AnnouncedOperations:
     def __init__(self, member: Member, directory: Directory) -> None:
         self._member = member
         self._directory = directory
+        self.ports: list[Port] = []  # of the operations
         member.on_control(Announce, self._announced)
 
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
@@ -43,6 +44,7 @@ class AnnouncedOperations:
         suits = by_coordinator.suits(operation, group.size)
         carrier = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
         port = Port(self._member, operation.name, operation.fingerprint())
+        self.ports.append(port)
         rounds = carrier(port, operation, lambda: text)
         self._directory.add(rounds)
         return rounds

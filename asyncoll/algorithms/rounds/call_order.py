@@ -21,6 +21,13 @@ class CallOrder:
         self.over: set[int] = set()  # calls that ended before their turn
         self.waiting: dict[int, Turn] = {}  # by call: those that wait for their turn
 
+    def is_idle(self) -> bool:
+        """Whether every call is over. Itself a call, which does nothing and is over at once."""
+        turn = next(self.numbers)
+        is_now = self.is_now(turn)
+        self.end(turn)
+        return is_now
+
     def is_now(self, turn: int) -> bool:
         """Whether it is the turn of call number `turn`."""
         return turn == self.now[0]

@@ -92,6 +92,10 @@ class OneSidedRounds:
         self._engine: Engine[Kept] = Engine(operation)
         self._order = CallOrder()
 
+    def is_idle(self) -> bool:
+        """Whether no call is under way at this rank."""
+        return self._order.is_idle()
+
     # -- a call -----------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:

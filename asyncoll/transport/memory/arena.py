@@ -187,7 +187,7 @@ class HostArena:
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Array]:
-        """Hold the lock of the directory, and yield its entries: context, address and bytes, in order of creation.
+        """Hold the lock of the directory, and yield its entries: context, address and bytes.
 
         Unused entries are zero.
         """
@@ -198,13 +198,12 @@ class HostArena:
         return self.view(_LOCK, MUTEX_BYTES).data
 
     def _open_control_block(self, entries: Array, context: int, cells: int) -> ControlBlock:
-        used = int(np.count_nonzero(entries[:, 2]))
-        known = np.flatnonzero(entries[:used, 0] == context)
-        created = not len(known)
-        if created:
-            self._add_control_block(entries, used, context, cells)
+        entry = _entry_of(entries, context)
+        created = entry is None
+        if entry is None:
+            entry = self._add_control_block(entries, context, cells)
         # A peer may have written this entry, and `view` checks nothing.
-        _, address, nbytes = map(int, entries[used if created else known[0]])
+        _, address, nbytes = map(int, entries[entry])
         local_rank, offset = divmod(address, self._capacity)
         if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
@@ -218,18 +217,33 @@ class HostArena:
             return block
         return PythonControlBlock(memory[MUTEX_BYTES:], len(self.ranks), mutex, self, created=created)
 
-    def _add_control_block(self, entries: Array, used: int, context: int, cells: int) -> None:
-        if used == _CONTROL_BLOCKS_MAX:
+    def _add_control_block(self, entries: Array, context: int, cells: int) -> int:
+        """Make a control block. Returns the index of its entry."""
+        entry = int(entries[:, 2].argmin())
+        if entries[entry, 2]:
             raise UsageError(
                 f"the ranks of this host have {_CONTROL_BLOCKS_MAX} control blocks in shared memory, and there is "
-                "no room for another: use fewer communicators and names, or --transport zmq"
+                "no room for another: use fewer communicators and names, close those that are not needed any more, or "
+                "--transport zmq"
             )
         nbytes = MUTEX_BYTES + control_block_bytes(cells, len(self.ranks))
         address = self.allocate(nbytes)
         memory = self.view(address, nbytes)
         memory[:] = 0  # an allocated block has arbitrary content
         RobustMutex.initialize(memory[:MUTEX_BYTES].data)
-        entries[used] = context, address, nbytes
+        entries[entry] = context, address, nbytes
+        return entry
+
+    def forget_control_block(self, context: int) -> None:
+        self._control_blocks.pop(context, None)
+
+    def free_control_block(self, context: int) -> None:
+        with self._directory() as entries:
+            entry = _entry_of(entries, context)
+            assert entry is not None, f"there is no control block {context:x}"
+            address = int(entries[entry, 1])
+            entries[entry] = 0
+        self.free(address)
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -334,6 +348,12 @@ class HostArena:
         forks.give_up(self._eventfds)
         for control_block in self._control_blocks.values():
             control_block.abandon(AbandonedMutex(parent))
+
+
+def _entry_of(entries: Array, context: int) -> int | None:
+    """The index of the entry of control block `context`; None if there is none."""
+    known = np.flatnonzero((entries[:, 0] == context) & (entries[:, 2] != 0))
+    return int(known[0]) if len(known) else None
 
 
 def _copy(undo: contextlib.ExitStack, descriptor: int) -> int:

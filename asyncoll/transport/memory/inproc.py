@@ -130,6 +130,12 @@ class InprocArena:
             )
         return self._control_blocks[context]
 
+    def forget_control_block(self, context: int) -> None:
+        self._control_blocks.pop(context, None)
+
+    def free_control_block(self, context: int) -> None:
+        del self._memory.control_blocks[context]
+
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 

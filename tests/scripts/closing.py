@@ -1,0 +1,52 @@
+"""A rank that makes and closes many groups, in loops of Python's own and without one, and counts what is left."""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import asyncoll
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from closing import different, footprint, left, objects
+
+SECONDS = 60.0  # for a wait that must end
+GROUPS = int(sys.argv[1])
+
+
+def settled(comm):
+    """The footprint, once all ranks have forgotten what they have closed."""
+    while left(comm):
+        time.sleep(0.001)
+    comm.barrier().wait(SECONDS)
+    found = footprint(comm)
+    comm.barrier().wait(SECONDS)
+    return found
+
+
+comm = asyncoll.init()
+before = counted = None
+for _ in range(40):
+    comm.allgather(np.ones((1, 3))).wait(SECONDS)
+for _ in range(40):
+    comm.allreduce(np.ones(3)).wait(SECONDS)
+for number in range(GROUPS):
+    part = comm.split(comm.rank % (1 + number % 4)).wait(SECONDS)
+    for _ in range(3):
+        assert (part.allreduce(np.ones(1 + number % 5)).wait(SECONDS) == part.size).all()
+    if number % 10 == 0:
+        assert (part.allreduce(np.ones(100_000)).wait(SECONDS) == part.size).all()
+    handle = part.barrier()
+    part.close()
+    handle.wait(SECONDS)
+    if number in (100, GROUPS - 1):
+        del part, handle
+    if number == 100:
+        before = settled(comm)
+        counted = objects()
+after = settled(comm)
+assert before == after, (before, after)
+assert objects() == counted, different(counted, objects())
+comm.close()
+print("passed")
