@@ -155,7 +155,7 @@ class Handle(Awaitable[T]):
                 try:
                     if call.look():
                         self._end(call.result)
-                except AsyncollError:
+                except AsyncollError:  # the runtime finds it, too
                     pass
         return self._is_done
 
