@@ -284,32 +284,34 @@ def interruptions(comm):
 
     Python runs handlers at the beginning of a function and after a call. A profiler is called there, too.
     """
-    x, long = np.ones(4), np.ones(1 << 17)
-    weight = np.ones(1)
+    x, weight = np.ones(4), np.ones(1)
     calls = {
         "short": lambda: comm.allreduce(x),
-        "long": lambda: comm.allreduce(long),
         "gather": lambda: comm.allgather(x),
-        "barrier": comm.barrier,
         "push": lambda: comm.push_sum(x, weight),
         "solo": lambda: comm.solo_allreduce(x),
     }
     for name, call in calls.items():
         for _ in range(3):
             call().wait(SECONDS)  # the next ones are usual calls
-        for is_late in (False, True):
+        # The other ranks make the call before or after the interruption, and another thread waits before or after it.
+        for is_late, is_first in ((False, True), (True, True), (True, False)):
             at, is_reached = 0, True
             while is_reached:
                 at += 1
-                is_reached = interrupt(comm, name, call, at, is_late) if not comm.rank else follow(comm, call, is_late)
+                if comm.rank:
+                    is_reached = follow(comm, call, is_late)
+                else:
+                    is_reached = interrupt(comm, f"{name} {is_late} {is_first} {at}", call, at, is_late, is_first)
     comm.barrier().wait(SECONDS)
 
 
-def interrupt(comm, name, call, at, is_late):
+def interrupt(comm, name, call, at, is_late, is_first):
     """Interrupt a wait at its event `at`. Returns whether it had that many."""
     handle, ends = call(), []
     waiting = threading.Thread(target=lambda: ends.append(handle.wait(SECONDS)))
-    waiting.start()
+    if not is_first:
+        waiting.start()
     is_reached = True
     try:
         profile(at, lambda: handle.wait(0.03))
@@ -319,12 +321,14 @@ def interrupt(comm, name, call, at, is_late):
         is_reached = False
     else:
         is_reached = False
+    if is_first:
+        waiting.start()
     if is_late:
         tell(comm, is_reached)
     result = handle.wait(SECONDS)
     waiting.join(SECONDS)
-    assert len(ends) == 1, (name, at)
-    assert ends[0] is result, (name, at)
+    assert len(ends) == 1, name
+    assert ends[0] is result, name
     if not is_late:
         tell(comm, is_reached)
     return is_reached
