@@ -20,6 +20,7 @@ from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.communicator import Communicator
 from asyncoll.errors import ClosedError, UsageError, describe
 from asyncoll.rpc.ranks import Rpc
+from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Handle, HandleRunner, as_handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.world.environment import Environment
@@ -59,15 +60,20 @@ def init() -> BlockingCommunicator:
     return join(None)
 
 
-def join(environment: Environment | None) -> BlockingCommunicator:
-    """As `init`, for the world of `environment`; None: that of the environment variables."""
-    return _Session().enter(environment)
+def join(environment: Environment | None, *, departs: bool = False) -> BlockingCommunicator:
+    """As `init`, for the world of `environment`; None: that of the environment variables.
+
+    With `departs`, leaving is not collective: this rank leaves once its calls are over, or at once with an exception,
+    and communicators without it go on.
+    """
+    return _Session(departs).enter(environment)
 
 
 class _Session:
     """The membership of this process in a world, from `init` to `close`: a task on the runtime's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, departs: bool) -> None:
+        self._departs = departs
         self._undo = contextlib.ExitStack()
         self._closing = threading.Lock()
 
@@ -97,7 +103,8 @@ class _Session:
     async def _stay(
         self, runner: HandleRunner, environment: Environment | None, entered: concurrent.futures.Future[Communicator]
     ) -> None:
-        async with joined(runner, environment) as comm:
+        async with joined(runner, environment, departs=self._departs) as comm:
+            lift()  # the deadline of joining is none of leaving
             entered.set_result(comm)
             await self._left
 

@@ -1,7 +1,7 @@
 """The endpoint of one rank: dispatches incoming messages, reports lost peers, supervises background tasks.
 
-The endpoint creates the other parts of the runtime (`Executions`, `Router`, `Failures`, `Membership`) and connects them
-to the transport. It is the `Receiver` of the transport.
+The endpoint creates the other parts of the runtime (`Executions`, `Router`, `Failures`, `Membership`, `Departures`) and
+connects them to the transport. It is the `Receiver` of the transport.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncoll import forks
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, describe
+from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of
 from asyncoll.runtime.membership import Membership
@@ -53,6 +54,7 @@ class Endpoint:
         self.failures = Failures(self.router)
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership()
+        self.departures = Departures(self.router, self.failures, self.membership)
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
         self._parted = False  # every rank has made its last call
@@ -206,14 +208,21 @@ class Endpoint:
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
             self.executions.answer(source, message)
+        elif isinstance(message, wire.Leave):
+            self.departures.told(source, message)
+        elif isinstance(message, wire.Ending):
+            self.departures.ending(source, message)
+        elif isinstance(message, wire.EndingSeen):
+            self.departures.answered(source)
         else:
             self.router.told(source, message)
 
     # -- lost ranks -------------------------------------------------------------------------------
 
     def lost(self, loss: Loss) -> None:
-        """The transport, or joining, has noticed the loss of a rank."""
-        self._lost(self.membership.news_of(loss))
+        """The transport, or joining, has noticed the loss of a rank, or the end of one that has left."""
+        if loss.rank not in self.membership.ended:
+            self._lost(self.membership.news_of(loss))
 
     def lost_in_memory(self, loss: Loss) -> AsyncollError:
         """A lock in shared memory has met a lost owner. Returns the error that the lock raises. From any thread.
@@ -238,6 +247,7 @@ class Endpoint:
         the loss. The message makes all survivors raise the same PeerLostError.
         """
         self.membership.lost.add(news.rank)
+        self.departures.answered(news.rank)
         if not self.closed:  # `close` has told the others and ended the waits
             others = (peer for peer in range(self.size) if peer != news.rank) if tell and not self._parted else ()
             self.failures.give_up(news, WORLD, others)

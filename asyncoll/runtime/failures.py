@@ -35,8 +35,18 @@ class Closed:
     """This rank has left the world. Other ranks are not told."""
 
 
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A rank that takes part in a call of this communicator has left it. All members know, so nothing is sent."""
+
+    rank: int
+    reason: str  # empty: its program has left in good order
+    host: str
+    pid: int
+
+
 Reported: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # sent to other ranks
-Failure: TypeAlias = Reported | Closed
+Failure: TypeAlias = Reported | Closed | Departed
 
 
 def error_of(failure: Failure) -> AsyncollError:
@@ -53,6 +63,9 @@ def error_of(failure: Failure) -> AsyncollError:
             return MismatchError(failure.text)
         case wire.Overdue():
             return DeadlineError(failure.text, _ranks(failure.arrived), _ranks(failure.missing))
+        case Departed():
+            why = failure.reason or "it makes no further call"
+            return PeerLostError(failure.rank, f"it has left: {why}", failure.host, failure.pid)
         case Closed():
             return ClosedError("this communicator is closed")
 
@@ -186,7 +199,7 @@ class Failures:
         Without this, a rank that does not know the failure yet would see this rank leave and report it as the lost one.
         """
         for failure in tuple(self._first.values()):
-            if not isinstance(failure, Closed):
+            if not isinstance(failure, Closed | Departed):
                 self._report(failure, range(self._router.size))
 
     def _report(self, failure: Reported, members: Iterable[int]) -> None:

@@ -22,6 +22,7 @@ class Membership:
 
     def __init__(self) -> None:
         self.lost: set[int] = set()  # world ranks
+        self.ended: set[int] = set()  # world ranks that have left while others stay
         self._processes: dict[int, Hello] = {}
         self._traces: list[Callable[[int], str]] = []
 
@@ -45,7 +46,8 @@ class Membership:
         that rank died between taking the lock and registering (see `transport.memory.mutex`). Blocks up to 50 ms while
         all processes seem alive, because the kernel releases the locks of a process before the process counts as dead.
         """
-        known = {rank: self._processes[rank].pid for rank in neighbours if rank in self._processes}
+        staying = set(neighbours) - self.ended
+        known = {rank: self._processes[rank].pid for rank in staying if rank in self._processes}
         until_s = time.monotonic() + _ENDING_S  # noqa: TID251 (there are no processes in virtual time)
         while suspect in known:
             lost = [rank for rank, pid in known.items() if is_gone(pid) or is_stopped(pid)]
@@ -53,6 +55,10 @@ class Membership:
                 return lost[0] if lost and suspect not in lost else suspect
             time.sleep(0.001)  # noqa: TID251
         return suspect
+
+    def process(self, rank: int) -> Hello:
+        """The host and the process id of world rank `rank`; empty and 0 if they are not known."""
+        return self._processes.get(rank, _UNKNOWN)
 
     def on_trace(self, trace: Callable[[int], str]) -> None:
         """Register `trace`: `trace(rank)` returns the last known call of a rank as text, or an empty string.

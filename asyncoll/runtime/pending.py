@@ -3,6 +3,8 @@
 A call is overdue at the end of `asyncoll.deadline` or after ASYNCOLL_DEADLINE_S seconds. Its rank then asks all ranks
 of the call where they are (message Where), waits a short time for the answers (message Here), and fails the
 communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue).
+
+A call that waits for a rank which has left (see `departures`) fails the communicator, too.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ from typing import Protocol
 
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.group import Group
 from asyncoll.transport.wire import Here, Overdue, Where
 
 _ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers, also while the rank computes
+
+
+# A call may be over without a rank that has left, if all that it needs has come. It has this long to end.
+_COMPLETION_S = 0.02
+_COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
 
 
 class Call(Protocol):
@@ -71,6 +79,10 @@ class PendingCalls:
         self._answers: dict[int, Here] = {}  # to the current question, by world rank
         self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # set while a question is open
+        self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
+        self._looking = False  # for calls that wait for a rank which has left
+        self.communicator, self.ranks = group.communicator, group.ranks
+        endpoint.departures.opened(self)
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
@@ -95,6 +107,8 @@ class PendingCalls:
         if pending.expires_s < self._next_check_s:
             self._next_check_s = pending.expires_s
             self._post(self._check_overdue)
+        if self._departed:
+            self._post(self._look_soon)
         return pending
 
     def note(self, call: Call, number: int = 0) -> None:
@@ -135,6 +149,7 @@ class PendingCalls:
         router, communicator = self._endpoint.router, self._group.communicator
         router.off_control(Where, communicator)
         router.off_control(Here, communicator)
+        self._endpoint.departures.forget(communicator)
 
     def _check_overdue(self) -> None:
         """Report the first overdue call, or set the timer for the next check.
@@ -219,6 +234,54 @@ class PendingCalls:
             doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
         inside = "\n".join(pending.call.key for pending in pending)
         self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
+
+    # -- ranks that leave (`departures.Members`) --------------------------------------------------
+
+    def completed(self) -> int:
+        """The number of the last call up to which all are over."""
+        self._catch_up()
+        numbers = [pending.number for pending in tuple(self._pending) if pending.number]
+        return min(numbers) - 1 if numbers else self._calls
+
+    def is_settled(self) -> bool:
+        """Whether no numbered call is pending."""
+        return not any(pending.number for pending in tuple(self._pending))
+
+    def close(self) -> None:
+        """This rank has left: end its pending calls."""
+        if self._pending:
+            self._endpoint.failures.fail(Closed(), self._group.communicator)
+
+    def left(self, rank: int, calls: int, failure: Departed) -> None:
+        """World rank `rank` takes no part in calls after number `calls`. From any thread."""
+        if rank not in self._departed:
+            self._departed[rank] = calls, failure
+            self._post(self._look_soon)
+
+    def _look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._endpoint.spawn(self._look(), self._group.communicator)
+
+    async def _look(self) -> None:
+        """Fail the communicator if a call has waited for some time for a rank that has left."""
+        while waiting := self._calls_of_departed():
+            await asyncio.sleep(_COMPLETION_S)
+            for _ in range(_COMPLETION_TURNS):
+                await asyncio.sleep(0)
+            for pending, failure in self._calls_of_departed().items():
+                if pending in waiting:
+                    self._endpoint.failures.fail(failure, self._group.communicator)
+        self._looking = False
+
+    def _calls_of_departed(self) -> dict[PendingCall, Departed]:
+        """The pending calls that need a rank which has left, with the failure."""
+        return {
+            pending: failure
+            for pending in tuple(self._pending)
+            for rank, (calls, failure) in tuple(self._departed.items())
+            if rank in pending.ranks and not 0 < pending.number <= calls
+        }
 
     def _catch_up(self) -> None:
         newest = self.newest()

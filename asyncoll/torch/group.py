@@ -16,7 +16,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch import NAME, membership
+from asyncoll.torch import membership
 from asyncoll.torch.work import Work
 
 _OPS = {
@@ -53,7 +53,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._pending: list[Work] | None = None  # the calls of a coalescing block
 
     def getBackendName(self) -> str:
-        return NAME
+        return "asyncoll"
 
     def _limit(self, opts: Any) -> contextlib.AbstractContextManager[None]:
         timeout = getattr(opts, "timeout", None)
@@ -190,7 +190,7 @@ class ProcessGroup(dist.ProcessGroup):
         membership.leave(self._comm)
 
     def abort(self) -> None:
-        self._comm.abort("the process group was aborted")
+        membership.abort(self._comm)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout

@@ -1,50 +1,129 @@
-"""The world that a process joins with its first process group, and leaves with its last one."""
+"""The world that a process joins with its default process group, and the groups in it.
+
+torch.distributed does not require that all ranks destroy a process group, or that they do it in an order. So leaving is
+not collective here: a rank tells the others, and only groups that contain it fail, at the first call that needs it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator, join
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, ClosedError, UsageError, describe
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.group import Group
 from asyncoll.world.environment import Environment
 
 _lock = threading.Lock()
-_worlds: list[BlockingCommunicator] = []  # at most one
+
+
+@dataclass(slots=True)
+class _World:
+    """A membership of this process."""
+
+    comm: BlockingCommunicator
+    process: int
+    made: Counter[tuple[object, ...]] = field(default_factory=Counter)  # groups of each name and ranks
+
+
+_world: _World | None = None
 
 
 def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommunicator:
-    """Join the world of all ranks that share `store`."""
+    """Join the world of all ranks that share `store`. Blocks until all have joined, for `timeout` at most.
+
+    A process has one world at a time. It may join another one after `leave`, and so may a forked child.
+    """
+    global _world
     with _lock:
-        if _worlds:
+        if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
         with deadline(timeout.total_seconds()):
-            comm = join(Environment.of_store(store, rank, size))
-        _worlds.append(comm)
+            comm = join(Environment.of_store(store, rank, size), departs=True)
+        _world = _World(comm, os.getpid())
+        atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         return comm
 
 
 def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
-    """The communicator of these ranks of the world, this one among them. Local: nothing is sent."""
-    if not _worlds:
+    """The communicator of these ranks of the world, this one among them. Local: nothing is sent.
+
+    Each rank of the group makes its groups of one name and the same ranks in the same order.
+    """
+    world = _world
+    if world is None:
         raise UsageError(
             "a process group of the backend asyncoll is one of a world: initialize the default process group with it, "
             'as in init_process_group("asyncoll") or init_process_group("cpu:asyncoll,cuda:nccl")'
         )
-    world = _worlds[0]
-    context = digest(world._core.member.communicator, "torch", name, *ranks)
-    group = Group(tuple(ranks), list(ranks).index(world.rank), context)
-    return BlockingCommunicator(world._core.split(group), tuple(world.hosts[rank] for rank in ranks))
+    with _lock:
+        world.made[name, *ranks] += 1
+        turn = world.made[name, *ranks]
+    comm = world.comm
+    context = digest(comm._core.member.communicator, "torch", name, turn, *ranks)
+    group = Group(tuple(ranks), list(ranks).index(comm.rank), context)
+    return BlockingCommunicator(comm._core.split(group), tuple(comm.hosts[rank] for rank in ranks))
 
 
 def leave(comm: BlockingCommunicator) -> None:
-    """Leave the world, if `comm` is its communicator; without effect if this process has left it."""
+    """Leave the group of `comm`, and the world if it is that of all ranks. Not collective.
+
+    Waits until the collectives under way are over, unless it is called while an exception is handled, as in a `finally`
+    block: then it leaves at once, and tells the others of the exception. Without effect in a forked child.
+    """
+    error = sys.exc_info()[1]
+    _leave(comm, None if error is None else ClosedError(f"after {describe(error)}"))
+
+
+def abort(comm: BlockingCommunicator) -> None:
+    """End all calls of the group of `comm`, at all its ranks, with an AbortedError; and leave it. From any thread."""
+    comm.abort("the process group was aborted")
+    _leave(comm, ClosedError("the process group was aborted"))
+
+
+def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
+    global _world
     with _lock:
-        if comm in _worlds:
-            _worlds.remove(comm)
-            comm.close()
+        world = _world
+        if world is None or world.process != os.getpid():
+            return
+        if comm is not world.comm:
+            if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
+                _leave_group(comm, error)
+            return
+        _world = None
+    atexit.unregister(_leave_at_exit)
+    comm._leave(error)
+
+
+def _leave_group(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
+    member = comm._core.member
+    member.post(lambda: member.endpoint.departures.leave(member.communicator, "" if error is None else str(error)))
+    comm.close()  # its memory is free once all ranks have left the group
+
+
+def _leave_at_exit() -> None:
+    """Leave without waiting for calls under way: their peers hear that this program has ended."""
+    world = _world
+    if world is not None:
+        last = getattr(sys, "last_value", None)  # an exception that has ended the program
+        why = "its program has ended without destroy_process_group" + (f", after {describe(last)}" if last else "")
+        _leave(world.comm, ClosedError(why))
+
+
+def _forget() -> None:
+    """Forget the world in a forked child: it is that of the parent."""
+    global _lock, _world
+    _lock, _world = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -182,13 +182,48 @@ class Overdue(NamedTuple):
     missing: str  # ranks, separated by commas
 
 
-class Left(NamedTuple):
+class Unused(NamedTuple):
     """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
 
     communicator: int
 
 
-Control: TypeAlias = Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue | Left
+class Leave(NamedTuple):
+    """Reports that the sender takes no part in calls after number `calls` of a communicator; other ranks go on."""
+
+    communicator: int
+    calls: int  # the sender has completed all numbered calls up to this one
+    reason: str  # empty: the program of the sender leaves in good order
+
+
+class Ending(NamedTuple):
+    """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
+
+    reason: str  # as in Leave
+
+
+class EndingSeen(NamedTuple):
+    """Answers an Ending."""
+
+    rank: int  # that ends
+
+
+Control: TypeAlias = (
+    Announce
+    | Dispute
+    | Mismatch
+    | Abort
+    | Broken
+    | Hello
+    | Lost
+    | Where
+    | Here
+    | Overdue
+    | Leave
+    | Ending
+    | EndingSeen
+    | Unused
+)
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 
 

@@ -21,13 +21,13 @@ from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError, describe
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError, describe, text_of
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.runtime.progress import TAKEOVER_S, ProgressThread, Runner, SharedLoop
 from asyncoll.runtime.signature import site_outside
 from asyncoll.transport import START_TIMEOUT_S, Loss, Transport
 from asyncoll.transport.joining import Joining
@@ -143,6 +143,9 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
     Processes that this one starts inherit RANK and WORLD_SIZE. Their messages would come between those of the ranks.
     """
+    if environment.store is not None and not environment.master_port:  # a file, which the program has chosen
+        yield
+        return
     store = f"{environment.master_addr}:{environment.master_port}"
     world = f"{environment.rank} of {environment.size} at {environment.folder or store} {environment.run}"
     process = str(os.getpid())
@@ -161,17 +164,20 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def joined(runner: Runner, environment: Environment | None) -> AsyncIterator[Communicator]:
-    """As `connect`, with this runner and environment; None: a world of one rank."""
+async def joined(
+    runner: Runner, environment: Environment | None, *, departs: bool = False
+) -> AsyncIterator[Communicator]:
+    """As `connect`, with this runner and environment; None: a world of one rank. `departs` is that of `World`."""
     if environment is None or environment.size == 1:
-        async with World(Endpoint(inproc.world(1)[0]), runner) as comm:
+        async with World(Endpoint(inproc.world(1)[0]), runner, departs=departs) as comm:
             yield comm
         return
     with _claimed(environment):
         joining = _joining(environment)
         links = await _meet(environment, joining)
         with links.until_joined:
-            async with World(_endpoint(links, environment), runner, links.hosts, joining) as comm:
+            endpoint = _endpoint(links, environment)
+            async with World(endpoint, runner, links.hosts, joining, departs=departs) as comm:
                 links.until_joined.close()
                 yield comm
 
@@ -201,7 +207,8 @@ os.register_at_fork(after_in_child=_forget_membership)
 
 def _joining(environment: Environment) -> Joining:
     left_s = remaining_s()
-    limit_s = min(START_TIMEOUT_S, environment.deadline_s, math.inf if left_s is None else left_s)
+    longest_s = START_TIMEOUT_S if environment.store is None or left_s is None else math.inf  # the program has chosen
+    limit_s = min(longest_s, environment.deadline_s, math.inf if left_s is None else left_s)
     return Joining(environment.rank, environment.size, limit_s)
 
 
@@ -239,17 +246,21 @@ class World:
         hosts: tuple[str, ...] | None = None,
         joining: Joining | None = None,
         choose: ChooseBackend = choose_backend,
+        *,
+        departs: bool = False,
     ) -> None:
         """`hosts` has the name of each rank's host; None if all ranks are in this process.
 
         `joining` bounds how long the other ranks may take to join; None if they are in this process. `choose` makes the
-        backend of each communicator.
+        backend of each communicator. With `departs`, leaving is not collective: this rank leaves once its calls are
+        over, or at once with an exception, and the communicators without it go on (see `runtime.departures`).
         """
         self._endpoint = endpoint
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
         self._choose = choose
+        self._departs = departs
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
@@ -269,6 +280,9 @@ class World:
             return
         forks.unregister(self)
         self._inside.close()
+        if self._departs:
+            await self._end(error)
+            return
         # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
         with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
             _ = self._core.rpc
@@ -350,10 +364,12 @@ class World:
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
-            if not self._failed():
+            if self._departs:
+                await self._depart(error)
+            elif not self._failed():
                 await self._part(error)
         finally:
-            await self._endpoint.close(flush=self._failed())
+            await self._endpoint.close(flush=self._departs or self._failed())
 
     async def _let_go(self) -> None:
         """Release the memory that the ranks of the host share."""
@@ -379,6 +395,17 @@ class World:
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")
+
+    async def _depart(self, error: BaseException | None) -> None:
+        """Leave while the other ranks go on, once the calls of this rank are over; at once if there is an `error`."""
+        departures, failures = self._endpoint.departures, self._endpoint.failures
+        while self._runner.held:  # the runtime takes it over soon, and then it counts as pending
+            await asyncio.sleep(TAKEOVER_S)
+        if error is None:
+            await departures.settle()
+        if failures.of(WORLD) is None:
+            self._endpoint.depart()
+            await departures.leave_world("" if error is None else text_of(error))
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)
