@@ -8,13 +8,13 @@ from collections import Counter
 
 import numpy as np
 
-from asyncoll.transport.wire import Left
+from asyncoll.transport.wire import Unused
 
 
 def footprint(comm) -> dict[str, int]:
     """The entries of all tables of this rank, and its memory and boards in the arena."""
     endpoint = comm._core.member.endpoint
-    world = comm._core.member.communicator
+    world, departures = comm._core.member.communicator, endpoint.departures
     router, executions, failures, arena = endpoint.router, endpoint.executions, endpoint.failures, endpoint.arena
     found = {
         "listeners": len(router._listeners),
@@ -30,6 +30,7 @@ def footprint(comm) -> dict[str, int]:
         "traces": len(endpoint.membership._traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
+        "members": sum(map(len, (departures._open, departures._left, departures._staying))),
     }
     if arena is not None:
         found["boards here"] = len(arena._control_blocks)
@@ -58,7 +59,7 @@ def objects() -> dict[str, int]:
 
 def left(comm) -> int:
     """The communicators, but for that of the world, which this rank has not forgotten."""
-    return sum(kind is Left for kind, _ in comm._core.member.endpoint.router._listeners)
+    return sum(kind is Unused for kind, _ in comm._core.member.endpoint.router._listeners)
 
 
 async def settled(comm, still_open: int = 0) -> None:

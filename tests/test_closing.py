@@ -266,8 +266,11 @@ def test_what_can_not_be_closed_and_what_stays():
 
 
 @pytest.mark.slow
-@looped("settings", [{}, {"ASYNCOLL_CORE": "python"}, {"ASYNCOLL_TRANSPORT": "zmq"}])
-def test_two_thousand_groups_of_processes(forked_world, settings):
-    for rank, each in enumerate(forked_world(os.environ | settings, 4, SCRIPT, "700")):
+@looped(
+    "settings, groups",
+    [({}, 250), ({"ASYNCOLL_CORE": "python"}, 120), ({"ASYNCOLL_TRANSPORT": "zmq"}, 120)],
+)
+def test_groups_of_processes_give_everything_back(forked_world, settings, groups):
+    for rank, each in enumerate(forked_world(os.environ | settings, 4, SCRIPT, str(groups))):
         code, out, err = each.end()
         assert (code, out, err) == (0, "passed\n", ""), (rank, code, out, err)

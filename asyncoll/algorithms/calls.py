@@ -146,7 +146,10 @@ class Calls:
         """Start `call`, which sends to `dest`."""
         source = self._member.group.rank
         pending = self._enter_pair(call, source, dest)
-        return self._member.runner.start(self._carry_out_pair(call, source, dest, tag, body, pending))
+        # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
+        # the communicator's calls.
+        context = pair_context(self._member.communicator, source, dest, tag)
+        return self._member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
 
     def start_receive(self, call: Signature, source: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop."""
@@ -173,24 +176,23 @@ class Calls:
         ranks = self._member.group.ranks
         return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
 
-    async def _carry_out_pair(
-        self, call: Signature, source: int, dest: int, tag: int, body: Body[T], pending: PendingCall
-    ) -> T:
-        # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
-        # the communicator's calls.
-        context = pair_context(self._member.communicator, source, dest, tag)
+    async def _receive(self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall) -> T:
+        number = self._receives.number_now(source, tag)
+        if number is None:
+            number = await self._wait_for_number(call, source, tag, pending)
+        operation, _, dtype, elements, detail, site = call
+        call = Signature(operation, number, dtype, elements, detail, site)
+        self._pending.replace(pending, call)
+        context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
         return await self._carry_out(call, self._backend.pair(call, context), body, pending)
 
-    async def _receive(self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall) -> T:
+    async def _wait_for_number(self, call: Signature, source: int, tag: int, pending: PendingCall) -> int:
         try:
-            call = call._replace(number=await self._receives.number(source, tag))
+            return await self._receives.number(source, tag)
         except BaseException as error:
             self._pending.leave(pending)
             self._member.failed(call, error)
             raise
-        pending.call = call
-        self._pending.note(call)
-        return await self._carry_out_pair(call, source, self._member.group.rank, tag, body, pending)
 
     async def _receive_from_any(
         self, receive: FromAny, call: Signature, pending: PendingCall, result: Callable[[int], T]

@@ -115,6 +115,11 @@ class Departures:
         if not staying:  # no further message can come
             del self._staying[communicator]
 
+    def forget(self, communicator: int) -> None:
+        """All ranks have closed `communicator`: no message for it is under way."""
+        for known in (self._open, self._left, self._staying):
+            known.pop(communicator, None)
+
     async def leave_world(self, reason: str) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time."""
         for communicator in list(self._open):

@@ -1,7 +1,7 @@
 """The end of a communicator before that of the world: when its ranks may forget it, and give its memory back.
 
 Closing is local: ranks close a communicator at any time and in any order. A rank that has closed it makes no new calls
-on it. As soon as its calls under way are over, it *leaves*: it tells all other ranks (message Left). From then on it
+on it. As soon as its calls under way are over, it *leaves*: it tells all other ranks (message Unused). From then on it
 touches no memory of the communicator, and sends no message for it. A rank that has left, and knows that all others
 have, forgets the communicator: no rank reads its memory any more, and no message for it is under way, because messages
 of a rank arrive in order. This takes no collective call, and no count in shared memory that a dead rank could leave
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.member import Member
-from asyncoll.transport.wire import Left
+from asyncoll.transport.wire import Unused
 
 
 class Part(Protocol):
@@ -43,7 +43,7 @@ class Lifetime:
         self._parts = parts
         self._left: set[int] = set()  # world ranks
         self.is_forgotten = False
-        member.on_control(Left, self._told)
+        member.on_control(Unused, self._told)
 
     def close(self) -> None:
         """Refuse all new calls, and leave when those under way are over. Idempotent. In any thread."""
@@ -70,13 +70,13 @@ class Lifetime:
         self._left.add(member.endpoint.rank)
         for rank in range(member.group.size):
             if rank != member.group.rank:
-                member.tell(rank, Left(member.communicator))
+                member.tell(rank, Unused(member.communicator))
         self._forget_if_all_left()
 
     def _wake(self) -> None:
         self._member.post(self._leave_when_idle)
 
-    def _told(self, source: int, _: Left) -> None:
+    def _told(self, source: int, _: Unused) -> None:
         if source not in self._member.group.ranks:
             raise ProtocolError("it has left a communicator that it has no part in")
         self._left.add(source)

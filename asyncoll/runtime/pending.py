@@ -111,6 +111,12 @@ class PendingCalls:
             self._post(self._look_soon)
         return pending
 
+    def replace(self, pending: PendingCall, call: Call) -> None:
+        """The description of a call in progress is `call` from now on."""
+        if self._last is pending.call:
+            self._last = call
+        pending.call = call
+
     def note(self, call: Call, number: int = 0) -> None:
         """This rank has made `call`, which is over or pending."""
         self._last = call
@@ -149,6 +155,7 @@ class PendingCalls:
         router, communicator = self._endpoint.router, self._group.communicator
         router.off_control(Where, communicator)
         router.off_control(Here, communicator)
+        self._endpoint.departures.forget(communicator)
 
     def _check_overdue(self) -> None:
         """Report the first overdue call, or set the timer for the next check.

@@ -121,13 +121,14 @@ class Receives:
         # By tag: the receives that wait for a message from any source, and those behind them. The first is of any.
         self._queues: dict[int, deque[Named | FromAny]] = {}
 
+    def number_now(self, source: int, tag: int) -> int | None:
+        """The number of the message that a receive from `source` takes; None if it has to wait for other receives."""
+        return None if tag in self._queues else self._take(source, tag)
+
     async def number(self, source: int, tag: int) -> int:
-        """The number of the message that a receive from `source` takes. Raises the error of the communicator."""
-        queue = self._queues.get(tag)
-        if queue is None:
-            return self._take(source, tag)
+        """The same, after the receives that it has to wait for. Raises the error of the communicator."""
         named = Named(source)
-        queue.append(named)
+        self._queues[tag].append(named)
         await self._wait_in_queue(named, tag, f"a receive from rank {source}, tag {tag}")
         return named.number
 

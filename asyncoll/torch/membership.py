@@ -108,6 +108,7 @@ def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
 def _leave_group(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
     member = comm._core.member
     member.post(lambda: member.endpoint.departures.leave(member.communicator, "" if error is None else str(error)))
+    comm.close()  # its memory is free once all ranks have left the group
 
 
 def _leave_at_exit() -> None:

@@ -182,6 +182,12 @@ class Overdue(NamedTuple):
     missing: str  # ranks, separated by commas
 
 
+class Unused(NamedTuple):
+    """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
+
+    communicator: int
+
+
 class Leave(NamedTuple):
     """Reports that the sender takes no part in calls after number `calls` of a communicator; other ranks go on."""
 
@@ -202,12 +208,6 @@ class EndingSeen(NamedTuple):
     rank: int  # that ends
 
 
-class Left(NamedTuple):
-    """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
-
-    communicator: int
-
-
 Control: TypeAlias = (
     Announce
     | Dispute
@@ -219,10 +219,10 @@ Control: TypeAlias = (
     | Where
     | Here
     | Overdue
-    | Left
     | Leave
     | Ending
     | EndingSeen
+    | Unused
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 
