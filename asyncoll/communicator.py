@@ -1611,7 +1611,7 @@ class Communicator:
         neighbors.check_dtype(operand, "gossip")
         chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
         call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
-        gossip = Gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
+        gossip = self._make_gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
 
         async def body(collectives: Collectives) -> Gossip:
             await collectives.barrier()
@@ -1775,6 +1775,9 @@ class Communicator:
         self._core.member.abort(text_of(reason))
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _make_gossip(self, *parts: Any) -> Gossip:
+        return Gossip(*parts)
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
         if self._core.memory.unused:

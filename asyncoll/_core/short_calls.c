@@ -92,6 +92,7 @@ typedef struct {
     long long number, address; /* the address is that of `array`, if the others see it */
     double since_s;
     int state;
+    bool is_looked_at; /* by a thread in `look`, so that no other thread goes on with it */
 } ShortCall;
 
 static double now_s(void)
@@ -256,6 +257,21 @@ static void forget(ShortCall *call)
     Py_CLEAR(call->array);
 }
 
+/* Tell the call that waits for the end of call `number`. A signal handler may raise in `self->end`, which is written in
+ * Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
+static int tell_waiting(ShortCalls *self, PyObject *number)
+{
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *told;
+    while (!(told = PyObject_CallFunctionObjArgs(self->end, number, NULL))) {
+        Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+        PyErr_Fetch(&type, &value, &trace);
+    }
+    Py_DECREF(told);
+    if (type)
+        PyErr_Restore(type, value, trace);
+    return type ? -1 : 0;
+}
+
 /* The result is in the array. Returns 0, or -1 with an exception. */
 static int end(ShortCall *call, bool is_last)
 {
@@ -267,11 +283,7 @@ static int end(ShortCall *call, bool is_last)
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     if (PySet_Discard(self->unfinished, number) < 0)
         return -1;
-    if (PyDict_Size(self->turns) == 0)
-        return 0;
-    PyObject *told = PyObject_CallFunctionObjArgs(self->end, number, NULL);
-    Py_XDECREF(told);
-    return told ? 0 : -1;
+    return PyDict_Size(self->turns) ? tell_waiting(self, number) : 0;
 }
 
 /* The rest of a call, with the exception that is set, as a coroutine. NULL with an exception. */
@@ -572,20 +584,39 @@ static int look(ShortCall *call)
     return is_over;
 }
 
+/* Whether the call waits for its caller, and no thread looks at it. -1 with an exception. */
+static int is_held(const ShortCall *call)
+{
+    if (call->state != BEGUN || call->is_looked_at || call->calls->held == Py_None)
+        return 0;
+    return PyDict_Contains(call->calls->held, (PyObject *)call);
+}
+
+/* Take the call out of `held`. Keeps an exception that is set. Returns 0, or -1 with an exception. */
+static int take_out(ShortCall *call)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    int failed = PyDict_DelItem(call->calls->held, (PyObject *)call);
+    if (type)
+        PyErr_Restore(type, value, trace); /* in place of a later one */
+    return failed;
+}
+
 /* The first step of an `await`: end the call, or make `rest`. Returns 0, or -1 with an exception. */
 static int resume(ShortCall *call)
 {
     ShortCalls *self = call->calls;
     /* Exactly one of the caller and the runtime removes the call from `held`, and goes on with it. */
-    int is_held = PyDict_Contains(self->held, (PyObject *)call);
-    if (is_held < 0 || (is_held && PyDict_DelItem(self->held, (PyObject *)call) < 0))
+    int is_mine = PyDict_Contains(self->held, (PyObject *)call);
+    if (is_mine < 0 || (is_mine && take_out(call) < 0))
         return -1;
     /* An array that others see is taken back after an exception, which takes more than one step. So a handler that the
      * program has set since the call leaves the rest to Python, too. */
-    int is_unsafe = is_held && call->address ? may_handler_raise(self) : 0;
-    if (is_held && !is_unsafe && look(call) > 0)
+    int is_unsafe = is_mine && call->address ? may_handler_raise(self) : 0;
+    if (is_mine && !is_unsafe && look(call) > 0)
         return 0;
-    call->rest = is_held ? go_on(call) : PyObject_CallMethod(self->runner, "taken", "O", call);
+    call->rest = is_mine ? go_on(call) : PyObject_CallMethod(self->runner, "taken", "O", call);
     call->state = RESTING;
     return call->rest ? 0 : -1;
 }
@@ -707,6 +738,33 @@ static PyObject *close_call(PyObject *object, PyObject *unused)
     return closed;
 }
 
+/* `look()`: see asyncoll.runtime.handles.Shared. The call stays in `held` meanwhile, so an exception loses nothing. */
+static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
+{
+    ShortCall *call = (ShortCall *)object;
+    (void)unused;
+    int outcome = is_held(call);
+    if (outcome > 0) {
+        call->is_looked_at = true;
+        outcome = look(call);
+        call->is_looked_at = false;
+        if (call->state == ENDED && take_out(call) < 0)
+            outcome = -1;
+    }
+    return outcome < 0 ? NULL : PyBool_FromLong(call->state == ENDED);
+}
+
+/* `claim()`: see asyncoll.runtime.handles.Shared. */
+static PyObject *claim(PyObject *object, PyObject *unused)
+{
+    ShortCall *call = (ShortCall *)object;
+    (void)unused;
+    int is = is_held(call);
+    if (is < 0 || (is && take_out(call) < 0))
+        return NULL;
+    return PyBool_FromLong(is);
+}
+
 /* `finish()`: as asyncoll.runtime.work.Driven.finish, for the runtime, which has taken the call over. */
 static PyObject *finish(PyObject *object, PyObject *unused)
 {
@@ -761,6 +819,8 @@ static PyMethodDef call_methods[] = {
     {"send", send_in_python, METH_O, NULL},
     {"throw", (PyCFunction)(void (*)(void))throw, METH_FASTCALL, NULL},
     {"close", close_call, METH_NOARGS, NULL},
+    {"look", look_in_any_thread, METH_NOARGS, NULL},
+    {"claim", claim, METH_NOARGS, NULL},
     {"finish", finish, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,43 +1,91 @@
 """Calls of threads that run no event loop: their handles, and the runner that begins them.
 
-A call begins in its caller's thread, as on an event loop (`progress`). What is not over then is driven by the thread
-that waits for it, for a short time, and by the runtime's loop afterwards. So a handle belongs to no thread, and any
-thread may wait for it.
+A call begins in its caller's thread, as on an event loop (`progress`). A short one may end there, too, or in a thread
+that waits for it: the compiled core looks for its result, in one step that no signal handler can interrupt. All else is
+done on the runtime's loop, where no handler runs. So an exception of a handler (Ctrl-C) ends a wait, and never a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import threading
+import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from asyncoll import forks
+from asyncoll.arguments import real
+from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
 from asyncoll.runtime.work import Begun, Driven
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-_FOLLOW = object()  # sent to a call by the thread that drives it without a loop
+logger = logging.getLogger("asyncoll")
+
+_FAILED = "a callback of `Handle.when_done` has failed"
+_LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
 
 
-class _Steps(Protocol[T_co]):
-    """A call that has begun, and whose next step is `send(_FOLLOW)`: it yields the `Handle` that it waits for.
+class Shared(Begun[T_co], Protocol[T_co]):
+    """A short call in `Runner.held`, which any thread may end."""
 
-    None is yielded by a call that is over, and that lets the loop turn.
-    """
+    @property
+    def result(self) -> T_co:
+        """What the caller gets, if the call is over."""
 
-    def send(self, value: Any, /) -> Any: ...
+    def look(self) -> bool:
+        """Whether the call is over. Blocks for a short time, if that may end it. One thread looks at a time.
+
+        An exception leaves the call to the runtime: that of a signal handler, or an error that the runtime finds, too.
+        """
+
+    def claim(self) -> bool:
+        """Take the call out of `held`, to `finish` it. Returns False if a thread looks at it, or if it is not there."""
 
 
-class Handle(Coroutine[Any, Any, T]):
+class Gate:
+    """An event that happens once. A signal handler that raises in `wait` breaks nothing, unlike in threading.Event."""
+
+    __slots__ = ("_waiting", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        # Each is held, and released when the gate opens. (`set[...]()` takes five times as long.)
+        self._waiting: set[threading.Lock] = set()
+
+    def open(self) -> None:
+        """Let all pass, from now on."""
+        self.is_open = True
+        for lock in list(self._waiting):
+            with contextlib.suppress(RuntimeError):  # another thread opens the gate, too
+                lock.release()
+
+    def wait(self, limit_s: float) -> bool:
+        """Block this thread until the gate is open, for at most `limit_s`. Returns whether it is."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.add(lock)
+        try:
+            return self.is_open or lock.acquire(timeout=limit_s) or self.is_open
+        finally:
+            self._waiting.discard(lock)
+
+
+class Handle(Awaitable[T]):
     """A call that has begun. Any thread may wait for its end, and any task, on any event loop, may await it.
 
-    The call goes on whether or not anything waits for it, and also if the handle is dropped.
+    The call goes on whether or not anything waits for it, and also if the handle is dropped. It is not cancelled:
+    neither by a wait that is too short, nor with a task that awaits it, nor by an exception of a signal handler.
+
+    The results of `sparse_allreduce` and `push_sum` must be fetched, by `wait` or `await`: this rank alone would lack
+    its part. If such a handle is destroyed before, the communicator is aborted.
 
     Example:
 
@@ -47,31 +95,34 @@ class Handle(Coroutine[Any, Any, T]):
                 pass  # other work
     """
 
+    # Handlers run in the main thread, between any two steps: its stores are in an order that loses nothing, and what
+    # other threads wait for is told by the runtime (`_tell`).
     __slots__ = (
         "__weakref__",
+        "_call",
         "_callbacks",
         "_discarded",
         "_error",
+        "_gate",
         "_is_done",
-        "_is_wanted",
+        "_is_handed_over",
         "_result",
-        "_steps",
-        "_waits",
+        "_runner",
+        "_trace",
     )
 
-    def __init__(self, steps: _Steps[T] | None = None, discarded: Callable[[], None] = ignore) -> None:
-        """`steps` is driven by the thread that waits; None: the runner ends it.
-
-        `discarded` is called if the handle is destroyed before its result was asked for.
-        """
-        self._steps = deque[_Steps[T]]() if steps is None else deque((steps,))
-        self._discarded = discarded
-        self._callbacks: deque[Callable[[], None]] = deque()
+    def __init__(self, runner: HandleRunner, call: Shared[T] | None = None) -> None:
+        """`call` is looked at by the threads that wait; None: the runtime ends it."""
+        self._runner = runner
+        self._call = call
+        self._discarded: Callable[[], None] = ignore
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._trace: Any = None  # of the error, where it was raised first
         self._is_done = False
-        self._is_wanted = False
-        self._waits: Generator[Any, None, T] | None = None
+        self._is_handed_over = False
+        self._gate = Gate()  # of the threads that wait
+        self._callbacks: dict[object, Callable[[], None]] = {}  # the thread that removes one calls it
 
     # -- for the caller ---------------------------------------------------------------------------
 
@@ -79,122 +130,303 @@ class Handle(Coroutine[Any, Any, T]):
         """Block this thread until the call is over. May be called in any thread, and more than once.
 
         Args:
-            timeout: seconds; None: no limit but the deadline of the call.
+            timeout: seconds; None or infinity: no limit but the deadline of the call; 0 or less: do not wait.
 
         Returns:
             The result of the call.
 
         Raises:
             TimeoutError: the call is not over after `timeout`; it goes on.
+            UsageError: `timeout` is no number; this is a forked child of the process that has made the call; or the
+                call is not over, and this is a callback of `when_done`.
             AsyncollError: the call has failed. The classes are those that its method names.
         """
-        if not self._is_done:
-            self._drive()
-            if not self._is_done:
-                self._sleep(timeout)
-        self._is_wanted = True
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
+        limit_s = _limit_s(timeout)
+        if not self.done() and not self._sleep(limit_s):
+            raise TimeoutError(f"the call is not over after {limit_s:g} s; it goes on")
+        return self._outcome()
 
     def done(self) -> bool:
         """Whether the call is over: `wait` would return, or raise its error, at once."""
         if not self._is_done:
-            self._drive()
+            if self._runner.parent:
+                self._fail(forks.refusal(self._runner.parent))
+            elif (call := self._call) is not None:
+                try:
+                    if call.look():
+                        self._end(call.result)
+                except AsyncollError:  # the runtime finds it, too
+                    pass
         return self._is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the call is over; now, if it is over already.
+        """Call `callback` once, when the call is over: in the runtime's thread, or here and now if it is over already.
 
-        It runs in the thread in which the call ends, often that of the runtime: it must not wait, nor raise.
+        Threads that wait for the call are woken before. The callback must not block: the calls of this rank stand still
+        meanwhile. If it raises an exception, that is logged.
         """
-        if not self._is_done:
-            self._drive()
-        self._callbacks.append(callback)
-        if self._is_done:
-            self._call_back()
+        key = self._add(callback)
+        if self._is_done and self._callbacks.pop(key, None) is not None:
+            try:
+                callback()
+            except Exception:
+                logger.exception(_FAILED)
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
-            loop = asyncio.get_running_loop()
-            ended = loop.create_future()
-            self.when_done(lambda: _tell(loop, ended))
-            yield from ended
-        return self.wait()
-
-    # -- as a coroutine, of a task or of another handle -------------------------------------------
-
-    def send(self, value: Any, /) -> Any:
-        """The next step of a task that awaits the handle, as for any coroutine."""
-        if value is not _FOLLOW:
-            if self._waits is None:
-                self._waits = self.__await__()
-            return self._waits.send(value)
-        if not self.done():
-            return self
-        raise StopIteration(self.wait())
-
-    def throw(self, error: Any, /, *more: Any) -> Any:
-        """The cancellation of a task that awaits the handle. The call goes on."""
-        if self._waits is None:
-            raise error
-        return self._waits.throw(error, *more)
-
-    def close(self) -> None:
-        """Without effect: the call goes on."""
+        if self.done():
+            if self._runner.is_turn_due():
+                yield
+            return self._outcome()
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        key = self._add(partial(_wake, loop, ended))
+        try:
+            if not self._is_done:
+                yield from ended
+        finally:
+            self._callbacks.pop(key, None)
+        return self._outcome()
 
     # -- how it ends ------------------------------------------------------------------------------
 
     def _end(self, result: T) -> None:
         self._result = result
-        self._finish()
+        self._is_done = True
+        self._call = None
 
     def _fail(self, error: BaseException) -> None:
+        self._trace = error.__traceback__
         self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
         self._is_done = True
-        self._call_back()
+        self._call = None
 
-    def _call_back(self) -> None:
-        """Each callback is removed, and called, by one thread: this one, or that which adds it."""
-        while self._callbacks:
-            with contextlib.suppress(IndexError):
-                self._callbacks.popleft()()
+    def _outcome(self) -> T:
+        """The result, or the error, for the caller."""
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)
+        return self._result  # type: ignore[return-value]
 
-    def _drive(self) -> None:
-        """Make the next step of the call, unless another thread has made it."""
-        try:
-            steps = self._steps.pop()
-        except IndexError:
-            return
-        self._step(steps)
+    def _add(self, callback: Callable[[], None]) -> object:
+        """Call `callback` in the runtime's thread when the call is over, unless it was over before. Returns its key."""
+        key = object()
+        self._callbacks[key] = callback
+        if not self.done():
+            self._hand_over()
+        return key
 
-    def _step(self, steps: _Steps[T]) -> None:
-        try:
-            while (waiting := steps.send(_FOLLOW)) is None:
-                pass
-        except StopIteration as stop:
-            self._end(stop.value)
-        except BaseException as error:
-            self._fail(error)
-        else:
-            waiting.when_done(lambda: self._step(steps))
+    def _sleep(self, limit_s: float) -> bool:
+        """Wait until the call is over. Returns whether it is."""
+        if limit_s <= 0:
+            return False
+        if self._runner.is_here():
+            raise UsageError("this thread ends the calls of its rank: in a callback of `when_done`, wait for no call")
+        self._hand_over()
+        return self._is_done or self._gate.wait(limit_s) or self._is_done
 
-    def _sleep(self, timeout: float | None) -> None:
-        ended = threading.Lock()
-        ended.acquire()
-        self.when_done(ended.release)
-        if not ended.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            raise TimeoutError(f"the call is not over after {timeout:g} s; it goes on")
+    def _hand_over(self) -> None:
+        """Let the runtime end the call, and tell those that wait."""
+        if self._call is not None and not self._is_handed_over:
+            self._runner.adopt(self)
+            self._is_handed_over = True  # last: after an exception of a handler it is adopted again
+
+    def _tell(self) -> None:
+        """Wake those that wait. In the runtime's thread, when the call is over."""
+        self._gate.open()
+        for key in list(self._callbacks):
+            if (callback := self._callbacks.pop(key, None)) is not None:
+                try:
+                    callback()
+                except BaseException:  # SystemExit, too, would end the runtime
+                    logger.exception(_FAILED)
+
+
+class _Unfetched(Handle[T]):
+    """A handle whose call tells the others if its result was not fetched.
+
+    `_outcome` changes the class. With a finalizer, every handle would run it in its thread, and Python drops an
+    exception that a signal handler raises in a finalizer.
+    """
+
+    __slots__ = ()
+
+    def _outcome(self) -> T:
+        self.__class__ = Handle  # type: ignore[assignment]
+        return self._outcome()
 
     def __del__(self) -> None:
-        if not self._is_wanted and self._discarded is not ignore:
-            self._discarded()
+        # On the runtime's loop: a finalizer may run in any thread, also in one that holds a lock.
+        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `__init__` was interrupted
+            self._runner.home.call_soon_threadsafe(self._discarded)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+class _Answered(Handle[T]):
+    """The handle of a wait-avoiding call that is over. Its result is fetched from `_call`, the compiled core's answer.
+
+    An answer that is destroyed before is counted as not received.
+    """
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, runner: HandleRunner, answer: Coroutine[Any, Any, T]) -> None:
+        super().__init__(runner)
+        self._answer: Coroutine[Any, Any, T] | None = answer
+        self._is_done = True
+
+    def _outcome(self) -> T:
+        while self._answer is not None:
+            try:
+                self._answer.send(None)  # returns None once, to let a loop turn
+            except StopIteration as stop:  # no call before the result is kept: a handler could raise there
+                self._result = stop.value
+                self._answer = None
+        return super()._outcome()
+
+
+class HandleRunner(ProgressThread):
+    """A `Runner` whose callers need no event loop: what it returns are handles.
+
+    They are awaitable, but no coroutines, so their type is Any here.
+
+    `held` has short calls (`Shared`) only. Other work is begun by its caller only if no handler can break it, and is
+    left to the runtime's loop if it is not over then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.parent = 0  # in a forked child, which has no runtime: its parent
+        self._is_stopped = False
+        self._left = set[Handle[Any]]()  # those that the runtime is to end
+        self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
+
+    def abandon(self, parent: int) -> None:
+        super().abandon(parent)
+        self.parent = parent
+        self.held.clear()  # so that no handle looks at the memory of the parent
+
+    def stop(self) -> None:
+        super().stop()
+        self._is_stopped = True
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Fail the handles that a stopped runtime cannot end."""
+        for handle in list(self._left):
+            self._over(handle, ClosedError("this rank has left the world, and the call was not over"))
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is that of the runtime."""
+        return threading.current_thread() is self._thread
+
+    def is_turn_due(self) -> bool:
+        """Whether a task that awaits nothing but calls that are over has to let its loop turn."""
+        return self._turns.is_due()
+
+    # -- from callers, in any thread --------------------------------------------------------------
+
+    def caller(self) -> asyncio.AbstractEventLoop:
+        return self.home
+
+    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return work  # `home` is the runtime's loop
+
+    def done(self, result: T) -> Any:
+        handle: Handle[T] = Handle(self)
+        handle._end(result)
+        return handle
+
+    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Any:
+        if self.parent:
+            work.close()
+            raise forks.refusal(self.parent)
+        handle: Handle[T] = self._handle(discarded)
+        self._post(handle, partial(self._run_here, handle, work))
+        return handle
+
+    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Any:
+        if work.is_atomic or not may_interrupt():
+            work.begin()
+            if work.is_over:
+                handle: Handle[T] = self._handle(discarded)
+                try:
+                    handle._end(work.result())
+                except (Exception, asyncio.CancelledError) as error:  # others are those of signal handlers
+                    handle._fail(error)
+                return handle
+        return self.start(work.finish(), discarded)
+
+    def handle(self, call: Any) -> Handle[Any]:
+        """The handle of `call`, which has begun: what a method of a communicator with this runner returns."""
+        if hasattr(call, "look"):
+            return Handle(self, call)
+        if isinstance(call, Handle):  # slow, for a class of `abc`
+            return call
+        if isinstance(call, types.CoroutineType):
+            handle: Handle[Any] = self.start(call)
+            return handle
+        return _Answered(self, call)
+
+    def adopt(self, handle: Handle[Any]) -> None:
+        """End `handle`, which has a short call, and tell those that wait for it."""
+        self._post(handle, partial(self._adopt, handle))
+
+    def _handle(self, discarded: Callable[[], None]) -> Handle[Any]:
+        if discarded is ignore:
+            return Handle(self)
+        handle: Handle[Any] = _Unfetched(self)
+        handle._discarded = discarded
+        return handle
+
+    def _post(self, handle: Handle[Any], what: Callable[[], None]) -> None:
+        self._left.add(handle)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.home.call_soon_threadsafe(what)
+        if self._is_stopped:
+            self._refuse()
+
+    # -- on the runtime's loop --------------------------------------------------------------------
+
+    def _take(self, work: Any, caller: asyncio.AbstractEventLoop) -> None:
+        if work.claim():
+            task = self._finishing[work] = self.home.create_task(work.finish())
+            task.add_done_callback(_see)
+
+    def _adopt(self, handle: Handle[Any]) -> None:
+        call = handle._call
+        if call is not None:
+            self._take(call, self.home)
+        task = None if call is None else self._finishing.get(call)
+        if task is not None:
+            task.add_done_callback(partial(self._settle, handle))
+        elif handle.done():
+            self._over(handle)
+        else:  # a thread looks at the call, which takes a short time
+            self.home.call_later(_LOOKED_AT_S, self._adopt, handle)
+
+    def _run_here(self, handle: Handle[T], work: Coroutine[Any, Any, T]) -> None:
+        self.home.create_task(work).add_done_callback(partial(self._settle, handle))
+
+    def _settle(self, handle: Handle[T], task: asyncio.Task[T]) -> None:
+        if task.cancelled():  # by `stop`
+            self._over(handle, ClosedError("this rank has left the world, and the call was not over"))
+        elif (error := task.exception()) is not None:
+            self._over(handle, error)
+        else:
+            handle._end(task.result())
+            self._over(handle)
+
+    def _over(self, handle: Handle[Any], error: BaseException | None = None) -> None:
+        if error is not None and not handle._is_done:
+            handle._fail(error)
+        self._left.discard(handle)
+        handle._tell()
+
+
+def _see(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # mark it as seen: the handle may have been dropped
+
+
+def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task that waits
         loop.call_soon_threadsafe(_set, ended)
 
@@ -204,112 +436,10 @@ def _set(ended: asyncio.Future[None]) -> None:
         ended.set_result(None)
 
 
-class _Held(Generic[T]):
-    """The steps of work that has begun in its caller's thread: the caller goes on with it, or the runtime."""
-
-    __slots__ = ("_rest", "_runner", "_work")
-
-    def __init__(self, runner: HandleRunner, work: Driven[T]) -> None:
-        self._runner = runner
-        self._work = work
-        self._rest: Handle[T] | None = None
-
-    def send(self, value: Any, /) -> Any:
-        if self._rest is None:
-            runner, work = self._runner, self._work
-            if runner.held.pop(work, None) is None:
-                self._rest = runner.taken(work)
-            elif not may_interrupt() and work.look():
-                raise StopIteration(work.result())
-            else:
-                self._rest = runner.start(work.finish())
-        return self._rest.send(value)
-
-
-class HandleRunner(ProgressThread):
-    """A `Runner` whose callers need no event loop: what it returns are handles."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self._handles: weakref.WeakKeyDictionary[Begun[Any], Handle[Any]] = weakref.WeakKeyDictionary()
-        self._running: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()  # those of work on the runtime's loop
-        self._parent = 0  # in a forked child, which has no such loop: its parent
-
-    def abandon(self, parent: int) -> None:
-        super().abandon(parent)
-        self._parent = parent
-        for handle in list(self._running):
-            handle._fail(forks.refusal(parent))
-
-    def caller(self) -> asyncio.AbstractEventLoop:
-        return self.home
-
-    def done(self, result: T) -> Handle[T]:
-        handle: Handle[T] = Handle()
-        handle._end(result)
-        return handle
-
-    def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Handle[T]:
-        if self._parent:
-            work.close()
-            raise forks.refusal(self._parent)
-        handle: Handle[T] = Handle(discarded=self._later(discarded))
-        self._running.add(handle)
-        self.home.call_soon_threadsafe(self._run_here, work, handle)
-        return handle
-
-    def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Handle[T]:
-        if not work.is_atomic and may_interrupt():
-            return self.start(work.finish(), discarded)
-        work.begin()
-        if not work.is_over:
-            self.held[work] = self.home, self.turn
-            self.set_timer()
-            return Handle(_Held(self, work), self._later(discarded))
-        handle: Handle[T] = Handle(discarded=self._later(discarded))
-        try:
-            handle._end(work.result())
-        except BaseException as error:
-            handle._fail(error)
-        return handle
-
-    def taken(self, work: Begun[T]) -> Handle[T]:
-        return self._handles.pop(work)
-
-    def _later(self, discarded: Callable[[], None]) -> Callable[[], None]:
-        """`discarded` on the runtime's loop: a finalizer may run in any thread, also in one that holds a lock."""
-        if discarded is ignore:
-            return ignore
-
-        def later() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
-                self.home.call_soon_threadsafe(discarded)
-
-        return later
-
-    def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
-        handle = self._handles[work] = Handle[Any]()
-        self._running.add(handle)
-        if self.held.pop(work, None) is None:
-            del self._handles[work]
-        else:
-            self._run_here(work.finish(), handle)
-
-    def _run_here(self, work: Coroutine[Any, Any, T], handle: Handle[T]) -> None:
-        """Run `work`, whose outcome is that of `handle`. On the runtime's loop."""
-        task = self.home.create_task(work)
-        task.add_done_callback(lambda task: _settle(task, handle))
-
-
-def _settle(task: asyncio.Task[T], handle: Handle[T]) -> None:
-    if task.cancelled():
-        handle._fail(asyncio.CancelledError())
-    elif (error := task.exception()) is not None:
-        handle._fail(error)
-    else:
-        handle._end(task.result())
-
-
-def as_handle(call: Coroutine[Any, Any, T]) -> Handle[T]:
-    """The handle of a call that has begun."""
-    return call if isinstance(call, Handle) else Handle(call)
+def _limit_s(timeout: float | None) -> float:
+    if timeout is None:
+        return threading.TIMEOUT_MAX
+    limit_s = real(timeout, "timeout")
+    if math.isnan(limit_s):
+        raise UsageError("timeout must be a number of seconds, got nan")
+    return min(limit_s, threading.TIMEOUT_MAX)

@@ -99,6 +99,9 @@ class Runner(Protocol):
     def done(self, result: T) -> Coroutine[Any, Any, T]:
         """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then."""
 
+    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
+
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
 
@@ -302,6 +305,9 @@ class SharedLoop:
             return _crossed(self.home, work, discarded)
         return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
 
+    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return self.start(work)
+
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded)
@@ -383,6 +389,9 @@ class ProgressThread:
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded)
+
+    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return self.start(work)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():

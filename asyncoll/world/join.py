@@ -35,7 +35,7 @@ from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.wire import Overdue
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import PeerLinks, meet
+from asyncoll.world.rendezvous import PeerLinks, have_joined, meet
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
@@ -178,6 +178,7 @@ async def joined(
         with links.until_joined:
             endpoint = _endpoint(links, environment)
             async with World(endpoint, runner, links.hosts, joining, departs=departs) as comm:
+                have_joined()
                 links.until_joined.close()
                 yield comm
 
@@ -269,7 +270,7 @@ class World:
         self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         forks.register(self)
-        comm = await self._runner.start(self._join())
+        comm = await self._runner.within(self._join())
         self._inside.enter_context(self._core.memory.as_current())
         return comm
 
@@ -277,7 +278,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
-            return
+            return None
         forks.unregister(self)
         self._inside.close()
         if self._departs:
@@ -307,11 +308,11 @@ class World:
 
     async def _end(self, error: BaseException | None) -> None:
         try:
-            await self._runner.start(self._leave(error))
+            await self._runner.within(self._leave(error))
         finally:
             for rpc in self._core.rpcs:
                 await rpc.close()
-            await self._runner.start(self._let_go())
+            await self._runner.within(self._let_go())
 
     async def _join(self) -> Communicator:
         try:

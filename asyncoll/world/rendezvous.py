@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import logging
 import math
 import os
@@ -37,7 +36,7 @@ from asyncoll.world.store import enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
-_turns = itertools.count(1)  # numbers of the worlds that this process joins
+_turn = 1  # the number of the next world of this process: ranks meet for worlds of the same number
 logger = logging.getLogger("asyncoll")
 
 
@@ -56,7 +55,7 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
     Raises PeerLostError and DeadlineError as `Joining.check` does, and UsageError if this process may not open enough
     files.
     """
-    turn = next(_turns)
+    turn = _turn
     needed = files_for(environment.size, has_key=bool(environment.key_file))
     if (limit := allow_files(needed)) is not None:  # ZeroMQ would abort the process
         raise UsageError(
@@ -66,6 +65,15 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
     if environment.folder:
         return _meet_in_folder(environment, joining, turn)
     return _meet_in_store(environment, joining)
+
+
+def have_joined() -> None:
+    """All ranks have joined, so this process goes on with the next world.
+
+    A rank that has given up before, and joins again, meets the ranks that have come late.
+    """
+    global _turn
+    _turn += 1
 
 
 def files_for(size: int, *, has_key: bool) -> int:

@@ -19,11 +19,12 @@ from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import CALLS_PER_TURN, Runner
+from asyncoll.runtime.signature import caller_outside
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 _KINDS_MAX = 192
 _UNCOUNTED_MAX = 256  # calls that have ended and are not counted yet
-_ABOVE = 3  # frames from `_start` to the caller of the public method
+_PUBLIC = 2  # frames from `_start` to the public method
 
 
 class Closing(Protocol):
@@ -99,7 +100,7 @@ class PythonShortCalls:
         rendezvous = staging.rendezvous(number, 0, plan.fingerprint)
         if not rendezvous.is_free_now():
             return None
-        frame = sys._getframe(_ABOVE)
+        frame = caller_outside(sys._getframe(_PUBLIC))
         entry = plan, number, frame.f_code, frame.f_lasti
         if self.last + 1 != number:  # another thread has made a call meanwhile
             return None
@@ -158,7 +159,7 @@ _BEGUN, _ENDED, _RESTING, _AWAITED = range(4)  # the states of a call
 
 
 class _ShortCall(Coroutine[Any, Any, Any]):
-    """A call that has begun; its caller awaits it. Implements `backend.BegunShortCall` and `work.Begun`."""
+    """A call that has begun; its caller awaits it. Implements `backend.BegunShortCall` and `handles.Shared`."""
 
     __slots__ = (
         "__weakref__",
@@ -235,6 +236,14 @@ class _ShortCall(Coroutine[Any, Any, Any]):
             self._rest.close()
             self._leave()
         self._state = _AWAITED
+
+    def look(self) -> bool:
+        # Ctrl-C may interrupt the main thread between any two lines, so the runtime does all that this cannot see.
+        return self._state == _ENDED
+
+    def claim(self) -> bool:
+        held = self._calls.runner.held
+        return held is not None and held.pop(self, None) is not None
 
     def finish(self) -> Coroutine[Any, Any, Any]:
         return self._calls.host.general(self, None).finish()

@@ -135,9 +135,10 @@ class StagingArea:
     def end(self, number: int) -> None:
         """Note that call `number` is over at this rank, and resume a call that waits for its records."""
         self._unfinished.discard(number)
-        turn = self._turns.pop(number, None)
+        turn = self._turns.get(number)
         if turn is not None:
             turn.set()
+            self._turns.pop(number, None)  # last: after an exception of a signal handler this is called again
 
     async def wait_for(self, number: int) -> None:
         """Wait until call `number` is over at this rank, so that a later call may use its records.
