@@ -193,6 +193,7 @@ def _with_handle(
 
 
 _gossip, _split = _with_handle(Communicator.gossip), _with_handle(Communicator.split)
+_recv_any = _with_handle(Communicator.recv_any)
 
 
 class _NoRpcError(UsageError, AttributeError):
@@ -303,6 +304,15 @@ class BlockingCommunicator(Communicator):
     sparse_allreduce = _with_handle(Communicator.sparse_allreduce)
     neighbor_average = _with_handle(Communicator.neighbor_average)
     push_sum = _with_handle(Communicator.push_sum)
+
+    def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:  # type: ignore[override]
+        """As `Communicator.recv_any`, with a handle for the end of the call.
+
+        The message is taken even if the handle is dropped.
+        """
+        handle: Handle[tuple[T, int]] = _recv_any(self, x, tag)
+        handle.claim()
+        return handle
 
     def gossip(  # type: ignore[override]
         self, x: object, *, graph: str = "ring", seed: int = 0

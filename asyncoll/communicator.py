@@ -8,14 +8,14 @@ order in which tasks run does not matter. The docstring of each method states it
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from sys import intern
 from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.gossip import graphs, neighbors
@@ -787,7 +787,16 @@ class Communicator:
         async def body(pair: Collectives) -> None:
             await pair.pass_on(operand.flat, dest, None, dest)
 
-        return self._pairwise(operand, self.rank, dest, tag, body, sends=True)
+        detail, site = f"from rank {self.rank} to rank {dest}, tag {tag}", _site()
+
+        def start() -> Coroutine[Any, Any, None]:
+            number = self._calls.number_send(dest, tag)
+            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
+            if self._calls.send_directly(call, dest, tag, operand.flat):
+                return self._core.member.runner.done(None)
+            return self._calls.start_send(call, dest, tag, body)
+
+        return self._start_message(detail, start)
 
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive a message that rank `source` sends with `send` into `x`, in place.
@@ -840,7 +849,80 @@ class Communicator:
             operand.write_back()
             return x
 
-        return self._pairwise(operand, source, self.rank, tag, body)
+        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
+        call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
+        return self._start_message(detail, lambda: self._calls.start_receive(call, source, tag, body))
+
+    def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:
+        """Receive a message that any other rank sends with `send` into `x`, in place, and tell which rank that is.
+
+        Point to point: one other rank calls `send`, and this rank calls `recv_any`. It is a method of its own, and not
+        an argument of `recv`, because its result has two parts: as `torch.distributed.recv` without `src`, which
+        returns the sender, and as `MPI_Recv` with MPI_ANY_SOURCE, whose status holds it.
+
+        A receive takes the message that came first, of those with its tag that no receive has taken. So no sender waits
+        for ever behind others. Messages of one tag from one rank are taken in the order in which they were sent.
+        Receives of one tag, by `recv` and `recv_any`, take messages in the order in which they were made, as in MPI:
+        while a `recv_any` waits, the later receives of its tag on this communicator wait behind it. The call starts at
+        once, so several may be under way.
+
+        Leave `x` alone from the call until the coroutine has ended.
+
+        Cancellation does not abort the communicator, and no message is lost: one that this call has taken, or was
+        receiving, goes to the next receive of its tag from its sender that is made, or to one that already waits. If
+        later receives have taken later messages of that sender meanwhile, it comes after those. The same holds for a
+        call whose coroutine is dropped without being awaited. `x` is no longer in use when CancelledError is raised;
+        its content is undefined.
+
+        Every rank of the communicator may send. So the loss of any rank ends the call, as it ends all others.
+
+        Args:
+            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are those of the
+                tensor that is sent.
+            tag: the 64-bit integer that the message was sent with.
+
+        Returns:
+            A pair: `x` itself, which holds the message, and the rank of its sender.
+
+        Raises:
+            UsageError: when called: `x` is not such a tensor, `tag` is no such integer, or this rank is the only one;
+                or this thread runs no event loop. No message has been taken, and this rank may call again.
+            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            MismatchError: when awaited: the sender has sent a tensor of another dtype or number of elements.
+            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
+                left the world with an exception.
+            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
+                allows.
+
+        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
+        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+
+        Example:
+
+            if comm.rank != 0:
+                await comm.send(np.full(4, comm.rank), dest=0)
+            else:
+                for _ in range(1, comm.size):
+                    x, sender = await comm.recv_any(np.empty(4, int))
+                    assert (x == sender).all()
+        """
+        operand, tag = as_operand(x, writable=True), whole(tag, "tag")
+        if self.size == 1:
+            raise UsageError("recv_any has no rank to receive from: this communicator has one rank")
+        site = _site()
+
+        def call(source: int | None, number: int) -> Signature:
+            sender = "any rank" if source is None else f"rank {source}"
+            detail = f"from {sender} to rank {self.rank}, tag {tag}"
+            return Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
+
+        def result(source: int) -> tuple[T, int]:
+            operand.write_back()
+            return x, source
+
+        self._core.member.check_caller()
+        return self._calls.start_receive_from_any(call, tag, operand.flat, result)
 
     # -- wait-avoiding ----------------------------------------------------------------------------
 
@@ -1785,17 +1867,11 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _pairwise(
-        self, operand: Operand, source: int, dest: int, tag: int, body: Body[T], *, sends: bool = False
-    ) -> Coroutine[Any, Any, T]:
-        detail = f"from rank {source} to rank {dest}, tag {tag}"
+    def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        """Make and start a call of two ranks by `start`. `detail` describes it."""
         self._core.member.check_caller()
         try:
-            number = self._calls.number_pair(source, dest, tag)
-            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, _site())
-            if sends and self._calls.send_directly(call, dest, tag, operand.flat):
-                return self._core.member.runner.done(None)  # type: ignore[arg-type]  # a send has no result
-            return self._calls.start_pair(call, source, dest, tag, body)
+            return start()
         except BaseException as error:
             # A signal handler has raised between the number and the start. The peer waits for this number, and the next
             # message would have the next one.

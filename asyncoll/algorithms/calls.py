@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sized
-from functools import lru_cache
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import (
@@ -17,13 +17,13 @@ from asyncoll.algorithms.backend import (
     signature_of,
 )
 from asyncoll.algorithms.short_calls import ShortCall
-from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, describe
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.progress import ignore
+from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
@@ -31,11 +31,6 @@ from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 T = TypeVar("T")
-
-
-@lru_cache(maxsize=64)
-def _pair_context(communicator: int, source: int, dest: int, tag: int) -> int:
-    return digest(communicator, "pair", source, dest, tag)
 
 
 class _Numbers:
@@ -52,7 +47,8 @@ class Calls:
         self._backend = backend
         self.unstarted: Signature | None = None
         self.unused = unused
-        self._pairs: defaultdict[tuple[int, int], Numbering] = defaultdict(Numbering)  # by (source, dest)
+        self._sends: defaultdict[int, Numbering] = defaultdict(Numbering)  # by dest
+        self._receives = Receives(member)
         self._pending = pending
         self.ledger = Ledger()
         self.short = backend.short_calls(self)
@@ -61,6 +57,11 @@ class Calls:
             pending.newest = self._newest
             for ledger in (self.ledger, member.endpoint.in_memory):
                 ledger.sources.append(self.collect)
+
+    @property
+    def last(self) -> int:
+        """The number of the last collective call; 0 before the first."""
+        return self._numbers.last
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
@@ -114,26 +115,24 @@ class Calls:
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
-    def start_pair(self, call: Signature, source: int, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
-        """Start a call of the two ranks `source` and `dest`.
+    # -- messages ---------------------------------------------------------------------------------
 
-        Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of the
-        communicator's calls.
+    def number_send(self, dest: int, tag: int) -> int:
+        """The number of the next message to `dest` with `tag`.
+
+        All checks come before, `Member.check_caller` among them.
         """
-        member = self._member
-        pending = self._enter_pair(call, source, dest)
-        context = _pair_context(member.communicator, source, dest, tag)
-        return member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
+        return self._sends[dest].next(tag)
 
     def send_directly(self, call: Signature, dest: int, tag: int, data: Array) -> bool:
-        """Carry out a call of two ranks in which this rank sends `data` to `dest`, in the calling thread.
+        """Carry out `call`, which sends `data` to `dest`, in the calling thread.
 
-        Returns False if the call needs the runtime's loop: then `start_pair` must follow, with the same `call`.
+        Returns False if the call needs the runtime's loop: then `start_send` must follow, with the same `call`.
         """
         member, source = self._member, self._member.group.rank
         pending = self._enter_pair(call, source, dest)
         try:
-            if not member.send_directly(call, _pair_context(member.communicator, source, dest, tag), dest, data):
+            if not member.send_directly(call, pair_context(member.communicator, source, dest, tag), dest, data):
                 return False
         finally:
             self._pending.leave(pending)
@@ -142,16 +141,66 @@ class Calls:
         self.ledger.enter(call.operation, traffic)
         return True
 
+    def start_send(self, call: Signature, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
+        """Start `call`, which sends to `dest`."""
+        source = self._member.group.rank
+        pending = self._enter_pair(call, source, dest)
+        return self._member.runner.start(self._carry_out_pair(call, source, dest, tag, body, pending))
+
+    def start_receive(self, call: Signature, source: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
+        """Start `call`, which receives from `source`. It takes its number on the runtime's loop."""
+        pending = self._enter_pair(call, source, self._member.group.rank)
+        return self._member.runner.start(self._receive(call, source, tag, body, pending))
+
+    def start_receive_from_any(
+        self, call: Callable[[int | None, int], Signature], tag: int, into: Array, result: Callable[[int], T]
+    ) -> Coroutine[Any, Any, T]:
+        """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
+
+        `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
+        """
+        receive = FromAny(self._member, call, tag, into)
+        pending = self._pending.enter(call(None, 0))
+        try:
+            work = self._receive_from_any(receive, call(None, 0), pending, result)
+            return self._member.runner.start(work, partial(self._receives.discard, receive))
+        except BaseException:
+            self._pending.leave(pending)
+            raise
+
     def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:
         ranks = self._member.group.ranks
         return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
 
-    def number_pair(self, source: int, dest: int, tag: int) -> int:
-        """The number of the next message from `source` to `dest` with `tag`.
+    async def _carry_out_pair(
+        self, call: Signature, source: int, dest: int, tag: int, body: Body[T], pending: PendingCall
+    ) -> T:
+        # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
+        # the communicator's calls.
+        context = pair_context(self._member.communicator, source, dest, tag)
+        return await self._carry_out(call, self._backend.pair(call, context), body, pending)
 
-        All checks come before, `Member.check_caller` among them.
-        """
-        return self._pairs[source, dest].next(tag)
+    async def _receive(self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall) -> T:
+        try:
+            call = call._replace(number=await self._receives.number(source, tag))
+        except BaseException as error:
+            self._pending.leave(pending)
+            self._member.failed(call, error)
+            raise
+        pending.call = call
+        self._pending.note(call)
+        return await self._carry_out_pair(call, source, self._member.group.rank, tag, body, pending)
+
+    async def _receive_from_any(
+        self, receive: FromAny, call: Signature, pending: PendingCall, result: Callable[[int], T]
+    ) -> T:
+        try:
+            lane = await self._receives.from_any(receive, call.__str__)
+        finally:
+            self._pending.leave(pending)
+        assert receive.source is not None
+        self.ledger.enter(call.operation, lane.traffic)
+        return result(receive.source)
 
     # -- `backend.Host` -------------------------------------------------------------------------------
 

@@ -180,6 +180,8 @@ class Endpoint:
                 self.executions.arrived(source, header, *frames[1:])
             elif header.kind == wire.GRANT:
                 self.executions.granted(source, header)
+            elif header.kind == wire.OFFER:
+                self.executions.offered(source, header)
             elif header.kind == wire.CREDIT:
                 self.executions.credited(source, header.number)
             elif header.kind == wire.SIGNAL:

@@ -6,10 +6,12 @@ all ranks.
 *Flow control.* An array of up to one segment is short: it is sent at once and waits at the receiver until the receive
 is posted. A window for each pair of ranks bounds the bytes that wait there. A long array waits at the sender until its
 receive is posted (message GRANT). So a long array never occupies memory twice at the receiver, and no message has to
-wait behind it.
+wait behind it. A long message of one rank to another is announced while it waits (message OFFER), because a receive
+from any source is posted for a sender only once something of it has come.
 
 *Early and late messages.* A message may arrive before this rank opens its execution, and after the execution has ended
-here. Early segments are kept in the mailbox of the execution.
+here. Early segments are kept in the mailbox of the execution. An execution that only receives can be undone: what has
+come is then early again, for another call with the same key.
 
 *Mismatches.* Every message carries the fingerprint of the call that its sender has made. If two fingerprints differ,
 the rank that notices sends a Dispute with its own call; the other rank answers to all members with a Mismatch, which
@@ -54,10 +56,23 @@ class Identity(NamedTuple):  # not a frozen dataclass: that takes five times as 
 class Execution:
     """One execution of one operation at this rank; `identity` is None until this rank opens it."""
 
-    __slots__ = ("early_fingerprints", "early_piggybacks", "granted", "identity", "mailbox", "piggyback", "waits")
+    __slots__ = (
+        "early_fingerprints",
+        "early_piggybacks",
+        "granted",
+        "identity",
+        "is_undone",
+        "mailbox",
+        "piggyback",
+        "serial",
+        "waits",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, serial: int) -> None:
+        """`serial` is the order in which executions became known here."""
+        self.serial = serial
         self.identity: Identity | None = None
+        self.is_undone = False  # its segments are granted or credited already
         self.mailbox = Mailbox()
         self.piggyback: Array | None = None  # sent with every message; holds the maximum of all that have come
         self.early_piggybacks: list[tuple[int, Buffer]] = []  # source and bytes, before `open`
@@ -109,6 +124,8 @@ class Executions:
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
+        self._known = 0  # executions that became known here
+        self._early: dict[int, Callable[[], None]] = {}  # by context: called for each early message
         failures.on_failure(WORLD, self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
@@ -153,6 +170,8 @@ class Executions:
         assert identity is not None
         try:
             early = execution.mailbox.post((source, step), receive)
+            if execution.is_undone:
+                return
             if early:
                 self._link(source).early_bytes -= sum(map(_cost, early))
                 _check_whole(receive)
@@ -217,15 +236,22 @@ class Executions:
             if not self._failures.any and (execution is None or execution.identity is None):
                 self.end(self.open(identity), completed=True)
 
-    async def send(self, execution: Execution, dest: int, step: int, data: Array) -> None:
+    async def send(self, execution: Execution, dest: int, step: int, data: Array, *, offers: bool = False) -> None:
         """Send the flat array `data` to world rank `dest`. `data` must not change until this returns.
 
-        Waits for credit (short arrays) or for the posted receive (long arrays). Raises the error of the communicator.
+        Waits for credit (short arrays) or for the posted receive (long arrays). With `offers` a long array is announced
+        while it waits. Raises the error of the communicator.
         """
         if data.nbytes <= SEGMENT_BYTES:
             while not self.send_nowait(execution, dest, step, data):
                 await self._wait_for_credit(execution, dest)
             return
+        if offers and (dest, step) not in execution.granted:
+            identity = execution.identity
+            assert identity is not None
+            self._failures.check(identity.communicator)
+            header = wire.encode(wire.OFFER, identity.context, identity.number, step, identity.fingerprint)
+            self._router.send(dest, [header])
         await self._wait_for_grant(execution, dest, step)
         raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
@@ -272,6 +298,45 @@ class Executions:
                 for future in execution.waits:
                     break_off(future, failure)
 
+    # -- executions that wait for any of several messages -----------------------------------------
+
+    def on_early(self, context: int, wake: Callable[[], None]) -> None:
+        """Call `wake` after each message of `context` that comes before its execution is open, until `off_early`."""
+        self._early[context] = wake
+
+    def off_early(self, context: int) -> None:
+        """Undo `on_early`."""
+        del self._early[context]
+
+    def serial(self, context: int, number: int, source: int) -> int | None:
+        """The order in which the first message of an execution came; None if none of world rank `source` has come.
+
+        The execution is not open here.
+        """
+        execution = self._current.get((context, number))
+        return execution.serial if execution is not None and source in execution.early_fingerprints else None
+
+    def undo(self, identity: Identity, source: int, step: int, receive: Receive) -> None:
+        """Undo an execution of which this rank's part is to receive one array from world rank `source`.
+
+        It is open, or has ended as completed. What has come is kept for the next call with this key, and what still
+        comes, too. `receive.into` is not used afterwards.
+        """
+        key = (identity.context, identity.number)
+        self._finished.pop(key, None)
+        execution = self._current.get(key)
+        if execution is None:
+            execution = self._current[key] = Execution(0)  # before all that have come since
+            execution.early_fingerprints[source] = identity.fingerprint
+        execution.identity, execution.is_undone = None, True
+        execution.mailbox.undo((source, step), receive)
+        self._tell_early(identity.context)
+
+    def _tell_early(self, context: int) -> None:
+        wake = self._early.get(context)
+        if wake is not None:
+            wake()
+
     # -- incoming messages ------------------------------------------------------------------------
 
     def arrived(self, source: int, header: wire.Header, payload: Buffer, piggyback: Buffer | None = None) -> None:
@@ -290,10 +355,18 @@ class Executions:
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
             return
+        if execution.is_undone:
+            return
         link = self._link(source)
         link.early_bytes += _cost(payload)
         if link.early_bytes > WINDOW_BYTES:  # an honest peer waits for credit before
             raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
+        self._tell_early(header.context)
+
+    def offered(self, source: int, header: wire.Header) -> None:
+        """An OFFER message: a long array of world rank `source` waits for its receive."""
+        if self._matching_execution(source, header) is not None:
+            self._tell_early(header.context)
 
     def granted(self, source: int, header: wire.Header) -> None:
         """A GRANT message: world rank `source` has posted its receive for a long array."""
@@ -359,7 +432,8 @@ class Executions:
     def _get_or_create(self, key: tuple[int, int]) -> Execution:
         execution = self._current.get(key)
         if execution is None:
-            execution = self._current[key] = Execution()
+            self._known += 1
+            execution = self._current[key] = Execution(self._known)
         return execution
 
     def _earn(self, source: int, amount: int) -> None:

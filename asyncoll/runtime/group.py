@@ -98,21 +98,28 @@ class Lane:
         self._executions.post(self._execution, self._world[source], self._phase + step, receive)
         return receive
 
+    def undo(self, source: int, step: int, receive: Receive) -> None:
+        """Undo this execution, of which `receive` is the only part of this rank, also after its end.
+
+        The array of `source` goes to the next execution of this number.
+        """
+        self._executions.undo(self._identity, self._world[source], self._phase + step, receive)
+
     async def wait(self, receive: Receive) -> None:
         """Wait until a receive that `post` returned is complete."""
         if not receive.complete:
             await self._executions.wait(self._execution, receive)
 
-    async def send(self, dest: int, step: int, data: Array) -> None:
+    async def send(self, dest: int, step: int, data: Array, *, offers: bool = False) -> None:
         """Send `data` to `dest`; returns when `data` may be reused.
 
         An array above wire.SEGMENT_BYTES waits until `dest` has posted its receive. A shorter one waits for credit
-        only.
+        only. With `offers` a long array is announced to `dest` first.
         """
         self.traffic.sent(data.nbytes)
         peer, step = self._world[dest], self._phase + step
         if not self._executions.send_nowait(self._execution, peer, step, data):
-            await self._executions.send(self._execution, peer, step, data)
+            await self._executions.send(self._execution, peer, step, data, offers=offers)
 
     async def recv(self, source: int, step: int, into: Array, combine: Combine | None = None) -> None:
         """Receive an array from `source` into `into`: `post` and `wait`."""

@@ -97,6 +97,12 @@ class Mailbox:
             del self.posted[key]
         return receive
 
+    def undo(self, key: Key, receive: Receive) -> None:
+        """Undo `post`: what `receive` has consumed is early again. `receive.into` is not used any more."""
+        self.posted.pop(key, None)
+        if receive.filled or receive.complete:
+            self._arrived[key] = [receive.into[: receive.filled].tobytes()]
+
     def forget(self, source: int) -> None:
         """Drop the early segments of `source`."""
         for key in [key for key in self._arrived if key[0] == source]:

@@ -29,11 +29,15 @@ class Numbering:
 
     def next(self, tag: int) -> int:
         """The number of the next message of `tag`, a signed 64-bit integer."""
-        number = (self._recent.get(tag) or self._older(tag)) + 1
+        number = self.peek(tag)
         self._recent[tag] = number
         if len(self._recent) > self._recent_max + self._first.size // 8:  # proportional, because a merge reads all runs
             self._merge()
         return number
+
+    def peek(self, tag: int) -> int:
+        """The number that `next` would give."""
+        return (self._recent.get(tag) or self._older(tag)) + 1
 
     def _older(self, tag: int) -> int:
         run = int(self._first.searchsorted(tag, "right")) - 1

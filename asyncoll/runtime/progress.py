@@ -84,9 +84,10 @@ class Runner(Protocol):
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
         Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
-        does not use the caller's memory afterwards. Then `discarded` is called, in any thread, because `work` may have
-        completed, and its result has no receiver. An exception that a signal handler raises in the caller has the same
-        effect. If the returned coroutine is never awaited, `work` runs to its end, and `discarded` is called, too.
+        does not use the caller's memory afterwards. Then `discarded` is called, on the runtime's loop, because `work`
+        may have completed, and its result has no receiver. The caller goes on after that. An exception that a signal
+        handler raises in the caller has the same effect. If the returned coroutine is never awaited, `work` runs to its
+        end, and `discarded` is called, too.
         """
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
@@ -502,8 +503,9 @@ class _Crossing:
         self._there = there
         self._here = here or asyncio.get_running_loop()
         self._outcome: asyncio.Future[Any] = self._here.create_future()
-        self._end: asyncio.Future[None] | None = None  # done at the end of the work, for a caller that was cancelled
+        self._end: asyncio.Future[None] | None = None  # of a caller that was cancelled: what it waits for has come
         self._is_told = False  # `_settle` has run to its end
+        self._has_discarded = False
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -533,17 +535,37 @@ class _Crossing:
                 raise
             if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
                 self._there.call_soon_threadsafe(self._cancel)
-                if not isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
-                    await self._ended()
-                self._there.call_soon_threadsafe(discarded)
+                if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
+                    self._there.call_soon_threadsafe(discarded)
+                else:
+                    await self._until(self._is_over)
+                    self._there.call_soon_threadsafe(self._discard, discarded)
+                    await self._until(self._is_discarded)
             raise
 
-    async def _ended(self) -> None:
-        """Wait until the work is over. Cancelling the waiter does not end the wait."""
-        while not self._is_over():
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until `is_so()`. Cancelling the waiter does not end the wait."""
+        while not is_so():
             self._end = self._here.create_future()
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await asyncio.wait([self._end], timeout=_AGAIN_S)
+
+    def _discard(self, discarded: Callable[[], None]) -> None:
+        """The result of the work has no receiver, and its caller waits for this. On the runtime's loop."""
+        try:
+            discarded()
+        finally:
+            self._has_discarded = True
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                self._here.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        """End the wait of `_until`. On the caller's loop."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+
+    def _is_discarded(self) -> bool:
+        return self._has_discarded or self._there.is_closed()
 
     def _is_over(self) -> bool:
         return self._is_told or self._there.is_closed() or (self._task is not None and self._task.done())
@@ -578,8 +600,7 @@ class _Crossing:
             outcome.exception()  # mark it as seen: the caller may have been cancelled
         else:
             outcome.set_result(task.result())
-        if self._end is not None and not self._end.done():
-            self._end.set_result(None)
+        self._wake()
         self._is_told = True  # last: a signal handler may raise at any line above
 
 

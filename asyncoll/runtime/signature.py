@@ -51,7 +51,7 @@ class Signature(NamedTuple):
     """A call that all ranks of the communicator must make alike."""
 
     operation: str
-    number: int
+    number: int  # 0: not known yet
     dtype: str
     elements: int  # -1: not compared
     detail: str
@@ -73,9 +73,8 @@ class Signature(NamedTuple):
     def __str__(self) -> str:
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
-        return f"{self.operation} #{self.number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ").replace(
-            " ,", ","
-        )
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.operation}{number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ").replace(" ,", ",")
 
 
 @lru_cache(maxsize=1024)

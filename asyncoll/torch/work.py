@@ -2,86 +2,177 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 from torch.distributed import Work as TorchWork
 
+from asyncoll.runtime.deadlines import now_s
 from asyncoll.runtime.handles import Handle
+from asyncoll.torch import recording
+from asyncoll.torch.errors import WaitTimeoutError, of_torch
+from asyncoll.torch.futures import threads
+from asyncoll.torch.uncompiled import uncompiled
 
-Deliver = Callable[[list[Any]], None]
+_making = threading.Lock()  # of the future of a work
 
 
 class Work(TorchWork):
     """One or more calls of a process group.
 
-    `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. Callbacks of the
-    future run in threads of their own, and may make and wait for further calls.
+    `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. The calls go on
+    whether or not anything waits, and also if this object is dropped. Any thread may call the methods.
+
+    Callbacks of the future run in threads of their own, or in the thread that waits, and may wait for further calls.
     """
 
-    def __init__(self, handles: Sequence[Handle[Any]], outputs: Any, deliver: Deliver | None = None) -> None:
-        """`outputs` is the value of the future. `deliver` moves the results of the calls to the outputs."""
+    def __init__(
+        self,
+        handles: Sequence[Handle[Any]],
+        outputs: list[Any],
+        record: Any = None,
+    ) -> None:
+        """`outputs` is the value of the future; `record` is of `recording.begin`."""
         super().__init__()
-        self._handles = handles
+        self.handles = handles
         self._outputs = outputs
-        self._deliver = deliver
-        self._delivering = threading.Lock()
+        self._source: Callable[[], int] | None = None
+        self._begun: torch.futures.Future[None] | None = None  # completed to complete the next one
         self._future: torch.futures.Future[Any] | None = None
-        self._left = len(handles)  # calls that are not over; counted once there is a future
+        self._completions = count()
+        self._recorded: torch.futures.Future[Any] | None = None
+        if record is not None:
+            self._make_future(record)
 
+    # -- the end of the calls ---------------------------------------------------------------------
+
+    @uncompiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all calls. After `timeout`, unless that is 0, TimeoutError is raised, and the calls go on."""
-        limit_s = timeout.total_seconds() or None
-        results = [handle.wait(limit_s) for handle in self._handles]
-        if self._deliver is not None:
-            with self._delivering:
-                if self._deliver is not None:
-                    self._deliver(results)
-                    self._deliver = None
+        """Block until all calls are over.
+
+        Args:
+            timeout: unless it is 0, the longest time to wait. The calls go on afterwards.
+
+        Raises:
+            TimeoutError: the calls are not over after `timeout`; also a DistBackendError.
+            DistBackendError: a call has failed. It is also the error of the library: PeerLostError, MismatchError,
+                AbortedError, DeadlineError, ClosedError.
+        """
+        seconds = timeout.total_seconds()
+        ends_s = now_s() + seconds if seconds > 0 else None
+        try:
+            for handle in self.handles:
+                handle.wait(None if ends_s is None else ends_s - now_s())
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"Timed out waiting: {error}") from None
+        except Exception as error:
+            self._settle()
+            raise of_torch(error) from None
+        self._settle()
         return True
 
-    def is_completed(self) -> bool:
-        return all(handle.done() for handle in self._handles)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        try:
-            self.wait()
-        except Exception as error:
-            return error
-        return None
-
-    def result(self) -> Any:
-        return self._outputs
-
     def synchronize(self) -> None:
+        """As `wait`."""
         self.wait()
 
+    @uncompiled
+    def is_completed(self) -> bool:
+        """Whether all calls are over, in success or not."""
+        return all(handle.done() for handle in self.handles)
+
+    def is_success(self) -> bool:
+        """Whether all calls are over, and none has failed."""
+        return self.is_completed() and self.exception() is None
+
+    @uncompiled
+    def exception(self) -> BaseException | None:
+        """The error of the first call that has failed; None if none has, or if they are not all over."""
+        if not self.is_completed():
+            return None
+        for handle in self.handles:
+            try:
+                handle.wait()
+            except Exception as error:
+                return of_torch(error)
+        return None
+
+    def result(self) -> list[Any]:
+        """The outputs. They hold the results after `wait`."""
+        return self._outputs
+
+    def set_source(self, source: Callable[[], int]) -> None:
+        """`source` tells the rank that has sent what was received, once the call is over."""
+        self._source = source
+
+    def source_rank(self) -> int:
+        """The rank in the group that has sent the message of a `recv`. Raises RuntimeError for other calls."""
+        if self._source is None:
+            raise RuntimeError("only a receive has a source")
+        return self._source()
+
+    _source_rank = source_rank
+
+    # -- the future -------------------------------------------------------------------------------
+
+    @uncompiled
     def get_future(self) -> torch.futures.Future[Any]:
-        if self._future is None:
-            self._future = torch.futures.Future()
-            if not self._handles:
-                self._future.set_result(self._outputs)
-            for handle in self._handles:
-                handle.when_done(self._count)
+        """A future of the outputs, as a list. If a call fails, waiting for it raises a RuntimeError with the text."""
+        return self._future or self._make_future()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A future of 0 for success; of 1 after a deadline, and 2 after any other error."""
+        made: torch.futures.Future[int] = torch.futures.Future()
+        self.get_future().add_done_callback(lambda _: made.set_result(self._outcome()))
+        return made
+
+    def _outcome(self) -> int:
+        error = self.exception()
+        return 0 if error is None else 1 if isinstance(error, TimeoutError) else 2
+
+    def _make_future(self, record: Any = None) -> torch.futures.Future[Any]:
+        with _making:
+            if self._future is not None:
+                return self._future
+            # An exception that is set in Python is a value for C++. One that a callback raises is an error.
+            begun = self._begun = torch.futures.Future[None]()
+            self._future = begun.then(self._value)
+            if record is not None:
+                self._recorded = recording.end_with(record, self._future)
+        ended = count(1)
+
+        def end() -> None:
+            if next(ended) == len(self.handles):
+                threads.run(self._complete)
+
+        for handle in self.handles:
+            handle.when_done(end)
+        if not self.handles:
+            self._complete()
         return self._future
 
-    def _count(self) -> None:
-        self._left -= 1  # in the thread of the runtime, or before this rank has another thread for it
-        if not self._left:
-            threading.Thread(target=self._complete, name="asyncoll-future", daemon=True).start()
+    def _value(self, _: Any) -> list[Any]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._outputs
 
     def _complete(self) -> None:
-        future = self._future
-        assert future is not None
-        try:
-            self.wait()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self._outputs)
+        """Complete the future, unless another thread has begun to."""
+        begun = self._begun
+        if begun is not None and not next(self._completions):
+            begun.set_result(None)
+
+    def _settle(self) -> None:
+        """All calls are over: return when the future is completed, too, if there is one."""
+        future = self._recorded or self._future
+        if future is None:
+            return
+        if self._recorded is None:  # otherwise in another thread: a record that ends in this one is no asynchronous one
+            self._complete()
+        with contextlib.suppress(RuntimeError):  # the error of the call, which `wait` raises
+            future.wait()

@@ -3,7 +3,7 @@
 A message has one to three frames: a fixed header; a payload, of raw tensor bytes (DATA, SIGNAL) or msgpack (CONTROL);
 and, with DATA only, a piggyback. The header identifies the execution that the message belongs to, by (context, number),
 the step in it, and a fingerprint of the sender's description of that execution. `number` is the number of the call or
-the round for DATA, GRANT and SIGNAL, and a count of bytes for CREDIT.
+the round for DATA, GRANT, OFFER and SIGNAL, and a count of bytes for CREDIT.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ GRANT: Final = 2  # the receive for a long array is posted: send it
 CREDIT: Final = 3  # `number` bytes of the receiver's DATA have been consumed
 SIGNAL: Final = 4  # for the handler of a persistent operation; the payload may be empty
 CONTROL: Final = 5  # one of the rare messages below, in msgpack
-_PAYLOAD_LIMITS: Final = {DATA: SEGMENT_BYTES, GRANT: 0, CREDIT: 0, SIGNAL: SEGMENT_BYTES, CONTROL: CONTROL_BYTES}
+OFFER: Final = 6  # a long array waits at the sender for its GRANT: for a receiver that does not know yet who sends
+_PAYLOAD_LIMITS: Final = {
+    DATA: SEGMENT_BYTES,
+    GRANT: 0,
+    CREDIT: 0,
+    SIGNAL: SEGMENT_BYTES,
+    CONTROL: CONTROL_BYTES,
+    OFFER: 0,
+}
 
 _HEADER: Final = struct.Struct("<2sBBIQQQ")  # magic, version, kind, step, context, number, fingerprint
 HEADER_BYTES: Final = _HEADER.size

@@ -94,7 +94,7 @@ class MessageCall:
         # ring sent first, all would wait.
         receive = self._lane.post(source, 0, into) if into is not None else None
         if mine is not None:
-            await self._lane.send(dest, 0, mine)
+            await self._lane.send(dest, 0, mine, offers=True)
         if receive is not None:
             await self._lane.wait(receive)
         self._lane.next_phase()

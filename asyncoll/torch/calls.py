@@ -1,0 +1,311 @@
+"""The collective calls of one process group on blocks of memory: results go straight into the outputs.
+
+Each method begins a call and returns its handle. All ranks make the same calls in the same order, and each call has a
+signature that the ranks compare: operation, dtype, number of elements, and a detail such as the root. Where a rank
+cannot know the sizes of all blocks, the ranks first tell each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+
+from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.arguments import digest
+from asyncoll.blocking import BlockingCommunicator
+from asyncoll.errors import MismatchError, describe
+from asyncoll.runtime.handles import Handle
+from asyncoll.runtime.signature import Signature, Site
+from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.torch.memory import Block, Row, overlap, row_of
+
+_SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
+_FOLDERS = tuple(file.rpartition("/")[0] for file in (__file__, str(dist.__file__)))
+
+
+class Calls:
+    """The calls of one group at one rank. They may be made in any thread."""
+
+    def __init__(self, comm: BlockingCommunicator) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self._core = comm._core
+        self._calls = comm._core.calls
+        self._short = comm._core.calls.short
+        self._order = comm._order
+        self._runner = cast(Any, comm._core.member.runner)  # a `HandleRunner`
+        self.waiting: Any = self._runner.waiting  # of the calling thread: `now` if it waits for the call that it makes
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def allreduce(self, block: Block, op: ReduceOp) -> Handle[Any]:
+        """Reduce `block` over all ranks, in place."""
+        x, flat = block.packed, block.flat
+        with self._order:
+            if self._short is not None and not block.copied:
+                short = self._short.allreduce_view(x, op, flat, block.dtype)
+                if short is not None:
+                    return self._handle(short)
+            call = self._number("allreduce", block.dtype, flat.size, op.name)
+
+            async def body(collectives: Collectives) -> None:
+                await collectives.allreduce(flat, op, block.dtype)
+                block.write_back()
+
+            operand = Operand(x, flat, block.dtype, flat.shape, copied=False)
+            return self._handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
+
+    def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:
+        """Reduce all `blocks`, in place, as one call."""
+
+        async def body(collectives: Collectives) -> None:
+            for block in blocks:
+                await collectives.allreduce(block.flat, op, block.dtype)
+                block.write_back()
+
+        rows = [row_of([block]) for block in blocks]
+        return self._start("allreduce_coalesced", rows, body, f"{op.name}, ")
+
+    def reduce(self, block: Block, root: int, op: ReduceOp) -> Handle[Any]:
+        """Reduce into the root's `block`; the others are only read."""
+
+        async def body(collectives: Collectives) -> None:
+            await collectives.reduce(block.flat, op, block.dtype, root)
+            if self.rank == root:
+                block.write_back()
+
+        with self._order:
+            call = self._number("reduce", block.dtype, block.flat.size, f"{op.name}, root {root}")
+            return self._handle(self._calls.start(call, body, block.flat.nbytes))
+
+    def reduce_scatter(self, calls: Sequence[tuple[Row, Block]], op: ReduceOp) -> Handle[Any]:
+        """For each of `calls`, inputs by rank and an output: reduce the inputs for this rank of all ranks into it.
+
+        The inputs may differ in size, and those for one rank are of the same size at all ranks.
+        """
+
+        async def body(collectives: Collectives) -> None:
+            for inputs, output in calls:
+                is_apart = not any(overlap(chunk, output.flat) for chunk in inputs.arrays)
+                shard = output.flat if is_apart else np.empty_like(output.flat)
+                await collectives.reduce_scatter(inputs.arrays, shard, op, output.dtype)
+                if not is_apart:
+                    output.flat[...] = shard
+                output.write_back()
+
+        return self._start("reduce_scatter", [inputs for inputs, _ in calls], body, f"{op.name}, ")
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def broadcast(self, block: Block, root: int) -> Handle[Any]:
+        """Copy the root's `block` into all others."""
+
+        async def body(collectives: Collectives) -> None:
+            await collectives.broadcast(block.flat, root)
+            if self.rank != root:
+                block.write_back()
+
+        with self._order:
+            call = self._number("broadcast", block.dtype, block.packed.numel(), f"root {root}")
+            return self._handle(self._calls.start(call, body, block.flat.nbytes))
+
+    def allgather(self, calls: Sequence[tuple[Block, Row]]) -> Handle[Any]:
+        """For each of `calls`, this rank's input and the outputs by rank: copy the inputs of all ranks there."""
+
+        async def body(collectives: Collectives) -> None:
+            for given, outputs in calls:
+                own = outputs.arrays[self.rank]
+                if own.ctypes.data != given.flat.ctypes.data:
+                    own[...] = given.flat
+                await collectives.allgather(outputs.arrays)
+                outputs.write_back()
+
+        return self._start("allgather", [outputs for _, outputs in calls], body)
+
+    def gather(self, given: Block, outputs: Row, root: int) -> Handle[Any]:
+        """Copy the inputs of all ranks into the root's `outputs`; those of other ranks are empty."""
+
+        async def body(collectives: Collectives) -> None:
+            told = _words(len(outputs.arrays))
+            await collectives.gather(_sizes([given.flat])[0], told, root)
+            self._compare(call, range(self.size), told, outputs.arrays)
+            await collectives.gather(given.flat, outputs.arrays, root)
+            outputs.write_back()
+
+        with self._order:
+            call = self._number("gather", given.dtype, -1, f"root {root}")
+            return self._handle(self._calls.start(call, body, given.flat.nbytes))
+
+    def scatter(self, inputs: Row, output: Block, root: int) -> Handle[Any]:
+        """Copy the root's inputs into the outputs of all ranks; the inputs of other ranks are empty."""
+
+        async def body(collectives: Collectives) -> None:
+            (told,) = _words(1)
+            await collectives.scatter(_sizes(inputs.arrays), told, root)
+            self._compare(call, [root], [told], [output.flat])
+            await collectives.scatter(inputs.arrays, output.flat, root)
+            output.write_back()
+
+        with self._order:
+            call = self._number("scatter", output.dtype, -1, f"root {root}")
+            return self._handle(self._calls.start(call, body, output.flat.nbytes))
+
+    def alltoall(self, inputs: Row, outputs: Row) -> Handle[Any]:
+        """Copy each input to the rank with its index, into the output with the index of this rank."""
+
+        async def body(collectives: Collectives) -> None:
+            told = _words(self.size)
+            await collectives.alltoall(_sizes(inputs.arrays), told)
+            self._compare(call, range(self.size), told, outputs.arrays)
+            outgoing = inputs.arrays
+            if any(overlap(out, into) for out in outgoing for into in outputs.arrays):
+                outgoing = [out.copy() for out in outgoing]
+            await collectives.alltoall(outgoing, outputs.arrays)
+            outputs.write_back()
+
+        with self._order:
+            call = self._number("alltoall", inputs.dtype, -1, "")
+            return self._handle(self._calls.start(call, body, inputs.nbytes))
+
+    def barrier(self) -> Handle[Any]:
+        """End once all ranks have come."""
+        with self._order:
+            if self._short is not None and (short := self._short.barrier()) is not None:
+                return self._handle(short)
+            call = self._number("barrier", "", -1, "")
+            return self._handle(
+                self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
+            )
+
+    def run(self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int) -> Handle[Any]:
+        """A call of any `body`."""
+        with self._order:
+            return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes))
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def send(self, block: Block, dest: int, tag: int) -> Handle[Any]:
+        """Send `block` to another rank."""
+
+        async def body(pair: Collectives) -> None:
+            await pair.pass_on(block.flat, dest, None, dest)
+
+        def start() -> Any:
+            call = self._message(block, self._calls.number_send(dest, tag), detail)
+            if self._calls.send_directly(call, dest, tag, block.flat):
+                return self._core.member.runner.done(None)
+            return self._calls.start_send(call, dest, tag, body)
+
+        detail = f"from rank {self.rank} to rank {dest}, tag {tag}"
+        return self._pass(detail, start)
+
+    def recv(self, block: Block, source: int, tag: int) -> Handle[Any]:
+        """Receive `block` from another rank."""
+
+        async def body(pair: Collectives) -> None:
+            await pair.pass_on(None, source, block.flat, source)
+            block.write_back()
+
+        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
+        return self._pass(detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body))
+
+    def recv_any(self, block: Block, tag: int) -> Handle[int]:
+        """Receive `block` from any other rank. The result is the sender."""
+
+        def call(source: int | None, number: int) -> Signature:
+            sender = "any rank" if source is None else f"rank {source}"
+            return self._message(block, number, f"from {sender} to rank {self.rank}, tag {tag}", site)
+
+        def result(source: int) -> int:
+            block.write_back()
+            return source
+
+        site = _site()
+        with self._order:
+            self._core.member.check_caller()
+            handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
+        handle.claim()
+        return handle
+
+    def _handle(self, call: Any) -> Handle[Any]:
+        """The handle of `call`, which has begun."""
+        handle: Handle[Any] = self._runner.handle(call)
+        return handle
+
+    def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:
+        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or _site())
+
+    def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
+        """Start a call of two ranks."""
+        member = self._core.member
+        with self._order:
+            member.check_caller()
+            try:
+                return self._handle(start())
+            except BaseException as error:
+                # Of a signal handler, between the number and the start: the other rank waits for this number.
+                member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
+                raise
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def last(self) -> int:
+        """The number of the last collective call."""
+        return self._calls.last
+
+    def _start(self, name: str, rows: Sequence[Row], body: Body[Any], detail: str = "") -> Handle[Any]:
+        """A call whose ranks know all sizes: they compare them."""
+        return self.run(name, rows[0].dtype, detail + _described(rows), body, sum(row.nbytes for row in rows))
+
+    def _number(self, name: str, dtype: str, elements: int, detail: str) -> Signature:
+        core = self._core
+        if core.memory.unused:
+            core.memory.give_back()
+        return self._calls.number(name, dtype, elements, detail, _site())
+
+    def _compare(
+        self, call: Signature, sources: Iterable[int], told: Sequence[Array], expected: Sequence[Array]
+    ) -> None:
+        """End the group if a rank sends another number of bytes than is expected here."""
+        for source, sent, wanted in zip(sources, told, expected, strict=False):
+            if sent[0] != wanted.nbytes:
+                text = (
+                    f"rank {source} of the group sends {sent[0]} bytes, and rank {self.rank} has room for "
+                    f"{wanted.nbytes} of it, in {call}"
+                )
+                self._core.member.mismatch(text)
+                raise MismatchError(text)
+
+
+def _words(count: int) -> list[Array]:
+    """Room for one number of each of `count` ranks."""
+    return list(np.zeros((count, 1), np.int64))
+
+
+def _sizes(arrays: Sequence[Array]) -> list[Array]:
+    return [np.array([array.nbytes]) for array in arrays]
+
+
+def _described(rows: Sequence[Row]) -> str:
+    """The sizes of rows in bytes, and their dtypes if they differ, as a text that the ranks compare."""
+    text = "; ".join("+".join(str(array.nbytes) for array in row.arrays) for row in rows)
+    if len({row.dtype for row in rows}) > 1:
+        text += " of " + ", ".join(row.dtype for row in rows)
+    return f"{text} bytes" if len(text) <= _SHOWN else f"sizes {digest(text):x}"
+
+
+def _site() -> Site:
+    """The line of the user's code that makes this call: the first frame outside of this package and torch's."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_FOLDERS) and frame.f_back is not None:
+        frame = frame.f_back
+    return Site(frame.f_code, frame.f_lasti)
+
+
+def _nothing() -> None:
+    """The result of a barrier."""

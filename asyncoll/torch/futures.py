@@ -1,0 +1,49 @@
+"""Threads that complete the futures of calls: callbacks run there, and may wait for further calls."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+_IDLE_S = 10.0  # a thread without work ends after so long
+
+
+class Threads:
+    """Runs functions, each at once. A thread that has nothing to do is used again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = 0  # threads that wait, less the functions in the queue
+        self._queue = queue.SimpleQueue[Callable[[], None]]()
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call `function`, which must not raise, in one of the threads."""
+        with self._lock:
+            is_one_free = self._free > 0
+            self._free -= is_one_free
+        if is_one_free:
+            self._queue.put(function)
+        else:
+            threading.Thread(target=self._serve, args=(function,), name="asyncoll-future", daemon=True).start()
+
+    def _serve(self, function: Callable[[], None]) -> None:
+        while True:
+            function()
+            del function  # it holds the tensors of its call
+            with self._lock:
+                self._free += 1
+            while True:
+                try:
+                    function = self._queue.get(timeout=_IDLE_S)
+                    break
+                except queue.Empty:
+                    with self._lock:
+                        if self._free:  # otherwise a function is about to be in the queue
+                            self._free -= 1
+                            return
+
+
+threads = Threads()
+os.register_at_fork(after_in_child=threads.__init__)  # type: ignore[misc]  # a child has none of them

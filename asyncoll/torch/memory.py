@@ -1,0 +1,142 @@
+"""The memory of torch tensors as flat numpy arrays.
+
+`Tensor.numpy` makes the storage of a tensor unresizable for ever, and FSDP resizes the storages of its parameters. So
+the arrays here are made from the address of a tensor. They do not keep the tensor alive: `Block` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncoll.errors import UsageError
+from asyncoll.tensors.reductions import DTYPES, Array, storage
+
+# The dtypes that can be reduced: their names in the library, and the numpy dtypes of their elements.
+_REDUCIBLE = {getattr(torch, name): (name, storage(name)) for name in DTYPES}
+_BYTE = np.dtype(np.uint8)
+
+
+class Block(NamedTuple):
+    """A tensor, and its elements as a flat array: those of the tensor itself, or of a packed copy."""
+
+    tensor: Tensor  # of the caller
+    packed: Tensor  # contiguous; the same elements
+    flat: Array  # the memory of `packed`
+    dtype: str  # without "torch."
+
+    @property
+    def copied(self) -> bool:
+        return self.packed is not self.tensor
+
+    def write_back(self) -> None:
+        """Copy the elements of `flat` into the caller's tensor, unless they are there."""
+        if self.packed is not self.tensor:
+            # A tensor of inference mode may be written in that mode only, and this may run in any thread.
+            with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+                self.tensor.detach().copy_(self.packed)
+
+
+class Row(NamedTuple):
+    """An array for each rank, and the tensors that the arrays belong to."""
+
+    arrays: list[Array]
+    blocks: Sequence[Block]
+
+    @property
+    def dtype(self) -> str:
+        return self.blocks[0].dtype if self.blocks else ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def write_back(self) -> None:
+        for block in self.blocks:
+            block.write_back()
+
+
+def row_of(blocks: Sequence[Block]) -> Row:
+    """A row of one tensor for each rank."""
+    return Row([block.flat for block in blocks], blocks)
+
+
+def cut(block: Block, sizes: Sequence[int]) -> Row:
+    """A row of parts of one tensor, of these sizes in elements of its array."""
+    ends = accumulate(sizes, initial=0)
+    return Row([block.flat[start:end] for start, end in pairwise(ends)], [block])
+
+
+def reducible(x: Tensor, *, fresh: bool = False) -> Block:
+    """`x` as elements that can be reduced. `fresh`: they are a copy in any case.
+
+    Raises UsageError for a dtype that has no reductions, and for tensors without plain memory.
+    """
+    kind = _REDUCIBLE.get(x.dtype)
+    if kind is None:
+        raise UsageError(f"{x.dtype} cannot be reduced: use one of {', '.join(DTYPES)}, or convert the tensor")
+    packed = _packed(x)
+    if fresh and packed is x:
+        packed = x.detach().clone(memory_format=torch.contiguous_format)
+    return Block(x, packed, _array(packed, kind[1]), kind[0])
+
+
+def copyable(x: Tensor) -> Block:
+    """`x` as bytes, of any dtype. Raises UsageError for tensors without plain memory."""
+    packed = _packed(x)
+    return Block(x, packed, _array(packed, _BYTE), str(x.dtype)[6:])
+
+
+def writable(x: Tensor) -> Block:
+    """As `copyable`, for a tensor that gets a result: its elements are not read."""
+    if _is_plain(x):
+        return Block(x, x, _array(x, _BYTE), str(x.dtype)[6:])
+    check_writable(x)
+    packed = torch.empty(x.shape, dtype=x.dtype)
+    return Block(x, packed, _array(packed, _BYTE), str(x.dtype)[6:])
+
+
+def check_writable(x: Tensor) -> None:
+    """Raise UsageError if several elements of `x` are at one place of the memory."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+
+
+def overlap(x: Array, y: Array) -> bool:
+    """Whether two contiguous arrays have memory in common."""
+    start, other = x.ctypes.data, y.ctypes.data
+    return start < other + y.nbytes and other < start + x.nbytes
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the elements of `x` are in memory as they are in a contiguous tensor."""
+    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
+def _packed(x: Tensor) -> Tensor:
+    if _is_plain(x):
+        return x
+    if not x.is_cpu or x.layout is not torch.strided:
+        raise UsageError(f"a {x.layout} tensor on {x.device} is not supported here: pass a dense tensor of the CPU")
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.clone() if plain.data_ptr() == x.data_ptr() else plain
+
+
+def _array(x: Tensor, dtype: np.dtype[Any]) -> Array:
+    nbytes = x.nbytes
+    if not nbytes:
+        return np.empty(0, dtype)
+    try:
+        address = x.data_ptr()
+    except RuntimeError as error:  # a subclass without memory of its own: fake, or inside of vmap
+        raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
+    if not address:
+        raise UsageError(f"this {type(x).__name__} has no memory: its storage was resized to 0, or it is fake")
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype)

@@ -1,0 +1,49 @@
+"""The reductions of torch, as those of the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncoll.errors import UsageError
+from asyncoll.tensors.reductions import ReduceOp, check_reduction
+from asyncoll.torch.memory import Block, reducible
+
+_KINDS: Any = dist.ReduceOp.RedOpType  # the types of torch do not show its members
+_OPS = {
+    _KINDS.SUM: ReduceOp.SUM,
+    _KINDS.AVG: ReduceOp.AVG,
+    _KINDS.PRODUCT: ReduceOp.PROD,
+    _KINDS.MIN: ReduceOp.MIN,
+    _KINDS.MAX: ReduceOp.MAX,
+    _KINDS.BAND: ReduceOp.BAND,
+    _KINDS.BOR: ReduceOp.BOR,
+    _KINDS.BXOR: ReduceOp.BXOR,
+    _KINDS.PREMUL_SUM: ReduceOp.SUM,
+}
+
+
+def reduction(given: Any) -> tuple[ReduceOp, Any]:
+    """The reduction, and the factor of this rank's contribution; None for no factor.
+
+    `given` is a `torch.distributed.ReduceOp`, or a member of it. Raises UsageError for one that is not known.
+    """
+    kind = getattr(given, "op", given)
+    op = _OPS.get(kind)
+    if op is None:
+        raise UsageError(f"{kind} is no reduction: use one of {', '.join(known.name for known in _OPS)}")
+    return op, given.factor if kind == _KINDS.PREMUL_SUM else None
+
+
+def contribution(x: Tensor, op: ReduceOp, factor: Any, *, fresh: bool = False) -> Block:
+    """The elements of `x` that are to be reduced, multiplied by `factor`; `fresh`: a copy, if they are changed.
+
+    Raises UsageError if `op` is not defined for their dtype.
+    """
+    block = reducible(x, fresh=fresh and factor is not None)
+    check_reduction(op, block.dtype)
+    if factor is not None:
+        block.packed.detach().mul_(factor)
+    return block

@@ -1,0 +1,49 @@
+"""The allreduce of sparse tensors in coordinate format (COO): the union of the elements of all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncoll.algorithms.backend import Collectives
+from asyncoll.errors import UsageError
+from asyncoll.runtime.handles import Handle
+from asyncoll.tensors.reductions import ReduceOp, check_reduction
+from asyncoll.torch.calls import Calls
+from asyncoll.torch.memory import copyable, reducible
+
+
+def allreduce(calls: Calls, x: Tensor, op: ReduceOp) -> Handle[None]:
+    """Sum the sparse tensors `x` of all ranks, or average them, into each of them. The results are coalesced.
+
+    They have the same shape, dtype and number of sparse dimensions at all ranks, and any numbers of elements. The
+    elements of all ranks are collected at each, and summed in the order of ranks: equal bits everywhere.
+
+    Raises UsageError for another reduction, or another sparse layout.
+    """
+    if x.layout is not torch.sparse_coo:
+        raise UsageError(f"a tensor of layout {x.layout} is not supported: pass x.to_sparse_coo()")
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UsageError(f"{op.name} of sparse tensors is not defined: use SUM or AVG")
+    own = x.detach().coalesce()
+    values = own.values()
+    check_reduction(op, reducible(values).dtype)
+    indices, block = copyable(own.indices()), copyable(values)
+
+    async def body(collectives: Collectives) -> None:
+        counts = list(np.zeros((calls.size, 1), np.int64))
+        counts[calls.rank][0] = own._nnz()
+        await collectives.allgather(counts)
+        all_indices = [torch.empty((own.sparse_dim(), int(count[0])), dtype=torch.int64) for count in counts]
+        all_values = [torch.empty((int(count[0]), *values.shape[1:]), dtype=x.dtype) for count in counts]
+        for parts, mine in ((all_indices, indices), (all_values, block)):
+            blocks = [copyable(part).flat for part in parts]
+            blocks[calls.rank][...] = mine.flat
+            await collectives.allgather(blocks)
+        with torch.no_grad():
+            total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), x.shape).coalesce()
+            x.copy_(total / calls.size if op is ReduceOp.AVG else total)
+
+    detail = f"{op.name}, {own.sparse_dim()} sparse dimensions, shape {tuple(x.shape)}"
+    return calls.run("sparse_allreduce_coo", str(x.dtype)[6:], detail, body, block.flat.nbytes)
