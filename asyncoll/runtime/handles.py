@@ -23,7 +23,7 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
-from asyncoll.runtime.work import Begun, Driven
+from asyncoll.runtime.work import Begun, Driven, Work
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -300,6 +300,7 @@ class HandleRunner(ProgressThread):
     def __init__(self) -> None:
         super().__init__(None)
         self.parent = 0  # in a forked child, which has no runtime: its parent
+        self.waiting = threading.local()  # `now`: this thread waits for the call that it makes, and may carry it out
         self._is_stopped = False
         self._left = set[Handle[Any]]()  # those that the runtime is to end
         self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
@@ -351,6 +352,9 @@ class HandleRunner(ProgressThread):
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Any:
         if work.is_atomic or not may_interrupt():
             work.begin()
+            if isinstance(work, Work) and getattr(self.waiting, "now", False):
+                while not work.is_over and work.poll():
+                    pass
             if work.is_over:
                 handle: Handle[T] = self._handle(discarded)
                 try:
