@@ -124,7 +124,7 @@ DOORS = (
     "asyncoll.testing",
     "asyncoll.torch",
     "asyncoll.training",
-)  # others with public names
+)  # the other modules with public names
 TESTS = ROOT / "tests"
 SETTERS = ("setattr", "delattr", "setitem", "delitem")
 # Globals of the package that tests replace, with the reason why no argument, setting or peer reaches the state.
