@@ -305,12 +305,12 @@ class BlockingCommunicator(Communicator):
     neighbor_average = _with_handle(Communicator.neighbor_average)
     push_sum = _with_handle(Communicator.push_sum)
 
-    def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:
+    def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:  # type: ignore[override]
         """As `Communicator.recv_any`, with a handle for the end of the call.
 
         The message is taken even if the handle is dropped.
         """
-        handle = _recv_any(self, x, tag)
+        handle: Handle[tuple[T, int]] = _recv_any(self, x, tag)
         handle.claim()
         return handle
 

@@ -187,10 +187,6 @@ class Handle(Awaitable[T]):
         return self._outcome()
 
     def claim(self) -> None:
-        """The result counts as asked for: it is not discarded with the handle."""
-        self._is_wanted = True
-
-    def claim(self) -> None:
         """The result counts as fetched, also if the handle is destroyed before."""
 
     # -- how it ends ------------------------------------------------------------------------------

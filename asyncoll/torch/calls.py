@@ -38,7 +38,7 @@ class Calls:
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
         self._order = comm._order
-        self._handle = comm._core.member.runner.handle
+        self._runner: Any = comm._core.member.runner
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -211,9 +211,7 @@ class Calls:
             block.write_back()
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
-        return self._pass(
-            detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body)
-        )
+        return self._pass(detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body))
 
     def recv_any(self, block: Block, tag: int) -> Handle[int]:
         """Receive `block` from any other rank. The result is the sender."""
@@ -231,6 +229,11 @@ class Calls:
             self._core.member.check_caller()
             handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
         handle.claim()
+        return handle
+
+    def _handle(self, call: Any) -> Handle[Any]:
+        """The handle of `call`, which has begun."""
+        handle: Handle[Any] = self._runner.handle(call)
         return handle
 
     def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:

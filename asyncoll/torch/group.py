@@ -23,8 +23,10 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, reducible, row_of, writable
 from asyncoll.torch.monitored import MonitoredBarriers
 from asyncoll.torch.options import as_list, read
+from asyncoll.torch.reducers import keep_works
 from asyncoll.torch.reductions import contribution, reduction
 from asyncoll.torch.registered_pool import RegisteredPool
+from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
 
 Begin = Callable[[], Handle[Any]]
@@ -35,6 +37,7 @@ def make_group(options: Any) -> ProcessGroup:
     """The process group for torch's `options`: the world if they name no ranks, else a group of some of its ranks."""
     rank, size, store, timeout = options.group_rank, options.group_size, options.store, options.timeout
     ranks = options.global_ranks_in_group
+    keep_works()
     comm = membership.subgroup(options.group_id, ranks) if ranks else membership.enter(store, rank, size, timeout)
     return ProcessGroup(store, comm, timeout)
 
@@ -64,6 +67,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     # -- reductions -------------------------------------------------------------------------------
 
+    @uncompiled
     def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Reduce the tensor over all ranks, in place: by any reduction of torch, also AVG and PREMUL_SUM.
 
@@ -83,6 +87,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("all_reduce", begin, opts, tensors, tensors)
 
+    @uncompiled
     def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """As `allreduce`, for several tensors, of any dtypes, in one call."""
         tensors, opts = as_list(tensors), read(given, named)
@@ -96,6 +101,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("all_reduce", begin, opts, tensors, tensors)
 
+    @uncompiled
     def reduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Reduce into the root's tensor; the other ranks' tensors keep their values."""
         tensors, opts = as_list(tensors), read(given, named)
@@ -112,6 +118,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("reduce", begin, opts, tensors, tensors)
 
+    @uncompiled
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Reduce the inputs with the index of each rank into the output of that rank. Their sizes may differ."""
         outputs, opts = as_list(outputs), read(given, named)
@@ -121,6 +128,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             return super().reduce_scatter(outputs, [parts], opts)
         return self._reduce_scatter([(output, parts)], opts)
 
+    @uncompiled
     def reduce_scatter_single(self, output: Tensor, x: Tensor, *given: Any, **named: Any) -> Any:
         """Reduce the input, cut into equal parts by rank, into the output of each rank."""
         opts = read(given, named)
@@ -131,6 +139,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @uncompiled
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `reduce_scatter_single`, for several tensors in one call."""
         opts = read(given, named)
@@ -168,6 +177,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     # -- copies -----------------------------------------------------------------------------------
 
+    @uncompiled
     def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Copy the root's tensor, of any dtype, into those of all ranks."""
         tensors, opts = as_list(tensors), read(given, named)
@@ -182,6 +192,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("broadcast", begin, opts, tensors, tensors)
 
+    @uncompiled
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Copy each rank's tensor into the outputs with its index. Ranks may have different sizes, known to all."""
         inputs, opts = as_list(inputs), read(given, named)
@@ -192,6 +203,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             return super().allgather([row], inputs, opts)
         return self._allgather("all_gather", [(x, row)], list(row), opts)
 
+    @uncompiled
     def all_gather_single(self, output: Tensor, x: Tensor, *given: Any, **named: Any) -> Any:
         """Copy each rank's tensor into the part of the output with its index."""
         opts = read(given, named)
@@ -202,6 +214,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     _allgather_base = all_gather_single
 
+    @uncompiled
     def allgather_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `allgather`, for several tensors in one call. The outputs are lists by rank."""
         opts = read(given, named)
@@ -211,6 +224,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         pairs = list(zip(inputs, zip(*outputs, strict=True), strict=True))
         return self._allgather("all_gather", pairs, [x for row in outputs for x in row], opts)
 
+    @uncompiled
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `all_gather_single`, for several tensors in one call."""
         opts = read(given, named)
@@ -243,6 +257,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         given = copyable(x)
         return given, cut(writable(into), [given.flat.size] * self._calls.size)
 
+    @uncompiled
     def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Copy each rank's tensor into the root's output with its index. Ranks may have different sizes."""
         inputs, opts = as_list(inputs), read(given, named)
@@ -263,6 +278,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("gather", begin, opts, list(row), inputs)
 
+    @uncompiled
     def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Copy the root's inputs to the ranks with their indexes. They may differ in size."""
         outputs, opts = as_list(outputs), read(given, named)
@@ -283,6 +299,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("scatter", begin, opts, outputs, list(parts))
 
+    @uncompiled
     def alltoall(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Copy each input to the rank with its index. All sizes may differ."""
         opts = read(given, named)
@@ -299,6 +316,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
         return self._work("all_to_all", begin, opts, list(outputs), list(inputs))
 
+    @uncompiled
     def all_to_all_single(
         self, output: Tensor, x: Tensor, output_sizes: Any, input_sizes: Any, *given: Any, **named: Any
     ) -> Any:
@@ -319,6 +337,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     # -- messages ---------------------------------------------------------------------------------
 
+    @uncompiled
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
         """Send the tensor to another rank; the call ends when the tensor may be reused."""
         (x,) = tensors
@@ -328,6 +347,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         peer = self._peer(dest)
         return self._work("send", lambda: self._calls.send(copyable(x), peer, tag), None, list(tensors), tensors)
 
+    @uncompiled
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         """Receive a tensor of the same dtype and number of elements from another rank."""
         (x,) = tensors
@@ -339,6 +359,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         work.set_source(lambda: peer)
         return work
 
+    @uncompiled
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
         (x,) = tensors
@@ -366,6 +387,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             raise of_torch(UsageError("a block of coalesced calls is open already: end it first"))
         self._together = []
 
+    @uncompiled
     def _end_coalescing(self, device: torch.device) -> Any:
         """The work of all calls since `_start_coalescing`. They have begun already, in their order."""
         if device.type != "cpu":
@@ -377,11 +399,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
 
     # -- the group itself -------------------------------------------------------------------------
 
+    @uncompiled
     def barrier(self, *given: Any, **named: Any) -> Work:
         """End once all ranks have called it."""
         opts = read(given, named)
         return self._work("barrier", self._calls.barrier, opts, [], [])
 
+    @uncompiled
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier after whose timeout rank 0 raises an error that names the ranks that have not come.
 

@@ -17,6 +17,7 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
 from asyncoll.torch.errors import WaitTimeoutError, of_torch
 from asyncoll.torch.futures import threads
+from asyncoll.torch.uncompiled import uncompiled
 
 _making = threading.Lock()  # of the future of a work
 
@@ -50,6 +51,7 @@ class Work(TorchWork):
 
     # -- the end of the calls ---------------------------------------------------------------------
 
+    @uncompiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until all calls are over.
 
@@ -78,6 +80,7 @@ class Work(TorchWork):
         """As `wait`."""
         self.wait()
 
+    @uncompiled
     def is_completed(self) -> bool:
         """Whether all calls are over, in success or not."""
         return all(handle.done() for handle in self.handles)
@@ -86,6 +89,7 @@ class Work(TorchWork):
         """Whether all calls are over, and none has failed."""
         return self.is_completed() and self.exception() is None
 
+    @uncompiled
     def exception(self) -> BaseException | None:
         """The error of the first call that has failed; None if none has, or if they are not all over."""
         if not self.is_completed():
@@ -115,6 +119,7 @@ class Work(TorchWork):
 
     # -- the future -------------------------------------------------------------------------------
 
+    @uncompiled
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs, as a list. If a call fails, waiting for it raises a RuntimeError with the text."""
         return self._future or self._make_future()

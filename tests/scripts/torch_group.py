@@ -3,11 +3,10 @@
 Every rank knows the inputs of all ranks, and so the values that each call must give.
 """
 
-import contextlib
-import math
 import sys
+import threading
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed import ReduceOp
 
 import asyncoll
 from asyncoll.runtime.handles import Handle
-from asyncoll.torch.errors import WaitTimeoutError
 
 SECONDS = timedelta(seconds=60)
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -34,7 +32,7 @@ def check(*parameters):
 
     def add(function):
         for values in product(*parameters):
-            checks[f"{function.__name__}{values}"] = lambda: function(*values)
+            checks[f"{function.__name__}{values}"] = partial(function, *values)
         return function
 
     return add
@@ -103,10 +101,12 @@ def total(op, parts):
 def same(found, expected):
     """Equal, but for the last bit of an average."""
     found, expected = found.detach(), expected.detach()
-    assert found.shape == expected.shape and found.dtype == expected.dtype, (found, expected)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), (found, expected)
     if found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-    torch.testing.assert_close(found, expected, rtol=1e-2 if found.dtype in (torch.bfloat16, torch.float16) else 1e-6, atol=0)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-2 if found.dtype in (torch.bfloat16, torch.float16) else 1e-6, atol=0
+    )
 
 
 def sizes():
@@ -117,15 +117,19 @@ def ranks():
     return range(dist.get_world_size())
 
 
-def ways(call):
-    """`call(async_op)` in its three forms: blocking, with a work, with a future."""
-    return [
-        lambda: call(False),
-        lambda: call(True).wait(),
-        lambda: call(True).get_future().wait(),
-    ]
+def ended(form, work):
+    """Wait for `work`, in this form."""
+    if form == "future":
+        work.get_future().wait()
+    elif form == "polled":
+        while not work.is_completed():
+            pass
+        assert work.is_success()
+    else:
+        work.wait()
 
 
+FORMS = ["waited", "polled", "future"]
 SHAPES = [(5,), (3, 4), (), (0,), (70_000,)]
 LAYOUTS = ["plain", "transposed", "strided", "offset", "conjugated", "graded"]
 
@@ -154,9 +158,9 @@ def allreduces(kind):
 
 @check(SHAPES, LAYOUTS, [torch.float32, torch.complex64, torch.int16])
 def allreduces_layouts(shape, layout, dtype):
-    for way in range(3):
+    for form in FORMS:
         x = laid(given(dist.get_rank(), shape, dtype), layout)
-        ways(lambda is_async, x=x: dist.all_reduce(x, async_op=is_async))[way]()
+        ended(form, dist.group.WORLD.allreduce([x]))
         same(x, total(ReduceOp.SUM, [given(rank, shape, dtype) for rank in ranks()]))
 
 
@@ -197,7 +201,9 @@ def reduces(dtype, layout):
             same(x, total(ReduceOp.SUM, [given(rank, (3, 4), dtype) for rank in ranks()]))
 
 
-@check([torch.float32, torch.bfloat16, torch.int64, torch.complex64], ["plain", "strided"], ["list", "single", "together"])
+@check(
+    [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ["plain", "strided"], ["list", "single", "together"]
+)
 def scatters_reductions(dtype, layout, form):
     for op in (ReduceOp.SUM, ReduceOp.AVG) if dtype.is_floating_point else (ReduceOp.SUM,):
         inputs = [laid(given(dist.get_rank(), (2, 3), dtype, seed=to), layout) for to in ranks()]
@@ -252,9 +258,9 @@ def broadcasts(dtype, layout):
 
 @check(SHAPES)
 def broadcasts_shapes(shape):
-    for way in range(3):
+    for form in FORMS:
         x = given(dist.get_rank(), shape, torch.float32)
-        ways(lambda is_async, x=x: dist.broadcast(x, sizes() - 1, async_op=is_async))[way]()
+        ended(form, dist.broadcast(x, sizes() - 1, async_op=True))
         same(x, given(sizes() - 1, shape, torch.float32))
 
 
@@ -281,16 +287,15 @@ def gathers_everywhere(dtype, layout, form):
 
 
 def cat(parts):
-    joined = torch.cat([part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts])
-    return joined
+    return torch.cat([part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts])
 
 
 @check(SHAPES)
 def gathers_everywhere_shapes(shape):
-    for way in range(3):
+    for form in FORMS:
         x = given(dist.get_rank(), shape, torch.float32)
         row = [torch.zeros(shape) for _ in ranks()]
-        ways(lambda is_async, x=x, row=row: dist.all_gather(row, x, async_op=is_async))[way]()
+        ended(form, dist.all_gather(row, x, async_op=True))
         for rank, output in enumerate(row):
             same(output, given(rank, shape, torch.float32))
 
@@ -456,6 +461,256 @@ def sabotaged():
             passed.append(name)
     assert len(checks) > 300
     assert all("(0,)" in name for name in passed), passed
+
+
+# -- what else a group promises ---------------------------------------------------------------------
+
+MISMATCHES = {
+    "allreduce of other sizes": lambda pg, odd: pg.allreduce([torch.zeros(3 + odd)]),
+    "allreduce of other dtypes": lambda pg, odd: pg.allreduce(
+        [torch.zeros(3, dtype=torch.int32 if odd else torch.int64)]
+    ),
+    "allreduce by other operations": lambda pg, odd: pg.allreduce(
+        [torch.zeros(3)], ReduceOp.MAX if odd else ReduceOp.MIN
+    ),
+    "long allreduce of other sizes": lambda pg, odd: pg.allreduce([torch.zeros(3_000_000 + odd)]),
+    "reduce to other roots": lambda pg, odd: pg.reduce([torch.zeros(3)], int(odd)),
+    "broadcast of other sizes": lambda pg, odd: pg.broadcast([torch.zeros(3 + odd)], 0),
+    "allgather of other sizes": lambda pg, odd: pg.all_gather_single(
+        torch.zeros(pg.size(), 3 + odd), torch.zeros(3 + odd)
+    ),
+    "gather of other sizes": lambda pg, odd: pg.gather(
+        [torch.zeros(3) for _ in range(pg.size())] if pg.rank() == 0 else [], torch.zeros(3 + odd), 0
+    ),
+    "scatter of other sizes": lambda pg, odd: pg.scatter(
+        [torch.zeros(3 + odd)], [torch.zeros(3) for _ in range(pg.size())] if pg.rank() == 0 else [], 0
+    ),
+    "alltoall of other sizes": lambda pg, odd: pg.alltoall(
+        [torch.zeros(3) for _ in range(pg.size())], [torch.zeros(3 + odd) for _ in range(pg.size())]
+    ),
+    "other calls": lambda pg, odd: pg.barrier() if odd else pg.allreduce([torch.zeros(3)]),
+}
+
+
+def mismatches():
+    """Calls that differ at one rank are an error at every rank, which names both; the other groups go on."""
+    for name, call in MISMATCHES.items():
+        pg = dist.new_group()
+        work = call(pg, dist.get_rank() == sizes() - 1)
+        future = work.get_future()
+        error = caught(asyncoll.MismatchError, work.wait, SECONDS)
+        assert isinstance(error, dist.DistBackendError), name
+        assert isinstance(work.exception(), asyncoll.MismatchError), name
+        assert work.is_completed(), name
+        assert not work.is_success(), name
+        assert "MismatchError" in str(caught(RuntimeError, future.wait)), name
+        assert "MismatchError" in str(caught(RuntimeError, future.then(lambda f: f.value()).wait)), name
+        assert work.get_future_result().wait() == 2, name
+        later = call(pg, False)
+        caught(asyncoll.MismatchError, later.wait, SECONDS)
+        dist.barrier()
+
+
+def overdue():
+    """A call that is not over within the timeout of its group, or of its options, is an error that names who misses."""
+    for limited in (True, False):
+        pg = dist.new_group(timeout=timedelta(seconds=0.3 if limited else 60))
+        if dist.get_rank() != 1:
+            opts = dist.AllreduceOptions()
+            if not limited:
+                opts.timeout = timedelta(seconds=0.3)
+            error = caught(asyncoll.DeadlineError, pg.allreduce([torch.zeros(3)], opts).wait)
+            assert isinstance(error, TimeoutError)
+            assert isinstance(error, dist.DistBackendError)
+            assert error.missing == (1,), error
+            assert "rank 1 (host" in str(error), error
+            assert " timeout " in str(error), error
+        dist.barrier()
+    pg = dist.new_group()
+    pg.set_timeout(timedelta(seconds=0.3))
+    assert pg.get_timeout() == timedelta(seconds=0.3)
+    if dist.get_rank() != 1:
+        assert caught(TimeoutError, pg.barrier().wait).missing == (1,)
+    dist.barrier()
+
+
+def waits():
+    """A wait that is too short raises an error, and the call goes on."""
+    x = torch.ones(3)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(x, async_op=True)
+        error = caught(TimeoutError, work.wait, timedelta(seconds=0.05))
+        assert isinstance(error, dist.DistBackendError)
+        assert not work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is None
+    dist.group.WORLD.monitored_barrier(SECONDS)
+    if dist.get_rank() != 0:
+        work = dist.all_reduce(x, async_op=True)
+    assert work.wait(SECONDS)
+    assert work.wait()
+    assert work.result() == [x]
+    assert work.get_future().wait() == [x]
+    assert (x == sizes()).all()
+    caught(RuntimeError, work.source_rank)
+
+
+def callbacks():
+    """Callbacks of futures make further calls, and wait for them; those of C++ get values and errors."""
+    xs = [torch.ones(2) for _ in range(4)]
+
+    def again(future, depth):
+        dist.all_reduce(xs[depth])
+        return future.value()[0] + xs[depth]
+
+    future = dist.all_reduce(xs[0], async_op=True).get_future()
+    assert (future.then(lambda f: again(f, 1)).wait() == 2 * sizes()).all()
+    works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(20)]
+    sums = torch.futures.collect_all([work.get_future() for work in works]).wait()
+    assert all((each.value()[0] == sizes()).all() for each in sums)
+    empty = dist.barrier(async_op=True).get_future()
+    assert empty.wait() == []
+    for _ in range(2_000):
+        dist.all_reduce(torch.ones(8), async_op=True)
+        dist.all_reduce(torch.ones(8), async_op=True).get_future()
+    dist.barrier()
+
+
+def usage():
+    """What cannot be is an error at once, at its rank, and the group goes on."""
+    pg = dist.group.WORLD
+    x, size = torch.ones(3), sizes()
+    for act in (
+        lambda: pg.broadcast([x], size),
+        lambda: pg.allreduce([torch.ones(3, dtype=torch.int32)], ReduceOp.AVG),
+        lambda: pg.allreduce([torch.ones(3).to(torch.float8_e5m2)]),
+        lambda: pg.allreduce([torch.ones(1).expand(3)]),
+        lambda: pg.allreduce([torch.ones(3, device="meta")]),
+        lambda: pg.allgather([[x]] if size > 1 else [[x, x]], [x]),
+        lambda: pg.all_gather_single(torch.ones(3 * size + 1), x),
+        lambda: pg.all_gather_single(torch.ones(3 * size, dtype=torch.int32), x),
+        lambda: pg.reduce_scatter_single(x, torch.ones(3 * size + 1)),
+        lambda: pg.all_to_all_single(torch.ones(size), torch.ones(size), [1] * size, [2] * size),
+        lambda: pg.send([x], pg.rank()),
+        lambda: pg.recv([x], size),
+        lambda: pg.allreduce([torch.ones(3).to_sparse()], ReduceOp.MAX),
+    ):
+        error = caught(asyncoll.UsageError, act)
+        assert isinstance(error, dist.DistBackendError)
+    pg.allreduce([x]).wait()
+    assert (x == size).all()
+
+
+def identity():
+    """A group has the names, numbers and other properties of torch's groups."""
+    pg = dist.group.WORLD
+    assert (pg.rank(), pg.size(), pg.name()) == (dist.get_rank(), sizes(), "asyncoll")
+    assert dist.get_backend() == "asyncoll"
+    assert pg._device_types == [torch.device("cpu")]
+    assert pg._get_backend(torch.device("cpu")) is pg
+    half = dist.new_group([0, 1], group_desc="two")
+    before = pg._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    assert pg._get_sequence_number_for_group() == before + 1
+    if dist.get_rank() < 2:
+        assert half.group_name == dist.distributed_c10d._get_process_group_name(half)
+        assert half.group_desc == "two"
+        assert dist.ProcessGroup.unbox(half.boxed()) is half
+        work = half.barrier()
+        assert dist.Work.unbox(work.boxed()) is work if hasattr(dist, "Work") else True
+        work.wait()
+    mine = pg.split_group([sizes() - 1, 0])
+    if dist.get_rank() in (0, sizes() - 1):
+        x = torch.ones(1)
+        mine.allreduce([x]).wait()
+        assert (mine.rank(), x.item()) == (int(dist.get_rank() == 0), 2)
+    else:
+        assert mine is None
+    pg.bound_device_id = torch.device("cpu:0")
+    assert pg.bound_device_id == torch.device("cpu:0")
+    pg.bound_device_id = None
+    pg.get_group_store().set(f"from {dist.get_rank()}", "here")
+    dist.barrier()
+    assert pg.get_group_store().get("from 0") == b"here"
+
+
+def monitored():
+    """The monitored barrier names the ranks that miss, and leaves the group usable."""
+    pg = dist.group.WORLD
+    pg.monitored_barrier(SECONDS)
+    for wait_all_ranks in (False, True):
+        if dist.get_rank() == 0:
+            error = caught(RuntimeError, pg.monitored_barrier, timedelta(seconds=0.2), wait_all_ranks)
+            names = ", ".join(map(str, range(1, sizes())))
+            assert (f"Ranks {names} failed" if wait_all_ranks else "Rank 1 failed") in str(error), error
+        dist.barrier()
+        if dist.get_rank() != 0:
+            assert "Rank" in str(caught(RuntimeError, pg.monitored_barrier, timedelta(seconds=5)))
+        dist.barrier()
+    pg.monitored_barrier(SECONDS)
+
+
+def aborted():
+    """`abort`, in another thread, ends the calls of a group under way at all ranks."""
+    pg = dist.new_group()
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=pg.abort)
+        thread.start()
+        thread.join()
+        caught(dist.DistBackendError, lambda: pg.barrier().wait())
+    else:
+        error = caught(asyncoll.AbortedError, lambda: pg.allreduce([torch.ones(3)]).wait())
+        assert error.rank == 0
+        assert isinstance(error, dist.DistBackendError)
+    dist.barrier()
+
+
+def recorded():
+    """Profilers have a record of each call, from its beginning to its end, with the shapes of its inputs."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3, 5))
+        dist.broadcast(torch.ones(7), 0, async_op=True).wait()
+    found = {event.name: event for event in profile.events() if event.name.startswith("asyncoll:")}
+    assert found.keys() == {"asyncoll:all_reduce", "asyncoll:broadcast"}, found
+    assert found["asyncoll:all_reduce"].input_shapes == [[3, 5]]
+    assert all(event.is_async for event in found.values())
+
+
+def joins():
+    """DDP with uneven inputs (`Join`), a sparse gradient, and buffers: replicas stay equal."""
+    torch.manual_seed(dist.get_rank())
+    layers = [
+        torch.nn.Embedding(10, 4, sparse=True),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 2),
+        torch.nn.BatchNorm1d(2),
+    ]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for _ in range(3 + 2 * dist.get_rank()):
+            model(torch.randint(0, 10, (6, 2))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter in model.parameters():
+        parts = [torch.zeros_like(parameter) for _ in ranks()]
+        dist.all_gather(parts, parameter)
+        assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def compiled():
+    """Calls in functions of torch.compile: as functional collectives, and after a break of the graph."""
+    import torch.distributed._functional_collectives as functional
+
+    def step(x):
+        y = functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+        torch._dynamo.graph_break()
+        dist.group.WORLD.allreduce([y]).wait()
+        return y
+
+    x = torch.ones(4)
+    assert torch.equal(torch.compile(step, backend="eager")(x), step(x))
+    assert not [key for key in torch._dynamo.utils.counters["frames"] if "asyncoll" in str(key)]
 
 
 def main():

@@ -1,0 +1,38 @@
+"""Process groups of torch.distributed, in worlds of real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "torch_group.py"
+
+
+def play(forked_world, size, *cases, **more):
+    for rank, each in enumerate(forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"} | more, size, SCRIPT, *cases)):
+        code, out, err = each.end()
+        assert (code, out) == (0, "passed\n"), (rank, code, out, err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_call_gives_the_values_that_it_must(forked_world, size):
+    play(forked_world, size, "values")
+
+
+@pytest.mark.slow
+def test_the_values_by_message(forked_world):
+    play(forked_world, 2, "values", ASYNCOLL_TRANSPORT="zmq")
+
+
+@pytest.mark.slow
+def test_the_checks_of_values_fail_if_the_calls_do_nothing(forked_world):
+    play(forked_world, 2, "sabotaged")
+
+
+@pytest.mark.slow
+def test_what_a_group_promises(forked_world):
+    cases = ["mismatches", "overdue", "waits", "callbacks", "usage", "identity", "monitored", "aborted", "recorded"]
+    play(forked_world, 3, *cases, "joins")
