@@ -546,6 +546,9 @@ def refusals():
     _, ddp, _ = fresh()
     with ddp.join():
         assert "join()" in str(caught(UsageError, backward, ddp, batch))
+    ddp = wrap(model())
+    ddp.register_comm_hook(hooks.OkTopkState(ddp, name="other"), hooks.eager_sgd)
+    refused("class EagerSGDState", backward, ddp, batch)
     sparse_module = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     ddp = DistributedDataParallel(sparse_module)
     ddp.register_comm_hook(hooks.OkTopkState(ddp, name="embedding"), hooks.oktopk)
