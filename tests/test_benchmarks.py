@@ -22,6 +22,7 @@ from trainers.settings import flags
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "dc_s3gd_overlap",
+    "ddp",
     "group_propagation",
     "long_run",
     "message_cost",

@@ -18,7 +18,7 @@ from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Layout, check_dense
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
@@ -116,7 +116,7 @@ class DCS3GDState(HookState):
 
 def dc_s3gd(state: DCS3GDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Leave this rank its own gradient: the models are averaged, in the steps of the optimizer."""
-    return state._leave(bucket)
+    return checked(state, DCS3GDState)._leave(bucket)
 
 
 def _ignore() -> None:

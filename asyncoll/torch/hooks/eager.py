@@ -19,7 +19,7 @@ from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
-from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial
 from asyncoll.training.trainer import is_finite
@@ -238,7 +238,7 @@ class EagerSGDState(HookState):
 
 def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of the ranks that have arrived."""
-    return state._reduce(bucket)
+    return checked(state, EagerSGDState)._reduce(bucket)
 
 
 def _check_options(

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch.hooks.buckets import check_dense
-from asyncoll.torch.hooks.state import HookState
+from asyncoll.torch.hooks.state import HookState, checked
 
 
 class AllreduceState(HookState):
@@ -59,7 +59,7 @@ class AllreduceState(HookState):
 
 def allreduce(state: AllreduceState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of all ranks, as DDP does, in registered memory."""
-    return state._reduce(bucket)
+    return checked(state, AllreduceState)._reduce(bucket)
 
 
 def _tensors_of(bucket: GradBucket) -> list[Tensor]:

@@ -15,7 +15,7 @@ from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout
-from asyncoll.torch.hooks.state import HookState, complete
+from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
 
@@ -123,4 +123,4 @@ class OkTopkState(HookState):
 
 def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the largest elements of residual and gradient of all ranks."""
-    return state._reduce(bucket)
+    return checked(state, OkTopkState)._reduce(bucket)

@@ -18,6 +18,7 @@ from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import refusals
 
 T = TypeVar("T")
+S = TypeVar("S", bound="HookState")
 
 
 class HookState(ABC):
@@ -108,6 +109,13 @@ class HookState(ABC):
         """Raise UsageError if no gradient may come any more."""
         if self._has_ended:
             raise UsageError("the training of this hook has ended: wrap the model again, and register a new hook")
+
+
+def checked(state: object, kind: type[S]) -> S:
+    """`state`, if it is of the class that belongs to the hook; else UsageError."""
+    if not isinstance(state, kind):
+        raise UsageError(f"this hook has a state of the class {kind.__name__}, and not of {type(state).__name__}")
+    return state
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
