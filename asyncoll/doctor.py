@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncoll import _core
 from asyncoll.errors import UsageError
 from asyncoll.launch.environment import socket_folder, threads
-from asyncoll.world.environment import check_alone
+from asyncoll.world.environment import read_launcher
 from asyncoll.world.rendezvous import files_for
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
@@ -211,7 +211,7 @@ def _odd_world() -> Iterator[str]:
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
         try:
-            check_alone(os.environ)
+            read_launcher(os.environ)
         except UsageError as error:
             yield str(error)
     if len(given) == 1:

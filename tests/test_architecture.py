@@ -118,7 +118,12 @@ SANS_IO = (
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
 TORCH = {"tensors", "torch", "training", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
-DOORS = ("asyncoll.rpc", "asyncoll.testing", "asyncoll.torch", "asyncoll.training")  # the other modules with public names
+DOORS = (
+    "asyncoll.rpc",
+    "asyncoll.testing",
+    "asyncoll.torch",
+    "asyncoll.training",
+)  # the other modules with public names
 TESTS = ROOT / "tests"
 SETTERS = ("setattr", "delattr", "setitem", "delitem")
 # Globals of the package that tests replace, with the reason why no argument, setting or peer reaches the state.

@@ -32,6 +32,7 @@ SCRIPTS = (
     "sparse_network",
     "sparse_training",
     "sparse_words",
+    "torch_backend",
     "training_overhead",
 )
 REPRODUCE = BENCHMARKS / "reproduce"

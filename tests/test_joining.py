@@ -102,8 +102,7 @@ def test_a_waiting_rank_logs_the_missing_ranks():
     (ends,) = play({"size": 3, "faults": {"2": "late"}})
     assert [end["said"] for end in ends] == [{"result": 3.0}] * 3, ends
     for rank in (0, 1):
-        assert f"rank {rank}: joining a world of 3 has taken" in ends[rank]["wrote"]
-        assert "; missing: rank 2 (not in the store yet)" in ends[rank]["wrote"]
+        assert f"rank {rank}: waiting for rank 2 (0 s, of at most 300 s; not in the store yet)" in ends[rank]["wrote"]
 
 
 @pytest.mark.slow
@@ -127,12 +126,13 @@ def test_a_process_may_join_one_world_after_another():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["launch", "torchrun"])
 def test_launched_ranks_may_join_one_world_after_another(how):
+    """Also from one program after another, as entries of a world stay in the store of torchrun's agent."""
     command = {
         "launch": [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2"],
         "torchrun": [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"],
     }[how]
     done = subprocess.run(
-        [*command, SCRIPTS / "worlds.py"],
+        [*command, SCRIPTS / "worlds.py", "again"],
         env=environment(),
         cwd=ROOT,
         capture_output=True,
@@ -140,7 +140,7 @@ def test_launched_ranks_may_join_one_world_after_another(how):
         timeout=PATIENCE_S,
         check=False,
     )
-    assert (done.returncode, done.stdout.count("three worlds")) == (0, 2), done.stderr
+    assert (done.returncode, done.stdout.count("three worlds")) == (0, 4), done.stderr
 
 
 async def nest(comm):
@@ -191,6 +191,39 @@ def test_ranks_of_an_unknown_launcher_are_no_worlds_of_one(alone, environ):
         alone.setenv(name, value)
     with pytest.raises(UsageError, match=r"one of several processes that .* has started .*RANK and WORLD_SIZE"):
         asyncoll.run(size_of)
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job 1"}
+PLACE = {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "size", "address"),
+    [
+        (SLURM | {"SLURM_STEP_NODELIST": "n[03-05,9]-ib,x2"}, 3, 8, "n03-ib"),
+        (SLURM | {"SLURM_JOB_NODELIST": "alone"}, 3, 8, "alone"),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n1"}, 3, 8, "127.0.0.1"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, 2, "127.0.0.1"),
+        (OPEN_MPI | PLACE, 1, 2, "head"),
+        (OPEN_MPI | PLACE | SLURM, 1, 2, "head"),  # srun has started the daemons of mpirun
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "29500"}, 0, 2, "127.0.0.1"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"} | PLACE, 0, 2, "head"),
+    ],
+)
+def test_variables_of_other_launchers_that_tell_all_are_read(environ, rank, size, address):
+    world = Environment.read(environ)
+    assert (world.rank, world.size, world.master_addr) == (rank, size, address)
+    assert world.master_port == 29500 if "MASTER_PORT" in environ else 15_000 <= world.master_port < 25_000
+    other = dict.fromkeys([name for name in environ if name.endswith(("_RANK", "PROCID"))], "0")
+    assert Environment.read(environ | other).master_port == world.master_port  # the same at all ranks
+
+
+def test_jobs_of_other_launchers_meet_at_different_ports():
+    ports = {
+        Environment.read(SLURM | {"SLURM_JOB_ID": str(job), **PLACE, "MASTER_PORT": ""}).master_port for job in (1, 2)
+    }
+    assert len(ports) == 2
 
 
 @pytest.mark.parametrize(

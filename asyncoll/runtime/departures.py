@@ -36,7 +36,10 @@ class Members(Protocol):
         """Whether no numbered call is pending."""
 
     def left(self, rank: int, calls: int, failure: Departed) -> None:
-        """World rank `rank` takes no part in calls after number `calls`. `failure` is that of a call that needs it."""
+        """World rank `rank` takes no part in calls after number `calls`. `failure` is that of a call that needs it.
+
+        Without effect if it has left already.
+        """
 
     def close(self) -> None:
         """This rank has left: end its pending calls."""
@@ -56,14 +59,18 @@ class Departures:
         self._open: dict[int, Members] = {}  # the communicators of this rank
         self._left: dict[int, dict[int, Leave]] = {}  # by communicator: the ranks that have left it
         self._staying: dict[int, set[int]] = {}  # by communicator that this rank has left: the others in it
+        self._ended: dict[int, str] = {}  # by rank that has left the world: the reason
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._changed: asyncio.Event | None = None  # set with each answer
 
     def opened(self, members: Members) -> None:
         """Add a communicator of this rank. Peers may have left it already."""
-        self._open[members.communicator] = members
-        for rank, leave in self._left.get(members.communicator, {}).items():
+        communicator = members.communicator
+        self._open[communicator] = members
+        for rank, leave in list(self._left.get(communicator, {}).items()):
             self._report(members, rank, leave)
+        for rank, reason in list(self._ended.items()):
+            self._report(members, rank, Leave(communicator, 0, reason))
 
     def told(self, source: int, leave: Leave) -> None:
         """A Leave message."""
@@ -77,6 +84,8 @@ class Departures:
             self._report(members, source, leave)
 
     def _report(self, members: Members, rank: int, leave: Leave) -> None:
+        if rank not in members.ranks:
+            return
         process = self._membership.process(rank)
         members.left(rank, leave.calls, Departed(rank, leave.reason, process.host, process.pid))
 
@@ -113,7 +122,7 @@ class Departures:
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:
-            self._router.tell(rank, Ending(self._router.size))
+            self._router.tell(rank, Ending(reason))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered(), _ANSWER_S)
 
@@ -125,12 +134,15 @@ class Departures:
 
     # -- a peer leaves the world ------------------------------------------------------------------
 
-    def ending(self, source: int) -> None:
+    def ending(self, source: int, ending: Ending) -> None:
         """An Ending message: the end of the connection to `source` is no loss from now on."""
         self._membership.ended.add(source)
+        self._ended[source] = ending.reason
+        for communicator, members in list(self._open.items()):  # those of which `source` was no member yet
+            self._report(members, source, Leave(communicator, 0, ending.reason))
         for communicator in [each for each, staying in self._staying.items() if source in staying]:
             self._forget(communicator, source)
-        self._router.tell(source, EndingSeen(self._router.size))
+        self._router.tell(source, EndingSeen(source))
         self.answered(source)
 
     def answered(self, source: int) -> None:

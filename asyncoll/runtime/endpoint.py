@@ -207,7 +207,7 @@ class Endpoint:
         elif isinstance(message, wire.Leave):
             self.departures.told(source, message)
         elif isinstance(message, wire.Ending):
-            self.departures.ending(source)
+            self.departures.ending(source, message)
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
@@ -27,10 +27,24 @@ class Site(NamedTuple):
 
 def site_outside(folder: str) -> Site:
     """The place of the call in the user's code: the first frame outside the modules in `folder`, which call this."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.rpartition("/")[0] == folder and frame.f_back is not None:
-        frame = frame.f_back
+    frame = _first_outside(folder, sys._getframe(1))
     return Site(frame.f_code, frame.f_lasti)
+
+
+def caller_outside(frame: FrameType) -> FrameType:
+    """The first frame outside the folder of the module of `frame`, which that frame returns to."""
+    return _first_outside(_folder_of(frame.f_code.co_filename), frame)
+
+
+def _first_outside(folder: str, frame: FrameType) -> FrameType:
+    while _folder_of(frame.f_code.co_filename) == folder and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=256)
+def _folder_of(file: str) -> str:
+    return file.rpartition("/")[0]
 
 
 class Signature(NamedTuple):

@@ -72,6 +72,20 @@ class Work(Generic[T]):
     def look(self) -> bool:
         return self.is_over
 
+    def poll(self) -> bool:
+        """Block the calling thread for a short time, until `body` can go on, and run it to its next wait.
+
+        Returns whether it could.
+        """
+        wait = self._wait
+        if wait is None or isinstance(wait, Turn) or not self._arena.look(wait.ready, wait.patience):
+            return False
+        with wait.control_block:  # as `Arena.wait`: what was read without the lock is a hint
+            if not wait.ready():
+                return False
+        self._step(self._body.send, None)
+        return True
+
     async def finish(self) -> T:
         """Run `body` to its end, on the running loop of the calling thread, and return its result.
 

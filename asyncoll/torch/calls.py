@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class Calls:
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
         self._order = comm._order
-        self._runner: Any = comm._core.member.runner
+        self._runner = cast(Any, comm._core.member.runner)  # a `HandleRunner`
+        self.waiting: Any = self._runner.waiting  # of the calling thread: `now` if it waits for the call that it makes
 
     # -- reductions -------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         super().__init__(comm.rank, comm.size)  # with a store, C++ would not call this class
         self._comm = comm
         self._calls = Calls(comm)
+        self._waiting = self._calls.waiting
         self._store = store
         self._timeout = timeout
         self._together: list[Work] | None = None  # the calls since `_start_coalescing`
@@ -504,11 +505,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         record = recording.begin(title, inputs)
         limit = getattr(opts, "timeout", None)
         seconds = limit.total_seconds() if limit is not None else 0.0
+        waiting = self._waiting
+        waiting.now = not getattr(opts, "asyncOp", True)
         try:
             with deadline(seconds if seconds > 0 else self._timeout.total_seconds()):
                 work = Work((begin(),), outputs, record)
         except Exception as error:
             raise of_torch(error) from None
+        finally:
+            waiting.now = False
         if self._together is not None:
             self._together.append(work)
         return work

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator, join
 from asyncoll.errors import AsyncollError, ClosedError, UsageError, describe
@@ -47,8 +49,14 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
     with _lock:
         if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
-        with deadline(timeout.total_seconds()):
-            comm = join(Environment.of_store(store, rank, size), departs=True)
+        try:
+            with deadline(timeout.total_seconds()):
+                comm = join(Environment.of_store(store, rank, size), departs=True)
+        except BaseException:
+            # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
+            # count; after an error nothing else does, and this rank would not meet those that have had no error.
+            distributed_c10d._world.group_count = 0
+            raise
         _world = _World(comm, os.getpid())
         atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         return comm

@@ -6,7 +6,7 @@ its failure leaves the group usable.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ class MonitoredBarriers:
         self._size = size
         self._check = check
         self._barriers = 0
+        self._never = threading.Event()
 
     def __call__(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
         """Return once all ranks have called this.
@@ -79,5 +80,5 @@ class MonitoredBarriers:
             left_s = ends_s - now_s()
             if left_s <= 0:
                 return False
-            time.sleep(min(_LOOK_S, left_s))
+            self._never.wait(min(_LOOK_S, left_s))
         return True

@@ -206,8 +206,10 @@ class Arena(Protocol):
         Cancelling this changes no cell and affects no other waiter.
         """
 
-    def look(self, ready: Callable[[], bool]) -> bool:
+    def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run.
+
+        `patience` is that of `Wait`: how many times longer than usual.
 
         `ready` is called without the lock, so the answer is only a hint.
         """

@@ -83,7 +83,15 @@ class Joining:
         if _now_s() >= self._warns_at_s:
             self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
             if ranks := missing():  # they may have come since the caller looked
-                logger.warning("rank %d: %s", self._rank, self._describe(ranks, reason))
+                awaited, limit_s = _named(ranks), round(self._limit_s, 1)
+                logger.warning(
+                    "rank %d: waiting for %s (%.0f s, of at most %g s; %s)",
+                    self._rank,
+                    awaited,
+                    self._waited_s(),
+                    limit_s,
+                    reason,
+                )
 
     def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], reason: str) -> T:
         """Call `operation`, which blocks, in a thread of its own, and return its result.
@@ -119,12 +127,15 @@ class Joining:
                 await asyncio.wait([task])
 
     def _describe(self, missing: Sequence[int], reason: str) -> str:
-        ranks = f"missing: rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        status = ranks if missing else "all ranks have come, but one of them does not go on"
+        status = f"missing: {_named(missing)}" if missing else "all ranks have come, but one of them does not go on"
         return f"joining a world of {self._size} has taken {self._waited_s():.1f} s; {status} ({reason})"
 
     def _waited_s(self) -> float:
         return _now_s() - self._began_s
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def process_space() -> str:

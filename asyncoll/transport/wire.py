@@ -193,29 +193,17 @@ class Leave(NamedTuple):
 class Ending(NamedTuple):
     """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
 
-    size: int  # of the world
+    reason: str  # as in Leave
 
 
 class EndingSeen(NamedTuple):
     """Answers an Ending."""
 
-    size: int
+    rank: int  # that ends
 
 
 Control: TypeAlias = (
-    Announce
-    | Dispute
-    | Mismatch
-    | Abort
-    | Broken
-    | Hello
-    | Lost
-    | Where
-    | Here
-    | Overdue
-    | Leave
-    | Ending
-    | EndingSeen
+    Announce | Dispute | Mismatch | Abort | Broken | Hello | Lost | Where | Here | Overdue | Leave | Ending | EndingSeen
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 

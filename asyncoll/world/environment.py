@@ -1,12 +1,14 @@
 """The environment variables that describe the world which this process is to join.
 
-They are torchrun's, and some more.
+They are torchrun's, and some more. Without RANK and WORLD_SIZE, those of SLURM and of launchers of MPI are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +20,20 @@ from asyncoll.transport.messages.peers import FREEZE_S
 
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
+_RUN = "TORCHELASTIC_RUN_ID"
 _DEADLINE_S = 1800.0
 _FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
-_LAUNCHERS = {  # programs that start processes, and their variables for the rank and the number of processes
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set where there is no srun, by salloc
-    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE"),
-    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    "a launcher with PMIx": ("PMIX_RANK", ""),
+# Programs that start processes, and their variables for the rank, the number of processes, and that on this host.
+# mpirun may start one daemon on each host by srun, so SLURM's variables are read last.
+_LAUNCHERS = {
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),  # SLURM_NTASKS is also set where there is no srun, by salloc
+    "a launcher with PMIx": ("PMIX_RANK", "", ""),
 }
+_JOBS = (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",))  # equal at all ranks
+_PORTS = range(15_000, 25_000)  # for a job without MASTER_PORT; below those that the system gives to connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +55,15 @@ class Environment:
 
     @classmethod
     def of_store(cls, store: Any, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> Environment:
-        """The world of the `size` ranks that share `store`; everything else as `environ` has it."""
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | {
-            name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)
-        }
-        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", **master}
-        environment = cls.read({**environ, **given})
+        """The world of the `size` ranks that share `store`; everything else as `environ` has it.
+
+        A call has no time limit but its own, unless ASYNCOLL_DEADLINE_S is set.
+        """
+        address, port = _place(store)
+        place = {"MASTER_ADDR": address or environ.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: "", **place}
+        limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
+        environment = cls.read({**environ, **given, **limit})
         assert environment is not None
         return replace(environment, store=store)
 
@@ -64,8 +74,10 @@ class Environment:
         Raises UsageError if it describes a part of a world, or an impossible one.
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            check_alone(environ)
-            return None
+            launched = read_launcher(environ)
+            if launched is None:
+                return None
+            environ = {**environ, **launched}
         rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if not 0 <= rank < size:
             raise UsageError(f"RANK={rank} is not between 0 and WORLD_SIZE-1={size - 1}")
@@ -78,7 +90,7 @@ class Environment:
             master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
             master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
-            run="/".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
+            run="/".join(environ.get(name, "") for name in (_RUN, "TORCHELASTIC_RESTART_COUNT")),
             freeze_s=freeze_s(environ),
             deadline_s=seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
             key_file=environ.get(KEY_FILE, ""),
@@ -86,18 +98,63 @@ class Environment:
         )
 
 
-def check_alone(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if another launcher has started several processes: each would be a world of its own."""
-    for launcher, (rank_name, size_name) in _LAUNCHERS.items():
-        for name, least in ((rank_name, 0), (size_name, 1)):
-            count = environ.get(name, "")
-            if not count.isdecimal() or int(count) <= least:
-                continue
-            raise UsageError(
-                f"this is one of several processes that {launcher} has started ({name}={count}), but RANK and "
-                "WORLD_SIZE are not set: have it start one `torchrun` on each host, or on one host `asyncoll launch`; "
-                "set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
-            )
+def _place(store: Any) -> tuple[str, int]:
+    """The address and the port at which `store` is served, as far as it has them."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "host", ""), getattr(store, "port", 0)
+
+
+def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """The variables of torchrun that follow from those of another launcher; None if it has started one process.
+
+    Raises UsageError if it has started several, and their variables do not tell where these meet.
+    """
+    for launcher, (rank_name, size_name, local_name) in _LAUNCHERS.items():
+        rank, size = _count(environ, rank_name), _count(environ, size_name)
+        if rank <= 0 and size <= 1:
+            continue
+        job = _job(environ)
+        is_local = size == _count(environ, local_name) or environ.get("SLURM_STEP_NUM_NODES") == "1"
+        address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_local else _first_host(environ))
+        port = environ.get("MASTER_PORT") or (str(_port_of(job)) if job else "")
+        if rank >= 0 and size > 0 and address and port:
+            world = {"RANK": str(rank), "WORLD_SIZE": str(size), _RUN: job}
+            return {**world, "MASTER_ADDR": address, "MASTER_PORT": port}
+        shown = f"{size_name}={size}" if size > 1 else f"{rank_name}={rank}"
+        wanted = {"MASTER_ADDR": address, "MASTER_PORT": port} if rank >= 0 and size > 0 else {}
+        missing = " and ".join(name for name, value in wanted.items() if not value) or "RANK and WORLD_SIZE"
+        raise UsageError(
+            f"this is one of several processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are not "
+            f"set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, and "
+            "MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
+            "`asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
+        )
+    return None
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else -1
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    """A text that is equal at all processes of a job, and differs from that of other jobs; empty if there is none."""
+    for names in _JOBS:
+        if all(environ.get(name) for name in names):
+            return ".".join(environ[name] for name in names)
+    return ""
+
+
+def _port_of(job: str) -> int:
+    return _PORTS[int.from_bytes(hashlib.blake2b(job.encode(), digest_size=8).digest(), "big") % len(_PORTS)]
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The first host of SLURM's list, as in "node[03-05,9],other"; rank 0 runs there. Empty without a list."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:

@@ -143,6 +143,9 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
     Processes that this one starts inherit RANK and WORLD_SIZE. Their messages would come between those of the ranks.
     """
+    if environment.store is not None and not environment.master_port:  # a file, which the program has chosen
+        yield
+        return
     store = f"{environment.master_addr}:{environment.master_port}"
     world = f"{environment.rank} of {environment.size} at {environment.folder or store} {environment.run}"
     process = str(os.getpid())
@@ -205,7 +208,8 @@ os.register_at_fork(after_in_child=_forget_membership)
 
 def _joining(environment: Environment) -> Joining:
     left_s = remaining_s()
-    limit_s = min(START_TIMEOUT_S, environment.deadline_s, math.inf if left_s is None else left_s)
+    longest_s = START_TIMEOUT_S if environment.store is None or left_s is None else math.inf  # the program has chosen
+    limit_s = min(longest_s, environment.deadline_s, math.inf if left_s is None else left_s)
     return Joining(environment.rank, environment.size, limit_s)
 
 
@@ -274,11 +278,12 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
-            return
+            return None
         forks.unregister(self)
         self._inside.close()
         if self._departs:
-            return await self._end(error)
+            await self._end(error)
+            return
         # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
         with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
             _ = self._core.rpc

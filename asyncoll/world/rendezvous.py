@@ -4,8 +4,8 @@ Under `asyncoll launch` all ranks are on one host, and their addresses follow fr
 exchange addresses in a store (`world.store`). Ranks of one host communicate over ipc, ranks of different hosts over
 tcp.
 
-A process may join several worlds, one after another. Its n-th world is the n-th of every rank, and has its own names in
-the job's folder and in the store.
+A process may join several worlds, one after another. In the job's folder its n-th world is the n-th of every rank; in
+the store, rank 0 counts the worlds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
         )
     if environment.folder:
         return _meet_in_folder(environment, joining, turn)
-    return _meet_in_store(environment, joining, turn)
+    return _meet_in_store(environment, joining)
 
 
 def have_joined() -> None:
@@ -120,11 +120,11 @@ def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...]
     return arena
 
 
-def _meet_in_store(environment: Environment, joining: Joining, turn: int) -> PeerLinks:
+def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
     rank, size = environment.rank, environment.size
     key = read_key(Path(environment.key_file)) if environment.key_file else None
     with contextlib.ExitStack() as undo:
-        store = enter_store(environment, joining, key or Key(b""), turn)
+        store = enter_store(environment, joining, key or Key(b""))
         undo.push(store.close)
         folders = undo.enter_context(contextlib.ExitStack())
         # This runs before the folder is removed: a rank that misses the folder finds the cause in the store.

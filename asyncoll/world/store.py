@@ -46,6 +46,7 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 class SealedStore:
@@ -54,7 +55,7 @@ class SealedStore:
     def __init__(
         self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
     ) -> None:
-        """`serves` says that rank 0 serves the store, which then ends with rank 0."""
+        """`prefix` begins the names of all entries. `serves` says that rank 0 serves the store, which ends with it."""
         self._store = store
         self._prefix = prefix
         self._rank = rank
@@ -65,12 +66,31 @@ class SealedStore:
         self._is_gone = False
         self._has_told = False
 
-    def await_rank_0(self) -> None:
-        """Wait until rank 0 joins this world.
+    def begin_turn(self) -> None:
+        """Enter the next world of this store: rank 0 counts the worlds, and the others wait for it.
 
-        Raises PeerLostError if the store ends before: it was that of another world.
+        Entries of a world stay in the store, which torchrun's agent keeps for as long as the job runs. So every world
+        has its own names. Raises PeerLostError if the store of rank 0 ends before: it was that of another world.
         """
-        self._await("nonce", [0])
+
+        def rank_0() -> list[int]:
+            self._check_backends([0])
+            return [0]
+
+        counter = f"{self._prefix}/turn"
+        turn = self._ask(self._store.add, counter, int(not self._rank))
+        while self._rank and not self._may_enter(turn):
+            self._joining.check(rank_0, "not in the store yet")
+            time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
+            turn = self._ask(self._store.add, counter, 0)
+        self._prefix = f"{self._prefix}/{turn}"
+        self.post("turn")
+
+    def _may_enter(self, turn: int) -> bool:
+        """Whether this rank, which is not 0, has not been in that world, and the world has not failed to begin."""
+        world = f"{self._prefix}/{turn}"
+        ends = (f"{world}/turn/{self._rank}", f"{world}/failed")
+        return turn > 0 and not any(self._ask(self._store.check, [end]) for end in ends)
 
     def begin_session(self) -> Key:
         """Exchange nonces. Returns the key of this run, which seals all later entries."""
@@ -189,12 +209,26 @@ class SealedStore:
 
         def missing() -> list[int]:
             come = [self._ask(self._store.check, [entry]) for entry in entries]
-            return [rank for rank, is_here in zip(ranks, come, strict=True) if not is_here]
+            absent = [rank for rank, is_here in zip(ranks, come, strict=True) if not is_here]
+            self._check_backends(absent)
+            return absent
 
         while not self._ask(self._store.check, entries):
             self._check_told()
             self._joining.check(missing, what)
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
+
+    def _check_backends(self, ranks: Sequence[int]) -> None:
+        """Raise UsageError if one of `ranks` uses Gloo, which publishes its address in the store that torch hands over.
+
+        Such a rank waits for addresses of Gloo, up to its own time limit.
+        """
+        others = [rank for rank in ranks if self._ask(self._store.check, [f"0/{rank}"])]
+        if others:
+            raise UsageError(
+                f"rank {others[0]} has initialized this process group with the backend gloo, and rank {self._rank} "
+                "with asyncoll: give all ranks the same backend"
+            )
 
     def _read(self, entry: str, key: Key) -> list[str] | None:
         """The texts at `entry`; None if they are not sealed with `key`."""
@@ -229,25 +263,23 @@ def _open(key: Key, sealed: bytes, entry: str) -> list[str] | None:
     return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else None
 
 
-def enter_store(environment: Environment, joining: Joining, key: Key, turn: int) -> SealedStore:
-    """The store of this world, served by torchrun's agent or by rank 0.
+def enter_store(environment: Environment, joining: Joining, key: Key) -> SealedStore:
+    """The store of this world, served by torchrun's agent or by rank 0, or given by the program.
 
     A fast rank may still reach the store of the previous world, as long as rank 0 has not closed that. It then tries
     again.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank, size, given = environment.rank, environment.size, environment.store
-    if given is not None:
-        turn = given.add(f"asyncoll/turn/{rank}", 1)  # it may be the store of an earlier world, too
-        return SealedStore(given, f"asyncoll/{turn}", rank, size, key, joining, serves=not agents)
+    rank, size, prefix = environment.rank, environment.size, f"asyncoll/{environment.run}"
+    if environment.store is not None:
+        sealed = SealedStore(environment.store, prefix, rank, size, key, joining, serves=not agents)
+        sealed.begin_turn()
+        return sealed
     while True:
-        serves_it = environment.rank == 0 and not agents
-        store = _serve_store(environment) if serves_it else _reach_store(environment, joining)
-        prefix = f"asyncoll/{environment.run}/{turn}"
-        sealed = SealedStore(store, prefix, environment.rank, environment.size, key, joining, serves=not agents)
+        store = _reach_store(environment, joining) if rank or agents else _serve_store(environment)
+        sealed = SealedStore(store, prefix, rank, size, key, joining, serves=not agents)
         with contextlib.suppress(PeerLostError):
-            if environment.rank and not agents:
-                sealed.await_rank_0()
+            sealed.begin_turn()
             return sealed
         del sealed, store
         time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)

@@ -106,7 +106,7 @@ def expect(victim):
 def come_late(folder, size, rank):
     """When all others have said that they wait for this rank alone."""
     others = [folder / f"{other}.err" for other in range(size) if other != rank]
-    while not all(other.exists() and f"missing: rank {rank} " in other.read_text() for other in others):
+    while not all(other.exists() and f"waiting for rank {rank} " in other.read_text() for other in others):
         threading.Event().wait(0.01)
 
 

@@ -698,6 +698,22 @@ def joins():
         assert all(torch.equal(part, parts[0]) for part in parts)
 
 
+def mixed():
+    """A group of several devices: its own calls for the CPU, and the backend that was named for the other one."""
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:asyncoll,cuda:gloo", timeout=SECONDS)
+    for pg in (dist.group.WORLD, dist.new_group()):
+        x = torch.ones(3)
+        dist.all_reduce(x, group=pg)
+        other = pg._get_backend(torch.device("cuda"))
+        assert isinstance(other, dist.ProcessGroupGloo)
+        assert pg._get_backend(torch.device("cuda")) is other
+        other.allreduce([x]).wait()
+        assert (x == sizes() ** 2).all()
+        assert pg._device_types == [torch.device("cpu"), torch.device("cuda")]
+        caught(asyncoll.UsageError, lambda pg=pg: pg.allreduce([torch.ones(3, device="meta")]))
+
+
 def compiled():
     """Calls in functions of torch.compile: as functional collectives, and after a break of the graph."""
     import torch.distributed._functional_collectives as functional
@@ -705,7 +721,7 @@ def compiled():
     def step(x):
         y = functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
         torch._dynamo.graph_break()
-        dist.group.WORLD.allreduce([y]).wait()
+        dist.all_reduce(y)
         return y
 
     x = torch.ones(4)

@@ -19,11 +19,12 @@ from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import CALLS_PER_TURN, Runner
+from asyncoll.runtime.signature import caller_outside
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 _KINDS_MAX = 192
 _UNCOUNTED_MAX = 256  # calls that have ended and are not counted yet
-_ABOVE = 3  # frames from `_start` to the caller of the public method
+_PUBLIC = 2  # frames from `_start` to the public method
 
 
 class Closing(Protocol):
@@ -99,7 +100,7 @@ class PythonShortCalls:
         rendezvous = staging.rendezvous(number, 0, plan.fingerprint)
         if not rendezvous.is_free_now():
             return None
-        frame = sys._getframe(_ABOVE)
+        frame = caller_outside(sys._getframe(_PUBLIC))
         entry = plan, number, frame.f_code, frame.f_lasti
         if self.last + 1 != number:  # another thread has made a call meanwhile
             return None

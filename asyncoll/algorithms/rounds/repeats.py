@@ -19,11 +19,8 @@ from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
-from asyncoll.runtime.signature import Site
+from asyncoll.runtime.signature import Site, caller_outside
 from asyncoll.tensors.operands import Bundle, Single, bundle
-
-# Frames from `Repeat.start` to the program: `Communicator._wait_avoiding`, and the method that the program calls.
-_CALLER = 3
 
 
 class Repeat:
@@ -82,7 +79,7 @@ class Repeat:
             or not all(map(is_, arguments, self._arguments))
         ):
             return None
-        frame = sys._getframe(_CALLER)
+        frame = caller_outside(sys._getframe(1))
         call = self._call
         if call is None or frame.f_code is not self._code or frame.f_lasti != self._instruction:
             self._code, self._instruction = frame.f_code, frame.f_lasti

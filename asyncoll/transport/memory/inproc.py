@@ -115,7 +115,7 @@ class InprocArena:
     def polls(self) -> int:
         return 0
 
-    def look(self, ready: Callable[[], bool]) -> bool:
+    def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         return ready()
 
     def control_block(self, context: int, cells: int) -> ControlBlock:

@@ -1,0 +1,274 @@
+"""A rank of torch.distributed: runs the case of its first argument, and prints a line once it has passed."""
+
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import asyncoll
+import asyncoll.torch
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOLDER, PORT = os.environ["FOLDER"], int(os.environ["MASTER_PORT"])
+LOST = "is gone: it has left"
+
+
+def init(**place):
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("asyncoll", **({"timeout": limit} | place))
+
+
+def total(group=None):
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    return int(x[0])
+
+
+def caught(act, *arguments):
+    try:
+        act(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{act} has raised nothing")
+
+
+def at_file(name):
+    """A place where the ranks of this test meet."""
+    return {"rank": RANK, "world_size": SIZE, "init_method": f"file://{FOLDER}/{name}"}
+
+
+def stores():
+    """Worlds meet in every store of torch, one after another, also twice in the same one and after an error."""
+    shared = dist.FileStore(f"{FOLDER}/shared", SIZE)
+    served = dist.TCPStore("127.0.0.1", PORT + 1, SIZE, RANK == 0)
+    given = {"rank": RANK, "world_size": SIZE}
+    places = [
+        {},
+        at_file("file"),
+        {"store": shared, **given},
+        {"store": shared, **given},
+        {"store": dist.PrefixStore("inside", served), **given},
+        {"store": served, **given},
+        {"init_method": f"tcp://127.0.0.1:{PORT + 2}", **given},
+    ]
+    for place in places:
+        init(**place)
+        assert total() == SIZE
+        assert total(dist.new_group()) == SIZE
+        dist.barrier()
+        dist.destroy_process_group()
+    if RANK:
+        short = {"store": served, "timeout": datetime.timedelta(seconds=0.5)}
+        assert "missing: rank 0 (not in the store yet)" in caught(lambda: init(**given | short))
+        served.set(f"late {RANK}", "")
+    else:
+        served.wait([f"late {rank}" for rank in range(1, SIZE)])
+    init(store=served, **given)
+    assert total() == SIZE
+    dist.destroy_process_group()
+    init(store=dist.HashStore(), rank=0, world_size=1)
+    assert total() == 1
+    dist.destroy_process_group()
+
+
+def leaves():
+    """A rank leaves while the others go on: its calls end, and only groups with it fail."""
+    init()
+    rest = dist.new_group(list(range(1, SIZE)))
+    pairs = [dist.new_group([0, rank]) for rank in range(1, SIZE)]
+    whole = dist.new_group()
+    own = [group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    assert [total(group) for group in own] == [2] * len(own)
+    assert total(whole) == SIZE
+    if RANK == 0:
+        for rank in range(1, SIZE):
+            dist.send(torch.full((2,), 7.0), rank)
+        forgotten = dist.all_reduce(torch.ones(1 << 16), async_op=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        assert forgotten.is_completed()
+        with open(f"{FOLDER}/left", "w"):
+            return
+    time.sleep(0.05 * RANK)  # rank 0 has left before some of its last calls are made here
+    dist.all_reduce(torch.ones(1 << 16))
+    dist.barrier()
+    while not os.path.exists(f"{FOLDER}/left"):
+        time.sleep(0.01)
+    x = torch.zeros(2)
+    dist.recv(x, 0)
+    assert x.tolist() == [7, 7]
+    for _ in range(3):
+        assert total(rest) == SIZE - 1
+    for group in (None, whole, own[0]):
+        for _ in range(2):
+            said = caught(total, group)
+            assert "rank 0 (host " in said, said
+            assert LOST in said, said
+    assert total(rest) == SIZE - 1
+    late = dist.new_group(list(range(SIZE)))
+    assert LOST in caught(total, late)
+    another = dist.new_group(list(range(1, SIZE)), use_local_synchronization=True)
+    assert total(another) == SIZE - 1
+    dist.destroy_process_group()
+
+
+def groups():
+    """Groups are destroyed in any order, by any of their ranks, and their names may come again."""
+    init()
+    made = [dist.new_group() for _ in range(4)]
+    for group in made:
+        assert total(group) == SIZE
+    order = made if RANK % 2 else made[::-1]
+    for group in order[:2]:
+        dist.destroy_process_group(group)
+    kept = made[0] if RANK == 0 else None
+    if kept in (made[0], made[1]) and RANK == 0:
+        assert LOST in caught(total, made[0])  # rank 1 has destroyed it
+    dist.barrier()
+    for _ in range(3):
+        again = dist.new_group(list(range(SIZE)), use_local_synchronization=True)
+        assert total(again) == SIZE
+        dist.destroy_process_group(again)
+    assert total() == SIZE
+    dist.destroy_process_group()
+
+
+async def size(comm):
+    return comm.size
+
+
+def misuse():
+    """Clear errors, and a world that still works after them."""
+    assert "initialize the default process group" in caught(lambda: lone_group())
+    init()
+    for act in (lambda: asyncoll.run(size), asyncoll.init):
+        assert "this process is in a world already" in caught(act)
+    world = dist.group.WORLD
+    assert total() == SIZE
+    dist.destroy_process_group()
+    assert "closed" in caught(world.allreduce, [torch.ones(1)])
+    world.shutdown()
+    assert asyncoll_world() == SIZE
+    init(**at_file("again"))
+    waiting = dist.irecv(torch.ones(1), (RANK + 1) % SIZE)
+    if RANK == 0:
+        thread = threading.Thread(target=dist.distributed_c10d._abort_process_group)
+        thread.start()
+    assert "aborted" in caught(waiting.wait) or RANK == 0
+    if RANK == 0:
+        thread.join()
+    else:
+        assert "aborted" in caught(total)
+        dist.destroy_process_group()
+    init(**at_file("after the abort"))
+    assert total() == SIZE
+    dist.destroy_process_group()
+
+
+def lone_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.new_group([0], backend="asyncoll")
+    finally:
+        dist.destroy_process_group()
+
+
+def asyncoll_world():
+    """A world of the blocking calls, between two of torch."""
+    with asyncoll.init() as comm:
+        return comm.size
+
+
+def forks():
+    """Neither a forked child nor the workers of a DataLoader harm the world, and a child may have one of its own."""
+    init()
+    assert total() == SIZE
+    if os.fork() == 0:
+        said = caught(total)
+        dist.destroy_process_group()
+        init(store=dist.HashStore(), rank=0, world_size=1)
+        assert total() == 1
+        os._exit(7 if "forked child" in said else 1)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    sys.stdout.flush()
+    if os.fork() == 0:
+        sys.exit(8)  # with all exit functions
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 8
+    rows = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2)
+    assert torch.cat(list(rows)).tolist() == list(range(8))
+    assert total() == SIZE
+    dist.destroy_process_group()
+
+
+def ends():
+    """Rank 0 ends with an exception, in the middle of a call; the others hear it, and go on without it."""
+    init()
+    rest = dist.new_group(list(range(1, SIZE)))
+    dist.barrier()
+    if RANK == 0:
+        dist.all_reduce(torch.ones(1 << 20), async_op=True)
+        print("passed", flush=True)
+        raise ValueError("enough of this")
+    said = caught(total)
+    assert "rank 0 (host " in said, said
+    assert "its program has ended without destroy_process_group, after ValueError: enough of this" in said, said
+    assert total(rest) == SIZE - 1
+    # and these end without leaving
+
+
+def dies():
+    """Rank 1 is killed in the backward pass of DDP; prints the milliseconds until this rank raises."""
+    init()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.25)
+    x = torch.ones(4, 256)
+    for _ in range(3):
+        model(x).sum().backward()
+    dist.barrier()
+    if RANK == 1:
+
+        def strike(_):
+            with open(f"{FOLDER}/killed", "w") as file:
+                file.write(str(time.monotonic()))
+            os.rename(file.name, f"{FOLDER}/at")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        layers[3].weight.register_hook(strike)
+    said = caught(lambda: model(x).sum().backward())
+    now = time.monotonic()
+    with open(f"{FOLDER}/at") as file:
+        print(f"{1000 * (now - float(file.read())):.0f} ms", file=sys.stderr)
+    assert "rank 1 (host " in said, said
+    assert "is gone" in said, said
+    said = caught(dist.barrier)
+    assert "rank 1 (host " in said, said
+    dist.destroy_process_group()
+
+
+def mixed():
+    """One rank has chosen Gloo: an error at every rank, within the time limit."""
+    backend = "gloo" if RANK == 1 else "asyncoll"
+    limit = datetime.timedelta(seconds=1.5)
+    said = caught(lambda: dist.init_process_group(backend, timeout=limit))
+    assert RANK == 1 or "rank 1 has initialized this process group with the backend gloo" in said, said
+
+
+def alone():
+    """A world of one."""
+    init()
+    assert total() == 1
+    assert total(dist.new_group([0])) == 1
+    dist.barrier()
+    dist.destroy_process_group()
+    init()
+
+
+CASES = (stores, leaves, groups, misuse, forks, ends, dies, mixed, alone)
+next(case for case in CASES if case.__name__ == sys.argv[1])()
+print("passed", flush=True)

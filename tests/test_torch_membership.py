@@ -1,0 +1,37 @@
+"""How the processes of torch.distributed form a world, and leave it: in worlds of real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "torch_membership.py"
+# By case: the ranks that do not end well. Each dies, or raises an exception on purpose.
+CASES = {"stores": (), "leaves": (), "groups": (), "misuse": (), "forks": (), "ends": (0,), "dies": (1,), "mixed": ()}
+
+
+def play(forked_world, tmp_path, size, case, **more):
+    env = os.environ | {"ASYNCOLL_FREEZE_S": "20", "FOLDER": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"} | more
+    return [rank.end() for rank in forked_world(env, size, SCRIPT, case)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_processes_of_torch_form_and_leave_worlds(forked_world, tmp_path, case):
+    for rank, (code, out, err) in enumerate(play(forked_world, tmp_path, 3, case)):
+        assert rank in CASES[case] or (code, out) == (0, "passed\n"), (rank, code, out, err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["leaves", "ends"])
+def test_ranks_leave_by_message(forked_world, tmp_path, case):
+    ends = play(forked_world, tmp_path, 3, case, ASYNCOLL_TRANSPORT="zmq")
+    for rank, (code, out, err) in enumerate(ends):
+        assert rank in CASES[case] or (code, out) == (0, "passed\n"), (rank, code, out, err)
+
+
+@pytest.mark.slow
+def test_a_process_alone_is_a_world(forked_world, tmp_path):
+    assert play(forked_world, tmp_path, 1, "alone") == [(0, "passed\n", "")]
