@@ -55,13 +55,14 @@ def elastic_agent(backend: str) -> None:
     with open(script, "w") as file:
         file.write(textwrap.dedent(AGENT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    subprocess.run(
+    ended = subprocess.run(
         [*command, "--max-restarts=1", "--monitor-interval=0.1", script, backend, done],
-        check=True,
         timeout=100,
         env=_plain_environment(),
         capture_output=True,
+        text=True,
     )
+    assert not ended.returncode, ended.stderr
     with open(done) as file:
         assert file.read() == "done"
 
