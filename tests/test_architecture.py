@@ -64,7 +64,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.memory",
         "transport.messages",
     },
-    "blocking": {"algorithms", "communicator", "errors", "rpc", "runtime", "tensors", "world"},
+    "blocking": {"algorithms", "communicator", "errors", "runtime", "world"},
     "torch": {"arguments", "blocking", "errors", "runtime", "tensors", "world"},
     "launch": {"_core", "arguments", "errors", "transport"},
     "": {  # asyncoll/__init__.py
