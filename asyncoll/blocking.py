@@ -91,6 +91,7 @@ class _Session:
         self._runner: HandleRunner | None = None
         self._is_asked = False  # to leave, for this reason, which the other ranks are told:
         self._reason: BaseException | None = None
+        self._inside: asyncio.Task[None] | None = None  # the task that is in the world
 
     def enter(self, environment: Environment | None) -> BlockingCommunicator:
         live = partial(contextvars.copy_context().run, self._live, environment)
@@ -153,13 +154,13 @@ class _Session:
 
     async def _stay(self, runner: HandleRunner, environment: Environment | None) -> None:
         self._asked = asyncio.Event()
-        self._inside = asyncio.create_task(self._be_inside(runner, environment))
+        self._inside = inside = asyncio.create_task(self._be_inside(runner, environment))
         self._check_asked()
-        await asyncio.wait([self._inside])
-        self._inside.result()
+        await asyncio.wait([inside])
+        inside.result()
 
     def _check_asked(self) -> None:
-        if self._is_asked:
+        if self._is_asked and self._inside is not None:
             self._asked.set()
             if not self._entered.is_open:
                 self._inside.cancel()

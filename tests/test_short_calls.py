@@ -347,7 +347,7 @@ def test_a_call_that_another_thread_begins_meanwhile_keeps_its_number():
         sizes=SimpleNamespace(calls=4), under_way=(set(), set()), rendezvous=lambda *_: Record()
     )
     host: Any = SimpleNamespace(unstarted=None, unused=())
-    runner: Any = SimpleNamespace(home=None, held={})
+    runner: Any = SimpleNamespace(home=None, held={}, caller=asyncio.get_running_loop)
     calls = PythonShortCalls(
         staging, host, runner, SimpleNamespace(closed=False), SimpleNamespace(any=False), noted.append
     )

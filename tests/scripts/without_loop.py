@@ -427,6 +427,7 @@ def callbacks(comm):
     thread.start()
     while not received._gate._waiting:
         threading.Event().wait(0.001)
+    comm.barrier().wait(SECONDS)  # all have registered their callbacks
     comm.send(np.ones(1), after).wait(SECONDS)
     thread.join(SECONDS)
     assert len(waited) == 1
@@ -462,8 +463,13 @@ def timeouts(comm):
     for limit in (None, float("inf"), 1e300, 10**30, threading.TIMEOUT_MAX):
         waits.append(threading.Thread(target=received.wait, args=(limit,)))
         waits[-1].start()
-    if not comm.rank:
+    if comm.rank:
+        comm.send(np.ones(1), 0, tag=1).wait(SECONDS)
+    else:
+        for source in range(1, comm.size):
+            comm.recv(np.empty(1), source, tag=1).wait(SECONDS)
         comm.allreduce(np.ones(4)).wait(SECONDS)
+    comm.barrier().wait(SECONDS)
     comm.send(np.ones(1), (comm.rank + 1) % comm.size).wait(1e300)
     for wait in waits:
         wait.join(SECONDS)
