@@ -40,7 +40,8 @@ class Sizes(NamedTuple):
 # for each rank that reads it: with 8 ranks that took twice as long as to copy into slots. With few cores each piece
 # costs a turn of all ranks on them; to copy the whole array costs two turns, and memory for the copy.
 TABLE = {
-    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 20, private=1 << 20),
+    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 19, private=1 << 19),
+    3: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 20, private=1 << 20),
     5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20, whole=1 << 22, private=1 << 62),
 }
 
