@@ -126,8 +126,8 @@ def groups():
     order = made if RANK % 2 else made[::-1]
     for group in order[:2]:
         dist.destroy_process_group(group)
-    kept = made[0] if RANK == 0 else None
-    if kept in (made[0], made[1]) and RANK == 0:
+    dist.barrier()
+    if RANK == 0:
         assert LOST in caught(total, made[0])  # rank 1 has destroyed it
     dist.barrier()
     for _ in range(3):
@@ -153,7 +153,6 @@ def misuse():
     dist.destroy_process_group()
     assert "closed" in caught(world.allreduce, [torch.ones(1)])
     world.shutdown()
-    assert asyncoll_world() == SIZE
     init(**at_file("again"))
     waiting = dist.irecv(torch.ones(1), (RANK + 1) % SIZE)
     if RANK == 0:
@@ -176,12 +175,6 @@ def lone_group():
         dist.new_group([0], backend="asyncoll")
     finally:
         dist.destroy_process_group()
-
-
-def asyncoll_world():
-    """A world of the blocking calls, between two of torch."""
-    with asyncoll.init() as comm:
-        return comm.size
 
 
 def forks():
@@ -211,7 +204,7 @@ def ends():
     rest = dist.new_group(list(range(1, SIZE)))
     dist.barrier()
     if RANK == 0:
-        dist.all_reduce(torch.ones(1 << 20), async_op=True)
+        dist.irecv(torch.ones(1), 1)
         print("passed", flush=True)
         raise ValueError("enough of this")
     said = caught(total)
