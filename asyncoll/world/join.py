@@ -278,7 +278,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
-            return None
+            return
         forks.unregister(self)
         self._inside.close()
         if self._departs:
