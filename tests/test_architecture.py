@@ -64,8 +64,8 @@ PACKAGES: dict[str, set[str]] = {
         "transport.memory",
         "transport.messages",
     },
-    "blocking": {"algorithms", "communicator", "errors", "rpc", "runtime", "tensors", "world"},
-    "torch": {"arguments", "blocking", "errors", "runtime", "tensors", "world"},
+    "blocking": {"algorithms", "communicator", "errors", "runtime", "world"},
+    "torch": {"algorithms", "arguments", "blocking", "errors", "runtime", "tensors", "world"},
     "launch": {"_core", "arguments", "errors", "transport"},
     "": {  # asyncoll/__init__.py
         "algorithms",
