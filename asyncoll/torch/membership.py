@@ -2,6 +2,12 @@
 
 torch.distributed does not require that all ranks destroy a process group, or that they do it in an order. So leaving is
 not collective here: a rank tells the others, and only groups that contain it fail, at the first call that needs it.
+
+*Security.* The ranks meet in the store that torch hands over. Any process that reaches that store may write to it. With
+ASYNCOLL_KEY_FILE every entry of asyncoll is sealed with the key, except the number of the world and the marks of ranks
+that have read a failure: a stranger can prevent a world from forming, but not join it. Without a key file the seals
+prove nothing: a process that reaches the store can join, as with Gloo. Ranks of several hosts need a key file in any
+case, and what torch itself writes to the store is never sealed.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def groups():
     order = made if RANK % 2 else made[::-1]
     for group in order[:2]:
         dist.destroy_process_group(group)
-    kept = made[0] if RANK == 0 else None
-    if kept in (made[0], made[1]) and RANK == 0:
+    dist.barrier()
+    if RANK == 0:
         assert LOST in caught(total, made[0])  # rank 1 has destroyed it
     dist.barrier()
     for _ in range(3):
@@ -153,7 +153,6 @@ def misuse():
     dist.destroy_process_group()
     assert "closed" in caught(world.allreduce, [torch.ones(1)])
     world.shutdown()
-    assert asyncoll_world() == SIZE
     init(**at_file("again"))
     waiting = dist.irecv(torch.ones(1), (RANK + 1) % SIZE)
     if RANK == 0:
@@ -178,12 +177,6 @@ def lone_group():
         dist.destroy_process_group()
 
 
-def asyncoll_world():
-    """A world of the blocking calls, between two of torch."""
-    with asyncoll.init() as comm:
-        return comm.size
-
-
 def forks():
     """Neither a forked child nor the workers of a DataLoader harm the world, and a child may have one of its own."""
     init()
@@ -195,10 +188,6 @@ def forks():
         assert total() == 1
         os._exit(7 if "forked child" in said else 1)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-    sys.stdout.flush()
-    if os.fork() == 0:
-        sys.exit(8)  # with all exit functions
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 8
     rows = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2)
     assert torch.cat(list(rows)).tolist() == list(range(8))
     assert total() == SIZE
@@ -211,7 +200,7 @@ def ends():
     rest = dist.new_group(list(range(1, SIZE)))
     dist.barrier()
     if RANK == 0:
-        dist.all_reduce(torch.ones(1 << 20), async_op=True)
+        dist.irecv(torch.ones(1), 1)
         print("passed", flush=True)
         raise ValueError("enough of this")
     said = caught(total)
