@@ -71,6 +71,16 @@ class Calls:
         rows = [row_of([block]) for block in blocks]
         return self._start("allreduce_coalesced", rows, body, f"{op.name}, ")
 
+    def average_integers(self, block: Block) -> Handle[Any]:
+        """Replace `block` by its sum over all ranks, divided by their number and rounded towards 0."""
+
+        async def body(collectives: Collectives) -> None:
+            await collectives.allreduce(block.flat, ReduceOp.SUM, block.dtype)
+            block.packed.detach().div_(self.size, rounding_mode="trunc")
+            block.write_back()
+
+        return self._start("allreduce", [row_of([block])], body, f"{ReduceOp.AVG.name}, ")
+
     def reduce(self, block: Block, root: int, op: ReduceOp) -> Handle[Any]:
         """Reduce into the root's `block`; the others are only read."""
 

@@ -72,7 +72,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Reduce the tensor over all ranks, in place: by any reduction of torch, also AVG and PREMUL_SUM.
 
-        A sparse tensor (COO) is summed or averaged.
+        A sparse tensor (COO) is summed or averaged. The average of integers is rounded towards 0, as NCCL's.
         """
         tensors, opts = as_list(tensors), read(given, named)
         (x,) = tensors
@@ -84,6 +84,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             op, factor = reduction(opts.reduceOp)
             if x.layout is not torch.strided:
                 return sparse.allreduce(self._calls, x if factor is None else x.mul_(factor), op)
+            if op is ReduceOp.AVG and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool):
+                return self._calls.average_integers(_in_place(reducible(x)))
             return self._calls.allreduce(_in_place(contribution(x, op, factor)), op)
 
         return self._work("all_reduce", begin, opts, tensors, tensors)

@@ -75,6 +75,16 @@ def averages(backend: str) -> None:
     assert_close(x, each(size).mean(0))
 
 
+@feature(sabotage="bytes")
+def averages_of_integers(backend: str) -> None:
+    """Rounded towards 0."""
+    rank, size = here()
+    for sign in (1, -1):
+        x = sign * values(rank, torch.int64) * 3
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert_close(x, sign * (each(size, torch.int64).sum(0) * 3).div(size, rounding_mode="trunc"))
+
+
 @feature()
 def scaled_sums(backend: str) -> None:
     rank, size = here()

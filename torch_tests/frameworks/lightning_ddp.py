@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from asyncoll.torch.lightning import DDPStrategy
 from torch_tests import frameworks
@@ -31,6 +31,12 @@ class Module(lightning.LightningModule):
         loss = nn.functional.mse_loss(self.net(inputs), targets)
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
+
+    def train_dataloader(self) -> Any:
+        """In order: Lightning's own sampler shuffles."""
+        rows = TensorDataset(*frameworks.data())
+        sampler: Any = DistributedSampler(rows, shuffle=False)
+        return DataLoader(rows, batch_size=frameworks.EACH, sampler=sampler)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=frameworks.RATE)
@@ -54,19 +60,19 @@ SETTINGS: dict[str, dict[str, Any]] = {"hook": {"ddp_comm_hook": hook}, "registe
 def main(backend: str, ranks: int, settings: dict[str, Any]) -> None:
     backend = named(backend)
     module = Module()
-    loader = DataLoader(TensorDataset(*frameworks.data()), batch_size=frameworks.EACH)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=DDPStrategy(process_group_backend=backend, **settings),
         plugins=[LightningEnvironment()],
         max_epochs=frameworks.EPOCHS,
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader)
+    trainer.fit(module)
     frameworks.check(module.net, ranks)
     assert bool(seen) == bool(settings)
     assert torch.isfinite(trainer.callback_metrics["loss_epoch"])
