@@ -181,14 +181,17 @@ class Delays:
             trigger = 3 + 10 * index + int(torch.randint(2, (1,), generator=generator))
             self.left.append((trigger, gap, index % size, (index + 1) % size))
 
-    def pass_on(self, round_):
-        """Wait, or tell a rank that waits to go on, where it is time to. Returns how far this rank is behind then."""
+    def pass_on(self, round_, *, ends=False):
+        """Wait, or tell a rank that waits to go on, where it is time to. Returns how far this rank is behind then.
+
+        A rank that `ends` tells all that still wait for it, or will.
+        """
         behind = 0
         for trigger, gap, late, other in list(self.left):
-            if dist.get_rank() == late and round_ >= trigger:
+            if dist.get_rank() == late and (ends or round_ >= trigger):
                 dist.recv(theirs := torch.empty(1), src=other)
                 behind = int(theirs) - round_
-            elif dist.get_rank() == other and round_ >= trigger + gap:
+            elif dist.get_rank() == other and (ends or round_ >= trigger + gap):
                 dist.send(torch.tensor([float(round_)]), dst=late)
             elif dist.get_rank() in (late, other):
                 continue
@@ -213,7 +216,7 @@ def train_eagerly(kind, ddp, optimizer, delays, rounds=ROUNDS, **options):
         models[state.round] = bits(ddp.module)
         missed += len(state.reduction.missed)
         assert behind < 2 or len(state.reduction.missed) + state.reduction.skipped >= behind - 1
-    delays.pass_on(state.round + 100)  # tells all that still wait
+    delays.pass_on(state.round, ends=True)
     state.finish()
     return state, models, missed
 
