@@ -17,7 +17,6 @@
 | `dc_s3gd` | `DCS3GDState` | all ranks, one step later |
 
 The process group is one of the backend asyncoll. Every rank makes the state, and registers the hook, with the same
-options.
 options. Errors of a hook leave `backward()`, the step of the optimizer, or `finish()`.
 """
 
