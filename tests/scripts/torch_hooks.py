@@ -461,7 +461,6 @@ def checkpoints():
 
 
 def refusals():
-    size = dist.get_world_size()
     wrapped = []
 
     def eager_state(optimizer=None, module=None, options=(), **more):
