@@ -161,6 +161,7 @@ def ended():
 # -- eager-SGD ------------------------------------------------------------------------------------
 
 ROUNDS = 34
+STEPS = 3
 
 
 class WithoutReplay(hooks.EagerSGDState):
@@ -181,14 +182,15 @@ class Delays:
             trigger = 3 + 10 * index + int(torch.randint(2, (1,), generator=generator))
             self.left.append((trigger, gap, index % size, (index + 1) % size))
 
-    def pass_on(self, round_, *, ends=False):
+    def pass_on(self, round_, *, steps=0, ends=False):
         """Wait, or tell a rank that waits to go on, where it is time to. Returns how far this rank is behind then.
 
-        A rank that `ends` tells all that still wait for it, or will.
+        A rank waits only after `STEPS` steps of its own: in one of them all ranks make DDP's buckets anew together. A
+        rank that `ends` tells all that still wait for it, or will.
         """
         behind = 0
         for trigger, gap, late, other in list(self.left):
-            if dist.get_rank() == late and (ends or round_ >= trigger):
+            if dist.get_rank() == late and (ends or (round_ >= trigger and steps >= STEPS)):
                 dist.recv(theirs := torch.empty(1), src=other)
                 behind = int(theirs) - round_
             elif dist.get_rank() == other and (ends or round_ >= trigger + gap):
@@ -207,7 +209,7 @@ def train_eagerly(kind, ddp, optimizer, delays, rounds=ROUNDS, **options):
     for index, batch in enumerate(batches(3, 10 * rounds)):
         if state.round >= rounds:
             break
-        behind = delays.pass_on(state.round)
+        behind = delays.pass_on(state.round, steps=index)
         if index == 2:
             with ddp.no_sync():
                 backward(ddp, batch)
@@ -281,19 +283,21 @@ def eager_loses():
     # Without synchronous rounds its step is refused.
     module = model()
     ddp, optimizer = wrap(module), optimizer_of(module)
-    state = hooks.EagerSGDState(ddp, optimizer, history=2, name="lost")
+    state = hooks.EagerSGDState(ddp, optimizer, history=6, name="lost")
     ddp.register_comm_hook(state, hooks.eager_sgd)
-    for batch in batches(1, 2):  # DDP makes its buckets anew in the second one, where all ranks wait for rank 0
+    for batch in batches(1, 3):  # the first steps of all ranks, in one of which DDP makes its buckets anew
+        dist.barrier()  # so that a rank misses six rounds at most
         step(ddp, optimizer, batch)
-    if dist.get_rank() == 0:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        while state.round < 20:
+            step(ddp, optimizer, batches(1, 1)[0])
+        for rank in {*range(dist.get_world_size())} - {1}:
+            dist.send(torch.ones(1), dst=rank)
+    else:
         dist.recv(torch.empty(1), src=1)
         backward(ddp, batches(1, 1)[0])
         assert "rounds late" in str(caught(UsageError, optimizer.step))
-    else:
-        while state.round < 8:
-            step(ddp, optimizer, batches(1, 1)[0])
-        if dist.get_rank() == 1:
-            dist.send(torch.ones(1), dst=0)
     state._comm.join("lost", state._buckets.flat).wait()
 
 
@@ -457,7 +461,6 @@ def checkpoints():
 
 
 def refusals():
-    size = dist.get_world_size()
     wrapped = []
 
     def eager_state(optimizer=None, module=None, options=(), **more):
@@ -535,7 +538,7 @@ def refusals():
     refused("have changed", scaler.step, fused)
     state, ddp, optimizer = fresh()
     refused("without a backward pass", optimizer.step)
-    refused("without a step", state.finish) if size > 1 else None
+    refused("in its first steps", state.finish)
     backward(ddp, batch)
     refused("closure", optimizer.step, lambda: 0.0)
     refused("had no step", state.finish)

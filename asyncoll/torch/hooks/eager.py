@@ -4,6 +4,7 @@ Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloa
 collective operations", PPoPP 2020, section 5.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ class EagerSGDState(HookState):
     `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
     or step in `backward()`; closures; gradients with NaN or infinity, a NonFiniteError at this rank.
 
+    The first steps, usually one, wait for all ranks, until DDP has made its final buckets.
+
     Ranks may end at different rounds: `finish()` gives all of them the newest one, and rank 0's buffers. Each has made
-    a step by then. A second training on the process group needs another `name`.
+    three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
     optimizer of one rank are those of all. A checkpoint of another moment lacks the gradients that are staged and in no
@@ -92,9 +95,9 @@ class EagerSGDState(HookState):
         self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
-        self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._base = 0  # rounds before the first one that does not wait for all ranks
+        self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
-        self._has_called = False
         self._lost = 0  # results that this rank has lost since all replicas were equal
 
     @property
@@ -110,29 +113,56 @@ class EagerSGDState(HookState):
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
-            self._begin()
+            self._check_gradient()
             with self._limit():
-                self._reduction = self._call().wait()
+                self._reduction = self._exchange()
             self._buckets.scatter()
             self._untouched.note_after_backward()
         return future
 
-    def _begin(self) -> None:
-        if not is_finite(self._buckets.flat):
-            self._has_ended = True
-            rank = self._comm.rank
-            raise NonFiniteError(
-                (rank,),
-                f"the gradient of rank {rank} for round {self.round + 1} holds NaN or infinity: look at the loss of "
-                "this step; nothing was sent",
-            )
-        if self._has_called:
+    def _check_gradient(self) -> None:
+        if is_finite(self._buckets.flat):
             return
+        self._has_ended = True
+        rank = self._comm.rank
+        raise NonFiniteError(
+            (rank,),
+            f"the gradient of rank {rank} for round {self.round + 1} holds NaN or infinity: look at the loss of this "
+            "step; nothing was sent",
+        )
+
+    def _exchange(self) -> Reduction:
+        """One round. Its number counts the rounds of this training, and those of a checkpoint."""
+        if self._reduction is None:
+            self._check_same_round()
+        # DDP's forward pass makes all ranks wait for each other once, to make the final buckets. A rank that waited for
+        # a round meanwhile would wait for ranks that wait for it. So all steps before are in lockstep.
+        if not self._model()._has_rebuilt_buckets:
+            return self._together()
+        if not self._is_eager:
+            self._is_eager = True
+            self._base = self.round
+        reduction = self._call().wait()
+        return dataclasses.replace(reduction, round=self._base + reduction.round)
+
+    def _check_same_round(self) -> None:
         rounds = self._comm.allgather(torch.tensor(self.round)).wait().tolist()
         if len(set(rounds)) > 1:
             raise UsageError(f"the ranks have loaded the rounds {rounds}: load the state of one round at every rank")
-        self._base = self.round
-        self._has_called = True
+
+    def _together(self) -> Reduction:
+        x, everyone = self._buckets.flat, tuple(range(self._comm.size))
+        self._comm.allreduce(x, ReduceOp.AVG).wait()
+        return Reduction(
+            self.round + 1,
+            self._comm.size,
+            included=True,
+            skipped=0,
+            synchronous=True,
+            group=everyone,
+            ranks=everyone,
+            result=x,
+        )
 
     def _call(self) -> Handle[Reduction]:
         x = self._buckets.flat
@@ -167,7 +197,7 @@ class EagerSGDState(HookState):
     def _after_step(self) -> None:
         reduction = self._reduction
         assert reduction is not None
-        self._skip_to(self._base + reduction.round)
+        self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
             self._resynchronise()
 
@@ -175,7 +205,7 @@ class EagerSGDState(HookState):
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
         self._lost += reduction.skipped
         results = reduction.results()
-        self._skip_to(self._base + reduction.round - len(results) - (reduction.result is None))
+        self._skip_to(reduction.round - len(results) - (reduction.result is None))
         return results
 
     def _apply(self, result: Tensor) -> None:
@@ -220,17 +250,18 @@ class EagerSGDState(HookState):
 
     def _finish(self) -> None:
         self._steps.check_done()
-        if not self._has_called and self._comm.size > 1:
+        if not self._is_eager:
             raise UsageError(
-                f"rank {self._comm.rank} ends the training without a step, and the rounds of the other ranks may wait "
-                "for it: give every rank at least one batch"
+                f"rank {self._comm.rank} ends the training in its first steps, and the rounds of the other ranks may "
+                "wait for it: make at least three steps at every rank"
             )
         # No round waits for this rank any more.
         reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
         if reduction is not None:
+            reduction = dataclasses.replace(reduction, round=self._base + reduction.round)
             for result in self._results_of(reduction):
                 self._apply(result)
-            self._skip_to(self._base + reduction.round)
+            self._skip_to(reduction.round)
         self._resynchronise()
         complete(replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()
