@@ -278,8 +278,11 @@ class BlockingCommunicator(Communicator):
             return
         if error is not None:
             self.abort(describe(error))
+        self._end("")
+
+    def _end(self, error: str) -> None:
         with self._order:
-            super().close()
+            super()._end(error)
 
     @property
     def rpc(self) -> NoReturn:

@@ -1828,7 +1828,11 @@ class Communicator:
             async with await comm.split(color=comm.rank % 2) as half:
                 await half.allreduce(np.ones(3))
         """
-        self._core.close()
+        self._end("")
+
+    def _end(self, error: str) -> None:
+        """As `close`; because of an `error`, unless it is empty: calls under way end, and the others are told of it."""
+        self._core.close(error)
         self._short = None  # new calls go the general way, which refuses them
 
     async def __aenter__(self) -> Self:
@@ -1893,7 +1897,7 @@ class Communicator:
                 raise
         """
         self._core.member.endpoint.check_not_forked()
-        if self._core.lifetime is None or not self._core.lifetime.is_forgotten:
+        if not self._core.lifetime.is_forgotten:
             self._core.member.abort(text_of(reason))
 
     # -- inside -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def footprint(comm) -> dict[str, int]:
         "traces": len(endpoint.membership._traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
-        "members": sum(map(len, (departures._open, departures._left, departures._staying))),
+        "members": len(departures._open),
     }
     if arena is not None:
         found["boards here"] = len(arena._control_blocks)
@@ -46,7 +46,7 @@ def footprint(comm) -> dict[str, int]:
 
 # Objects of calls: of those under way, and of the last ones and their totals, which tables of a fixed size have.
 _OF_CALLS = {"Execution", "Identity", "Lane", "Mailbox", "MessageCall", "PendingCall", "Receive", "Signature", "Site"}
-_OF_CALLS |= {"CallStatistics", "Traffic"}
+_OF_CALLS |= {"CallStatistics", "Traffic", "Waiter"}
 
 
 def objects() -> dict[str, int]:

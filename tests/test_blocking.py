@@ -102,6 +102,7 @@ def every_call(comm):
         "barrier": comm.barrier,
         "send": lambda: comm.send(x, right),
         "recv": lambda: comm.recv(x, left),
+        "recv_any": lambda: comm.recv_any(x),
         "solo_allreduce": lambda: comm.solo_allreduce(x, **rounds),
         "majority_allreduce": lambda: comm.majority_allreduce(x, **rounds),
         "quorum_allreduce": lambda: comm.quorum_allreduce(x, **rounds),
@@ -132,6 +133,8 @@ def test_a_call_in_a_thread_without_a_loop_is_refused_before_it_has_a_number(tra
                     np.testing.assert_array_equal(array, content)
                 if name == "send":
                     await asyncio.gather(call(), calls["recv"]())
+                elif name == "recv_any":
+                    await asyncio.gather(call(), calls["send"]())
                 elif name != "recv":
                     made = await call()
                     if name == "gossip":

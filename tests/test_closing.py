@@ -95,6 +95,71 @@ def test_a_rank_that_closes_early_leaves_the_calls_of_the_others_right(run):
     run(3, main)
 
 
+@looped("closers", [{1}, {0, 2}])
+def test_a_call_that_needs_a_rank_that_has_closed_fails_at_once_and_names_it(closers, run):
+    """Without an end of the calls of the closed rank, these would wait for the deadline, 300 s."""
+
+    async def main(comm):
+        part, untouched = await comm.split(0), await comm.split(0)
+        x = np.full(100_000, float(comm.rank))
+        late = [part.allreduce(np.full(count, 1.0)) for count in (3, 3000, 300_000)]
+        if comm.rank in closers:
+            sending = part.send(np.full(200_000, 7.0), 3)
+            part.close()
+            await sending
+        else:
+            if comm.rank == 3:
+                for closer in closers:
+                    assert (await part.recv(np.zeros(200_000), closer) == 7).all()
+            for call in (lambda: part.allreduce(x), part.barrier, lambda: part.allgather(x)):
+                with pytest.raises(PeerLostError, match="it has left: it has closed this communicator") as caught:
+                    await call()
+                assert caught.value.rank in closers
+            part.close()
+        for call in late:
+            assert (await call == 4).all()
+        assert (await untouched.allreduce(np.ones(3)) == 4).all()
+        untouched.close()
+        await settled(comm)
+        return len(comm._core.member.endpoint.departures._open)
+
+    assert run(4, main) == [1] * 4
+
+
+def test_messages_of_a_rank_that_has_closed(run):
+    """A pair call with it fails; a receive from any source fails only when no source is left."""
+
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank == 0:
+            x = np.zeros(1)
+            waiting = part.recv_any(x, tag=1)
+            await comm.barrier()  # rank 1 has closed
+            assert (await waiting)[1] == 2
+            with pytest.raises(PeerLostError, match="closed this communicator") as caught:
+                await part.recv_any(x, tag=1)
+            assert caught.value.rank in (1, 2)
+        elif comm.rank == 1:
+            part.close()
+            await comm.barrier()
+        else:
+            await comm.barrier()
+            await asyncio.sleep(0.1)
+            await part.send(np.ones(1), 0, tag=1)
+        part.close()
+        part = await comm.split(0)
+        if comm.rank == 1:
+            part.close()
+        else:
+            with pytest.raises(PeerLostError, match="closed this communicator") as caught:
+                await part.recv(np.zeros(1), 1)
+            assert caught.value.rank == 1
+            part.close()
+        await settled(comm)
+
+    run(3, main)
+
+
 @looped("transport", ["inproc", "shm", "shm-mixed"])
 def test_hundreds_of_groups_take_no_more_memory_than_some(transport):
     count = 150

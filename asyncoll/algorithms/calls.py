@@ -164,7 +164,7 @@ class Calls:
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
         """
         receive = FromAny(self._member, call, tag, into)
-        pending = self._pending.enter(call(None, 0))
+        pending = self._pending.enter(call(None, 0), from_any=True)
         try:
             work = self._receive_from_any(receive, call(None, 0), pending, result)
             return self._member.runner.start(work, partial(self._receives.discard, receive))

@@ -52,14 +52,13 @@ class Core:
         self.backend = choose(member)
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
         self.memory = self.family.memory_of(self.backend.memory)
-        self.calls = Calls(member, self.backend, pending, self.memory.unused)
+        self.calls = calls = Calls(member, self.backend, pending, self.memory.unused)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
         self.plans: dict[tuple[object, ...], Operation] = {}
         self._rpc: Rpc | None = None
-        # None: it ends with the world.
-        self.lifetime = None if family is None else Lifetime(member, (pending, self.backend))
+        self.lifetime = Lifetime(member, pending, self.backend, lambda: calls.last, is_world=family is None)
 
     @property
     def rpc(self) -> Rpc:
@@ -95,14 +94,16 @@ class Core:
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family)
 
-    def close(self) -> None:
-        """Make no more calls. In any thread. Raises UsageError for the communicator of the world."""
+    def close(self, error: str = "") -> None:
+        """Make no more calls. In any thread. Raises UsageError for the communicator of the world.
+
+        `error` is that of `Lifetime.close`.
+        """
         self.member.endpoint.check_not_forked()
-        if self.lifetime is None:
+        if self.lifetime.is_world:
             raise UsageError(
                 "the communicator of all ranks closes with the world: `close` is for those made by `split`"
             )
-        if self._rpc is not None:
-            self.member.is_closed = True  # the other ranks may still call functions of this one
-        elif not self.member.endpoint.closed:
-            self.lifetime.close()
+        self.lifetime.serves = self._rpc is not None  # the other ranks may still call functions of this one
+        if not self.member.endpoint.closed:
+            self.lifetime.close(error)

@@ -1,133 +1,87 @@
-"""Ranks that leave communicators, or the world, while other ranks go on.
+"""Ranks that leave the world while other ranks go on.
 
-Leaving in this way is not collective. A rank that leaves a communicator sends the number of its last completed call to
-the other members (message Leave). They complete the calls up to that number without it, because it has sent all that
-they need. A later call that waits for it fails, and with it the communicator, but no communicator without that rank.
-
-A rank that leaves the world leaves all its communicators, and then tells all ranks that its connections end (message
-Ending). It waits for their answers (message EndingSeen), so that no rank takes the end of a connection for a loss.
+Leaving in this way is not collective. A rank that leaves the world leaves all its communicators (see `lifetime`), and
+then tells all ranks that its connections end (message Ending). It waits for their answers (message EndingSeen), so that
+no rank takes the end of a connection for a loss.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
-from asyncoll.runtime.failures import Departed, Failures
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
-from asyncoll.transport.wire import Ending, EndingSeen, Leave
+from asyncoll.transport.wire import Ending, EndingSeen
 
 _ANSWER_S = 2.0  # time for the answers to an Ending. The runtime of a rank answers, also while the rank computes
 _PAUSE_S = 0.002  # between two looks at the calls of this rank
+_IN_GOOD_ORDER = "it makes no further call"
 
 
-class Members(Protocol):
-    """The calls of this rank on one communicator; see `runtime.pending`."""
-
-    communicator: int
-    ranks: tuple[int, ...]  # of the world
-
-    def completed(self) -> int:
-        """The number of the last call up to which all are over."""
+class Communicator(Protocol):
+    """One communicator of this rank: its `lifetime.Lifetime`."""
 
     def is_settled(self) -> bool:
         """Whether no numbered call is pending."""
 
-    def left(self, rank: int, calls: int, failure: Departed) -> None:
-        """World rank `rank` takes no part in calls after number `calls`. `failure` is that of a call that needs it.
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
 
-        Without effect if it has left already.
-        """
+    def leave_at_once(self, reason: str) -> None:
+        """Leave, and end the calls under way. The other ranks are told the `reason`."""
 
-    def close(self) -> None:
-        """This rank has left: end its pending calls."""
+    def ended(self, rank: int, reason: str) -> None:
+        """World rank `rank` has left the world."""
 
 
 class Departures:
     """The departures of this rank and of its peers.
 
-    In: `opened`, in any thread; and on the runtime's loop `told` (Leave messages), `ending` and `answered` (of the
-    endpoint), `leave` and `leave_world`. Out: messages through the router, and `Members.left`.
+    In: `opened`, in any thread; and on the runtime's loop `forget`, `ending` and `answered` (of the endpoint), and
+    `leave_world`. Out: messages through the router, and the calls of `Communicator`.
     """
 
-    def __init__(self, router: Router, failures: Failures, membership: Membership) -> None:
+    def __init__(self, router: Router, membership: Membership) -> None:
         self._router = router
-        self._failures = failures
         self._membership = membership
-        self._open: dict[int, Members] = {}  # the communicators of this rank
-        self._left: dict[int, dict[int, Leave]] = {}  # by communicator: the ranks that have left it
-        self._staying: dict[int, set[int]] = {}  # by communicator that this rank has left: the others in it
+        self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
         self._ended: dict[int, str] = {}  # by rank that has left the world: the reason
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._changed: asyncio.Event | None = None  # set with each answer
 
-    def opened(self, members: Members) -> None:
-        """Add a communicator of this rank. Peers may have left it already."""
-        communicator = members.communicator
-        self._open[communicator] = members
-        for rank, leave in list(self._left.get(communicator, {}).items()):
-            self._report(members, rank, leave)
+    def opened(self, number: int, communicator: Communicator) -> None:
+        """Add a communicator of this rank. Peers may have left the world already."""
+        self._open[number] = communicator
         for rank, reason in list(self._ended.items()):
-            self._report(members, rank, Leave(communicator, 0, reason))
+            communicator.ended(rank, reason)
 
-    def told(self, source: int, leave: Leave) -> None:
-        """A Leave message."""
-        communicator = leave.communicator
-        if communicator in self._staying:
-            self._forget(communicator, source)
-            return
-        self._left.setdefault(communicator, {})[source] = leave
-        members = self._open.get(communicator)
-        if members is not None:
-            self._report(members, source, leave)
-
-    def _report(self, members: Members, rank: int, leave: Leave) -> None:
-        if rank not in members.ranks:
-            return
-        process = self._membership.process(rank)
-        members.left(rank, leave.calls, Departed(rank, leave.reason, process.host, process.pid))
+    def forget(self, number: int) -> None:
+        """All ranks are through with this communicator."""
+        self._open.pop(number, None)
 
     # -- this rank leaves -------------------------------------------------------------------------
 
     async def settle(self) -> None:
         """Wait until no numbered call of this rank is pending on any communicator."""
-        while not all(members.is_settled() for members in list(self._open.values())):
+        await self._all(lambda communicator: communicator.is_settled())
+
+    async def _all(self, condition: Callable[[Communicator], bool]) -> None:
+        while not all(condition(communicator) for communicator in list(self._open.values())):
             await asyncio.sleep(_PAUSE_S)
-
-    def leave(self, communicator: int, reason: str) -> None:
-        """Leave `communicator`. Without effect if this rank has left it."""
-        members = self._open.pop(communicator, None)
-        if members is None:
-            return
-        gone = self._left.pop(communicator, {}).keys() | self._membership.ended
-        staying = set(members.ranks) - gone - {self._router.rank}
-        for rank in staying:
-            self._router.tell(rank, Leave(communicator, members.completed(), reason))
-        if staying:
-            self._staying[communicator] = staying
-        members.close()
-
-    def _forget(self, communicator: int, rank: int) -> None:
-        staying = self._staying[communicator]
-        staying.discard(rank)
-        if not staying:  # no further message can come
-            del self._staying[communicator]
-
-    def forget(self, communicator: int) -> None:
-        """All ranks have closed `communicator`: no message for it is under way."""
-        for known in (self._open, self._left, self._staying):
-            known.pop(communicator, None)
 
     async def leave_world(self, reason: str) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time."""
-        for communicator in list(self._open):
-            self.leave(communicator, reason)
+        for communicator in list(self._open.values()):
+            communicator.leave_at_once(reason or _IN_GOOD_ORDER)
+        with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
+            await asyncio.wait_for(self._all(lambda communicator: communicator.is_idle()), _ANSWER_S)
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:
-            self._router.tell(rank, Ending(reason))
+            self._router.tell(rank, Ending(reason or _IN_GOOD_ORDER))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered(), _ANSWER_S)
 
@@ -143,10 +97,8 @@ class Departures:
         """An Ending message: the end of the connection to `source` is no loss from now on."""
         self._membership.ended.add(source)
         self._ended[source] = ending.reason
-        for communicator, members in list(self._open.items()):  # those of which `source` was no member yet
-            self._report(members, source, Leave(communicator, 0, ending.reason))
-        for communicator in [each for each, staying in self._staying.items() if source in staying]:
-            self._forget(communicator, source)
+        for communicator in list(self._open.values()):
+            communicator.ended(source, ending.reason)
         self._router.tell(source, EndingSeen(source))
         self.answered(source)
 

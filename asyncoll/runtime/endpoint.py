@@ -54,7 +54,7 @@ class Endpoint:
         self.failures = Failures(self.router)
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership()
-        self.departures = Departures(self.router, self.failures, self.membership)
+        self.departures = Departures(self.router, self.membership)
         self._services: set[asyncio.Task[None]] = set()
         self._departures: list[Callable[[], None]] = []
         self._parted = False  # every rank has made its last call
@@ -208,8 +208,6 @@ class Endpoint:
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
             self.executions.answer(source, message)
-        elif isinstance(message, wire.Leave):
-            self.departures.told(source, message)
         elif isinstance(message, wire.Ending):
             self.departures.ending(source, message)
         elif isinstance(message, wire.EndingSeen):

@@ -40,7 +40,7 @@ class Departed:
     """A rank that takes part in a call of this communicator has left it. All members know, so nothing is sent."""
 
     rank: int
-    reason: str  # empty: its program has left in good order
+    reason: str
     host: str
     pid: int
 
@@ -64,8 +64,7 @@ def error_of(failure: Failure) -> AsyncollError:
         case wire.Overdue():
             return DeadlineError(failure.text, _ranks(failure.arrived), _ranks(failure.missing))
         case Departed():
-            why = failure.reason or "it makes no further call"
-            return PeerLostError(failure.rank, f"it has left: {why}", failure.host, failure.pid)
+            return PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
         case Closed():
             return ClosedError("this communicator is closed")
 

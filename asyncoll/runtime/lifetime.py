@@ -1,12 +1,20 @@
-"""The end of a communicator before that of the world: when its ranks may forget it, and give its memory back.
+"""The end of a communicator at its ranks: which calls it still has, and when its memory comes back.
 
-Closing is local: ranks close a communicator at any time and in any order. A rank that has closed it makes no new calls
-on it. As soon as its calls under way are over, it *leaves*: it tells all other ranks (message Unused). From then on it
-touches no memory of the communicator, and sends no message for it. A rank that has left, and knows that all others
-have, forgets the communicator: no rank reads its memory any more, and no message for it is under way, because messages
-of a rank arrive in order. This takes no collective call, and no count in shared memory that a dead rank could leave
-wrong.
-The death of a rank ends the world, and with it all memory.
+Ending is local: ranks close a communicator at any time and in any order. The end of one rank has three steps:
+
+1. It *leaves*. It makes no more calls, and tells the other members the number of its last call (message Leave). All
+   calls up to that number end as usual, because this rank takes part in them. A later call that needs it fails at once,
+   with a PeerLostError that names it.
+2. It is *through*, as soon as its own calls are over, and tells that (message Unused). From then on it touches no
+   memory of the communicator, and sends no message for it. A send to it, or a receive from it, fails now.
+3. It *forgets* the communicator once all ranks are through. No rank reads its memory any more, and no message for it is
+   under way, because messages of a rank arrive in order. So the memory and all tables come back.
+
+A rank with an error, or one that leaves the world (see `departures`), does not wait for its calls: it ends them. It
+tells the number up to which they were over.
+
+This takes no collective call, and no count in shared memory that a dead rank could leave wrong. The death of a rank
+ends the world, and with it all memory.
 """
 
 from __future__ import annotations
@@ -15,8 +23,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.member import Member
-from asyncoll.transport.wire import Unused
+from asyncoll.runtime.pending import Kind, PendingCalls
+from asyncoll.transport.wire import Leave, Unused
+
+_CLOSED = "it has closed this communicator"
 
 
 class Part(Protocol):
@@ -32,60 +44,126 @@ class Part(Protocol):
         """This rank has no call under way any more."""
 
     def forget(self) -> None:
-        """All ranks have left."""
+        """All ranks are through."""
 
 
 class Lifetime:
-    """The end of one communicator at one rank. On the runtime's loop, but for `close`."""
+    """The end of one communicator at one rank. On the runtime's loop, but for `close` and the making of it."""
 
-    def __init__(self, member: Member, parts: tuple[Part, ...]) -> None:
+    def __init__(
+        self, member: Member, calls: PendingCalls, backend: Part, last: Callable[[], int], *, is_world: bool
+    ) -> None:
+        """`last` gives the number of the last call of this rank. The communicator of the world has no steps 2 and 3."""
         self._member = member
-        self._parts = parts
-        self._left: set[int] = set()  # world ranks
+        self._calls = calls
+        self._last = last
+        self._parts: tuple[Part, ...] = (calls, backend)
+        self.is_world = is_world
+        self.serves = False  # other ranks may still ask for something of this one: it is never through
+        self._is_left = False  # by this rank
+        self._leaving: set[int] = set()  # world ranks whose Leave has come
+        self._through: set[int] = set()  # world ranks
         self.is_forgotten = False
-        member.on_control(Unused, self._told)
+        member.on_control(Leave, self._told_leave)
+        if not is_world:
+            member.on_control(Unused, self._told_unused)
+        member.endpoint.departures.opened(member.communicator, self)
 
-    def close(self) -> None:
-        """Refuse all new calls, and leave when those under way are over. Idempotent. In any thread."""
+    def close(self, error: str = "") -> None:
+        """Refuse all new calls, and leave. Idempotent. In any thread.
+
+        Calls under way end as usual, unless this rank closes because of an `error`, which the others are told.
+        """
         if not self._member.is_closed:
             self._member.is_closed = True
-            self._member.post(self._close)
+            self._member.post(lambda: self._close(error))
 
-    def _close(self) -> None:
-        if not self._member.endpoint.closed:
-            for part in self._parts:
-                part.retire()
-            self._leave_when_idle()
-
-    def _leave_when_idle(self) -> None:
-        member = self._member
-        # A rank with an open port may have to send messages for calls of the others, and does not know the last one. So
-        # it never leaves.
-        if member.endpoint.closed or member.endpoint.rank in self._left or member.ports:
+    def _close(self, error: str) -> None:
+        if self._member.endpoint.closed:
             return
-        if not all(part.is_idle(self._wake) for part in self._parts):
+        for part in self._parts:
+            part.retire()
+        if error:
+            self.leave_at_once(error)
+        else:
+            self._leave(self._last(), _CLOSED)
+        self._finish_when_idle()
+
+    def leave_at_once(self, reason: str) -> None:
+        """Leave, and end the calls under way. The other ranks are told the `reason`."""
+        self._leave(self._calls.completed(), reason)
+        # Also if nothing is pending: other threads may be about to make a call.
+        self._member.endpoint.failures.fail(Closed(), self._member.communicator)
+
+    def _leave(self, calls: int, reason: str) -> None:
+        self._is_left = True
+        self._tell(Leave(self._member.communicator, calls, reason))
+
+    def _tell(self, message: Leave | Unused) -> None:
+        gone = self._member.endpoint.membership.ended
+        for rank in self._member.group.ranks:
+            if rank != self._member.endpoint.rank and rank not in gone:
+                self._member.endpoint.router.tell(rank, message)
+
+    def is_settled(self) -> bool:
+        """Whether no numbered call is pending."""
+        return self._calls.is_settled()
+
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return all(part.is_idle(self._wake) for part in self._parts)
+
+    def _wake(self) -> None:
+        self._member.post(self._finish_when_idle)
+
+    def _finish_when_idle(self) -> None:
+        member = self._member
+        if member.endpoint.closed or member.endpoint.rank in self._through or not member.is_closed:
+            return
+        # A rank with an open port may have to send messages for calls of the others, and does not know the last one. So
+        # it is never through.
+        if self.serves or member.ports or not self._is_left or not self.is_idle():
             return
         for part in self._parts:
             part.depart()
-        self._left.add(member.endpoint.rank)
-        for rank in range(member.group.size):
-            if rank != member.group.rank:
-                member.tell(rank, Unused(member.communicator))
-        self._forget_if_all_left()
+        self._tell(Unused(member.communicator))
+        self._is_through(member.endpoint.rank)
 
-    def _wake(self) -> None:
-        self._member.post(self._leave_when_idle)
+    # -- other ranks ------------------------------------------------------------------------------
 
-    def _told(self, source: int, _: Unused) -> None:
+    def _told_leave(self, source: int, leave: Leave) -> None:
+        self._check_part(source)
+        self._leaving.add(source)
+        self._calls.left(self._departed(source, leave.reason), leave.calls)
+
+    def _told_unused(self, source: int, _: Unused) -> None:
+        self._check_part(source)
+        self._calls.lacks(source, Kind.PAIR)
+        self._is_through(source)
+
+    def ended(self, rank: int, reason: str) -> None:
+        """World rank `rank` has left the world: it is through with all communicators and serves none. In any thread."""
+        if rank not in self._member.group.ranks:
+            return
+        if rank not in self._leaving:  # it has not known this communicator
+            self._calls.left(self._departed(rank, reason), 0)
+        self._calls.lacks(rank, Kind.ROUND)
+        self._is_through(rank)
+
+    def _check_part(self, source: int) -> None:
         if source not in self._member.group.ranks:
             raise ProtocolError("it has left a communicator that it has no part in")
-        self._left.add(source)
-        self._forget_if_all_left()
 
-    def _forget_if_all_left(self) -> None:
-        if self.is_forgotten or len(self._left) < self._member.group.size:
+    def _departed(self, rank: int, reason: str) -> Departed:
+        process = self._member.endpoint.membership.process(rank)
+        return Departed(rank, reason, process.host, process.pid)
+
+    def _is_through(self, rank: int) -> None:
+        self._through.add(rank)
+        if self.is_world or self.is_forgotten or len(self._through) < self._member.group.size:
             return
         self.is_forgotten = True
         for part in self._parts:
             part.forget()
         self._member.forget()
+        self._member.endpoint.departures.forget(self._member.communicator)

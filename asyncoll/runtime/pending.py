@@ -4,7 +4,7 @@ A call is overdue at the end of `asyncoll.deadline` or after ASYNCOLL_DEADLINE_S
 of the call where they are (message Where), waits a short time for the answers (message Here), and fails the
 communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue).
 
-A call that waits for a rank which has left (see `departures`) fails the communicator, too.
+A call that waits for a rank which has left (see `lifetime`) fails the communicator, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.failures import Closed, Departed
+from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
 from asyncoll.transport.wire import Here, Overdue, Where
 
@@ -38,6 +39,15 @@ class Call(Protocol):
         """A name of the call, of one line, that is the same at every rank."""
 
 
+class Kind(IntEnum):
+    """What a call needs of its ranks. A rank that leaves ends its part in calls of these kinds one after another."""
+
+    COLLECTIVE = 1  # all its ranks, as far as their calls with numbers go
+    PAIR = 2  # its two ranks
+    FROM_ANY = 3  # one other rank
+    ROUND = 4  # the runtime of its ranks, which serves the rounds of others after the last call
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
     """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
@@ -47,6 +57,7 @@ class PendingCall:
     ranks: tuple[int, ...]  # the world ranks that take part
     since_s: float
     expires_s: float  # when it is overdue; may be infinite
+    kind: Kind
 
 
 class PendingCalls:
@@ -80,28 +91,32 @@ class PendingCalls:
         self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # set while a question is open
         self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
+        self._lacking: dict[int, Kind] = {}  # by world rank: the last kind of calls in which it has no part any more
         self._looking = False  # for calls that wait for a rank which has left
-        self.communicator, self.ranks = group.communicator, group.ranks
-        endpoint.departures.opened(self)
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
-    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> PendingCall:
+    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = (), *, from_any: bool = False) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
-        world ranks that take part, by default all of the communicator.
+        world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
+        `from_any` needs one other rank.
         """
-        return self.enter_late(call, number, self._now_s(), deadlines.expires_s(), ranks)
+        kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
+        return self._enter(call, number, self._now_s(), deadlines.expires_s(), ranks or self._group.ranks, kind)
 
-    def enter_late(
-        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...] = ()
+    def enter_late(self, call: Call, number: int, since_s: float, expires_s: float | None) -> PendingCall:
+        """As `enter` of a collective that began at `since_s`, in a context whose deadline is at `expires_s`."""
+        return self._enter(call, number, since_s, expires_s, self._group.ranks, Kind.COLLECTIVE)
+
+    def _enter(
+        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
     ) -> PendingCall:
-        """As `enter`, for a call that began at `since_s`, in a context whose deadline is at `expires_s`."""
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s)
+        pending = PendingCall(call, number, ranks, since_s, expires_s, kind)
         self._pending[pending] = None
         self.note(call, number)
         if pending.expires_s < self._next_check_s:
@@ -155,7 +170,6 @@ class PendingCalls:
         router, communicator = self._endpoint.router, self._group.communicator
         router.off_control(Where, communicator)
         router.off_control(Here, communicator)
-        self._endpoint.departures.forget(communicator)
 
     def _check_overdue(self) -> None:
         """Report the first overdue call, or set the timer for the next check.
@@ -241,7 +255,7 @@ class PendingCalls:
         inside = "\n".join(pending.call.key for pending in pending)
         self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
 
-    # -- ranks that leave (`departures.Members`) --------------------------------------------------
+    # -- ranks that leave -------------------------------------------------------------------------
 
     def completed(self) -> int:
         """The number of the last call up to which all are over."""
@@ -253,19 +267,19 @@ class PendingCalls:
         """Whether no numbered call is pending."""
         return not any(pending.number for pending in tuple(self._pending))
 
-    def close(self) -> None:
-        """This rank has left: end its pending calls."""
-        if self._pending:
-            self._endpoint.failures.fail(Closed(), self._group.communicator)
+    def left(self, failure: Departed, calls: int) -> None:
+        """World rank `failure.rank` takes no part in collectives after number `calls`. From any thread."""
+        self._departed[failure.rank] = calls, failure
+        self.lacks(failure.rank, Kind.COLLECTIVE)
 
-    def left(self, rank: int, calls: int, failure: Departed) -> None:
-        """World rank `rank` takes no part in calls after number `calls`. From any thread."""
-        if rank not in self._departed:
-            self._departed[rank] = calls, failure
+    def lacks(self, rank: int, kind: Kind) -> None:
+        """World rank `rank`, which has left, takes no part in calls up to `kind` any more. From any thread."""
+        self._lacking[rank] = max(kind, self._lacking.get(rank, kind))
+        if self._pending:
             self._post(self._look_soon)
 
     def _look_soon(self) -> None:
-        if not self._looking:
+        if not self._looking and self._calls_of_departed():
             self._looking = True
             self._endpoint.spawn(self._look(), self._group.communicator)
 
@@ -275,19 +289,33 @@ class PendingCalls:
             await asyncio.sleep(_COMPLETION_S)
             for _ in range(_COMPLETION_TURNS):
                 await asyncio.sleep(0)
-            for pending, failure in self._calls_of_departed().items():
+            found = self._calls_of_departed()
+            if any(pending.number and pending not in found for pending in tuple(self._pending)):
+                continue  # the failure would end these collectives, too, which lack no rank
+            for pending, failure in found.items():
                 if pending in waiting:
                     self._endpoint.failures.fail(failure, self._group.communicator)
         self._looking = False
 
     def _calls_of_departed(self) -> dict[PendingCall, Departed]:
         """The pending calls that need a rank which has left, with the failure."""
-        return {
-            pending: failure
-            for pending in tuple(self._pending)
-            for rank, (calls, failure) in tuple(self._departed.items())
-            if rank in pending.ranks and not 0 < pending.number <= calls
-        }
+        found = {}
+        for pending in tuple(self._pending):
+            absent = [
+                failure for calls, failure in tuple(self._departed.values()) if self._lacks(pending, calls, failure)
+            ]
+            spare = len(pending.ranks) - 2 if pending.kind is Kind.FROM_ANY else 0
+            if len(absent) > spare:
+                found[pending] = absent[-1]
+        return found
+
+    def _lacks(self, pending: PendingCall, calls: int, failure: Departed) -> bool:
+        if failure.rank not in pending.ranks:
+            return False
+        if pending.kind is Kind.COLLECTIVE:
+            return pending.number > calls
+        kind = Kind.PAIR if pending.kind is Kind.FROM_ANY else pending.kind
+        return self._lacking[failure.rank] >= kind
 
     def _catch_up(self) -> None:
         newest = self.newest()

@@ -18,7 +18,7 @@ _EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts togeth
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
 Handled = TypeVar(
-    "Handled", wire.Announce, wire.Where, wire.Here, wire.Unused
+    "Handled", wire.Announce, wire.Where, wire.Here, wire.Leave, wire.Unused
 )  # control messages with a registered listener
 
 
@@ -37,6 +37,7 @@ class Router:
         self._traffic = traffic
         self._counting = threading.Lock()  # of the messages sent, in `_traffic`
         self._handlers: dict[int, SignalHandler] = {}
+        self._registering = threading.Lock()  # of a listener, while a message for it may come
         self._listeners: dict[tuple[type, int], Callable[[int, Any], None]] = {}
         self._early_signals: dict[int, list[tuple[int, int, int, int, Buffer]]] = {}  # by context
         self._early_controls: dict[tuple[type, int], list[tuple[int, Any]]] = {}  # by type and communicator
@@ -90,10 +91,15 @@ class Router:
         del self._handlers[context]
 
     def on_control(self, kind: type[Handled], communicator: int, listener: Callable[[int, Handled], None]) -> None:
-        """Pass control messages of type `kind` for `communicator` to `listener`, beginning with the early ones."""
-        self._listeners[kind, communicator] = listener
-        for source, message in self._early_controls.pop((kind, communicator), []):
-            self._early_count -= 1
+        """Pass control messages of type `kind` for `communicator` to `listener`, beginning with the early ones.
+
+        In any thread.
+        """
+        with self._registering:
+            self._listeners[kind, communicator] = listener
+            early = self._early_controls.pop((kind, communicator), [])
+            self._early_count -= len(early)
+        for source, message in early:
             listener(source, message)
 
     def off_control(self, kind: type[Handled], communicator: int) -> None:
@@ -110,14 +116,17 @@ class Router:
             self._count_early()
             self._early_signals.setdefault(header.context, []).append(signal)
 
-    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Unused) -> None:
+    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Leave | wire.Unused) -> None:
         """A CONTROL message of `source`. Raises ProtocolError if too many messages have no listener here."""
-        listener = self._listeners.get((type(message), message.communicator))
+        key = type(message), message.communicator
+        with self._registering:
+            listener = self._listeners.get(key)
+            # A late answer, on a communicator that is closed by now, is dropped.
+            if listener is None and not isinstance(message, wire.Here):
+                self._count_early()
+                self._early_controls.setdefault(key, []).append((source, message))
         if listener is not None:
             listener(source, message)
-        elif not isinstance(message, wire.Here):  # a late answer, on a communicator that is closed by now
-            self._count_early()
-            self._early_controls.setdefault((type(message), message.communicator), []).append((source, message))
 
     def _count_early(self) -> None:
         self._early_count += 1

@@ -112,17 +112,11 @@ def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
             return
         if comm is not world.comm:
             if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
-                _leave_group(comm, error)
+                comm._end("" if error is None else str(error))
             return
         _world = None
     atexit.unregister(_leave_at_exit)
     comm._leave(error)
-
-
-def _leave_group(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
-    member = comm._core.member
-    member.post(lambda: member.endpoint.departures.leave(member.communicator, "" if error is None else str(error)))
-    comm.close()  # its memory is free once all ranks have left the group
 
 
 def _leave_at_exit() -> None:

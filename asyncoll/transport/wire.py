@@ -183,7 +183,7 @@ class Overdue(NamedTuple):
 
 
 class Unused(NamedTuple):
-    """Tells that the sender has closed a communicator: it sends no more messages for it, and uses no memory of it."""
+    """Tells that the sender, which has left, sends no more messages for a communicator, and uses no memory of it."""
 
     communicator: int
 
@@ -192,8 +192,8 @@ class Leave(NamedTuple):
     """Reports that the sender takes no part in calls after number `calls` of a communicator; other ranks go on."""
 
     communicator: int
-    calls: int  # the sender has completed all numbered calls up to this one
-    reason: str  # empty: the program of the sender leaves in good order
+    calls: int  # the sender completes all numbered calls up to this one
+    reason: str
 
 
 class Ending(NamedTuple):

@@ -1,6 +1,7 @@
 """A rank that makes and closes many groups, in loops of Python's own and without one, and counts what is left."""
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,10 @@ def settled(comm):
     comm.barrier().wait(SECONDS)
     found = footprint(comm)
     comm.barrier().wait(SECONDS)
+    # The runtime's thread wakes this one before it lets go of the handle: let it pass that step.
+    passed = threading.Event()
+    comm._core.member.post(passed.set)
+    assert passed.wait(SECONDS)
     return found
 
 
