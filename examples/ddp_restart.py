@@ -41,9 +41,13 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("runs/restart"), help="for checkpoints; a run resumes there")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/restart"), help="for checkpoints; a run resumes there"
+    )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
-    parser.add_argument("--kill-at", type=int, default=-1, help="kill rank 1 in this step, unless it has been restarted")
+    parser.add_argument(
+        "--kill-at", type=int, default=-1, help="kill rank 1 in this step, unless it has been restarted"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("asyncoll", timeout=timedelta(minutes=1))
