@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncoll.transport.keys import write_key
+
 SCRIPT = Path(__file__).parent / "scripts" / "torch_membership.py"
 # By case: the ranks that do not end well. Each dies, or raises an exception on purpose.
 CASES = {"stores": (), "leaves": (), "groups": (), "misuse": (), "forks": (), "ends": (0,), "dies": (1,), "mixed": ()}
@@ -35,3 +37,11 @@ def test_ranks_leave_by_message(forked_world, tmp_path, case):
 @pytest.mark.slow
 def test_a_process_alone_is_a_world(forked_world, tmp_path):
     assert play(forked_world, tmp_path, 1, "alone") == [(0, "passed\n", "")]
+
+
+@pytest.mark.slow
+def test_ranks_with_a_key_meet_in_the_store_of_torch(forked_world, tmp_path):
+    key = tmp_path / "key"
+    for path in (key, tmp_path / "key.other"):
+        write_key(path)
+    assert play(forked_world, tmp_path, 2, "keyed", ASYNCOLL_KEY_FILE=str(key)) == [(0, "passed\n", "")] * 2

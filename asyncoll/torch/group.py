@@ -38,7 +38,10 @@ def make_group(options: Any) -> ProcessGroup:
     rank, size, store, timeout = options.group_rank, options.group_size, options.store, options.timeout
     ranks = options.global_ranks_in_group
     keep_works()
-    comm = membership.subgroup(options.group_id, ranks) if ranks else membership.enter(store, rank, size, timeout)
+    try:
+        comm = membership.subgroup(options.group_id, ranks) if ranks else membership.enter(store, rank, size, timeout)
+    except Exception as error:
+        raise of_torch(error) from None
     return ProcessGroup(store, comm, timeout)
 
 

@@ -248,6 +248,22 @@ def mixed():
     assert RANK == 1 or "rank 1 has initialized this process group with the backend gloo" in said, said
 
 
+def keyed():
+    """With the same key on all ranks a world forms, and with another one on rank 1 none does."""
+    init()
+    assert total() == SIZE
+    dist.barrier()
+    dist.destroy_process_group()
+    if RANK == 1:
+        os.environ["ASYNCOLL_KEY_FILE"] += ".other"
+    said = ""
+    try:
+        init(**at_file("again"), timeout=datetime.timedelta(seconds=3))
+    except dist.DistBackendError as error:  # of joining, too
+        said = str(error)
+    assert "key of this job" in said, said
+
+
 def alone():
     """A world of one."""
     init()
@@ -258,6 +274,6 @@ def alone():
     init()
 
 
-CASES = (stores, leaves, groups, misuse, forks, ends, dies, mixed, alone)
+CASES = (stores, leaves, groups, misuse, forks, ends, dies, mixed, keyed, alone)
 next(case for case in CASES if case.__name__ == sys.argv[1])()
 print("passed", flush=True)

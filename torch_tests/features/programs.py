@@ -139,3 +139,16 @@ def data_loaders(backend: str) -> None:
         assert_close(total, torch.arange(24.0)[rank::size].sum()[None])
         dist.all_reduce(total)
         assert_close(total, torch.arange(24.0).sum()[None])
+
+
+@feature(alone=True)
+def three_worlds_one_after_another(backend: str) -> None:
+    """By the name of the backend alone: the program imports nothing but torch."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for turn in range(3):
+        dist.init_process_group(backend, init_method=f"file://{_folder()}/world{turn}", rank=rank, world_size=size)
+        x = torch.tensor([rank + 1.0])
+        dist.all_reduce(x)
+        assert_close(x, torch.tensor([size * (size + 1) / 2]))
+        dist.barrier()
+        dist.destroy_process_group()
