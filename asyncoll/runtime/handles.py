@@ -30,6 +30,7 @@ T_co = TypeVar("T_co", covariant=True)
 logger = logging.getLogger("asyncoll")
 
 _FAILED = "a callback of `Handle.when_done` has failed"
+_NAP_S = 0.5  # a signal that comes as a thread falls asleep does not wake it: its handler runs after the nap
 _LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
 
 
@@ -73,7 +74,10 @@ class Gate:
         lock.acquire()
         self._waiting.add(lock)
         try:
-            return self.is_open or lock.acquire(timeout=limit_s) or self.is_open
+            left_s = limit_s
+            while not self.is_open and left_s > 0 and not lock.acquire(timeout=min(left_s, _NAP_S)):
+                left_s -= _NAP_S
+            return self.is_open
         finally:
             self._waiting.discard(lock)
 
