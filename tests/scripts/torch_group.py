@@ -141,7 +141,7 @@ def defined(op, dtype):
         return not (dtype.is_floating_point or dtype.is_complex)
     if op in COMPARED:
         return not dtype.is_complex
-    return op != ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex
+    return op != ReduceOp.AVG or dtype is not torch.bool
 
 
 OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG, *COMPARED, *BITS]
@@ -582,7 +582,7 @@ def usage():
     x, size = torch.ones(3), sizes()
     for act in (
         lambda: pg.broadcast([x], size),
-        lambda: pg.allreduce([torch.ones(3, dtype=torch.int32)], ReduceOp.AVG),
+        lambda: pg.allreduce([torch.ones(3, dtype=torch.bool)], ReduceOp.AVG),
         lambda: pg.allreduce([torch.ones(3).to(torch.float8_e5m2)]),
         lambda: pg.allreduce([torch.ones(1).expand(3)]),
         lambda: pg.allreduce([torch.ones(3, device="meta")]),
