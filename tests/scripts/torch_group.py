@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 import asyncoll
 from asyncoll.runtime.handles import Handle
+from asyncoll.torch.futures import Threads
 
 SECONDS = timedelta(seconds=60)
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -570,10 +571,36 @@ def callbacks():
     assert all((each.value()[0] == sizes()).all() for each in sums)
     empty = dist.barrier(async_op=True).get_future()
     assert empty.wait() == []
+    without_new_threads()
     for _ in range(2_000):
         dist.all_reduce(torch.ones(8), async_op=True)
         dist.all_reduce(torch.ones(8), async_op=True).get_future()
     dist.barrier()
+
+
+def without_new_threads():
+    """Futures are completed also if the system starts no more threads: by those there are, or by the caller."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool, ended, start = Threads(), [threading.Event() for _ in range(3)], threading.Thread.start
+    busy, go_on = threading.Event(), threading.Event()
+    try:
+        threading.Thread.start = refuse
+        pool.run(ended[0].set)
+        assert ended[0].is_set()
+        threading.Thread.start = start
+        pool.run(lambda: busy.set() or go_on.wait())
+        busy.wait()
+        threading.Thread.start = refuse
+        for event in ended[1:]:
+            pool.run(event.set)
+        assert not ended[1].is_set()
+        go_on.set()
+        assert all(event.wait(60) for event in ended)
+    finally:
+        threading.Thread.start = start
 
 
 def usage():
