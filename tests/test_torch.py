@@ -34,5 +34,16 @@ def test_the_checks_of_values_fail_if_the_calls_do_nothing(forked_world):
 
 @pytest.mark.slow
 def test_what_a_group_promises(forked_world):
-    cases = ["mismatches", "overdue", "waits", "callbacks", "usage", "identity", "monitored", "aborted", "recorded"]
+    cases = [
+        "mismatches",
+        "overdue",
+        "waits",
+        "callbacks",
+        "usage",
+        "identity",
+        "allocated",
+        "monitored",
+        "aborted",
+        "recorded",
+    ]
     play(forked_world, 3, *cases, "joins", "mixed")

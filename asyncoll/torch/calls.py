@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
+import typing_extensions
 
 from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.arguments import digest
@@ -25,7 +26,11 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.torch.memory import Block, Row, overlap, row_of
 
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
-_FOLDERS = tuple(file.rpartition("/")[0] for file in (__file__, str(dist.__file__)))
+_deprecated: Any = typing_extensions.deprecated
+_OTHERS = (  # what the names of the files begin with whose lines are not the user's
+    *(file.rpartition("/")[0] for file in (__file__, str(dist.__file__))),
+    _deprecated.__call__.__code__.co_filename,  # of the wrappers around functions that torch has renamed
+)
 
 
 class Calls:
@@ -312,7 +317,7 @@ def _described(rows: Sequence[Row]) -> str:
 def _site() -> Site:
     """The line of the user's code that makes this call: the first frame outside of this package and torch's."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_FOLDERS) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_OTHERS) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
 

@@ -16,19 +16,35 @@ class Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = 0  # threads that wait, less the functions in the queue
+        self._count = 0  # of all threads
         self._queue = queue.SimpleQueue[Callable[[], None]]()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call `function`, which must not raise, in one of the threads."""
+        """Call `function`, which must not raise, in one of the threads; in this one if the system refuses a first one.
+
+        If it refuses a further one, `function` waits until a thread has nothing to do.
+        """
         with self._lock:
             is_one_free = self._free > 0
             self._free -= is_one_free
         if is_one_free:
             self._queue.put(function)
-        else:
-            threading.Thread(target=self._serve, args=(function,), name="asyncoll-future", daemon=True).start()
+            return
+        thread = threading.Thread(target=self._serve, args=(function,), name="asyncoll-future", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of threads is reached
+            with self._lock:
+                is_one_left = self._count > 0
+                self._free -= is_one_left
+            if is_one_left:
+                self._queue.put(function)
+            else:
+                function()
 
     def _serve(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            self._count += 1
         while True:
             function()
             del function  # it holds the tensors of its call
@@ -40,8 +56,9 @@ class Threads:
                     break
                 except queue.Empty:
                     with self._lock:
-                        if self._free:  # otherwise a function is about to be in the queue
+                        if self._free > 0:  # otherwise a function is about to be in the queue
                             self._free -= 1
+                            self._count -= 1
                             return
 
 

@@ -67,7 +67,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         self._memory = RegisteredPool(comm)
         self._devices = ["cpu"]
         self._name = self._description = ""
-        self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, comm._core.member.check)
+        member = comm._core.member
+        name = f"{membership.number_of_world()}/{member.communicator}"  # worlds one after the other may share the store
+        self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, name, member.check)
 
     # -- reductions -------------------------------------------------------------------------------
 

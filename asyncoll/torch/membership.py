@@ -13,6 +13,7 @@ case, and what torch itself writes to the store is never sealed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ from asyncoll.runtime.group import Group
 from asyncoll.world.environment import Environment
 
 _lock = threading.Lock()
+_WORLDS = "asyncoll worlds"  # in the store: how many worlds rank 0 has begun to join
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _World:
 
     comm: BlockingCommunicator
     process: int
+    number: int  # of the worlds that have shared a store; the same at all ranks
     made: Counter[tuple[object, ...]] = field(default_factory=Counter)  # groups of each name and ranks
 
 
@@ -56,16 +59,24 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
         if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
         try:
+            number = _number(store, 1) if rank == 0 else 0
             with deadline(timeout.total_seconds()):
                 comm = join(Environment.of_store(store, rank, size), departs=True)
+            number = number or _number(store, 0)
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
             distributed_c10d._world.group_count = 0
             raise
-        _world = _World(comm, os.getpid())
+        _world = _World(comm, os.getpid(), number)
         atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         return comm
+
+
+def number_of_world() -> int:
+    """The number of this process's world among those that have shared its store; 0 in none."""
+    world = _world
+    return 0 if world is None else world.number
 
 
 def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
@@ -102,6 +113,12 @@ def abort(comm: BlockingCommunicator) -> None:
     """End all calls of the group of `comm`, at all its ranks, with an AbortedError; and leave it. From any thread."""
     comm.abort("the process group was aborted")
     _leave(comm, ClosedError("the process group was aborted"))
+
+
+def _number(store: Any, more: int) -> int:
+    with contextlib.suppress(RuntimeError):  # the store ends with rank 0, which may have left already
+        return int(store.add(_WORLDS, more))
+    return 0
 
 
 def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:

@@ -22,9 +22,10 @@ _MORE_S = 1.0  # that the other ranks wait for the verdict of rank 0 after its t
 class MonitoredBarriers:
     """The monitored barriers of one group at one rank."""
 
-    def __init__(self, store: Any, rank: int, size: int, check: Callable[[], None]) -> None:
-        """`check` raises if the group has failed."""
+    def __init__(self, store: Any, rank: int, size: int, name: str, check: Callable[[], None]) -> None:
+        """`check` raises if the group has failed. No other group that shares `store`, now or later, has this `name`."""
         self._store = store
+        self._name = name
         self._rank = rank
         self._size = size
         self._check = check
@@ -38,7 +39,7 @@ class MonitoredBarriers:
         with `wait_all_ranks`.
         """
         self._barriers += 1
-        key, seconds = f"monitored barrier {self._barriers}", timeout.total_seconds()
+        key, seconds = self._key(), timeout.total_seconds()
         if self._rank == 0:
             self._watch(key, seconds, wait_all_ranks)
         elif not self._come(key, seconds + _MORE_S):
@@ -46,6 +47,9 @@ class MonitoredBarriers:
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0: {self._verdict(key)}"
             )
+
+    def _key(self, turn: int = 0) -> str:
+        return f"monitored barrier/{self._name}/{self._barriers + turn}"
 
     def _come(self, key: str, seconds: float) -> bool:
         """Report this rank. Returns whether rank 0 has seen all ranks."""
@@ -63,15 +67,18 @@ class MonitoredBarriers:
         missing: list[int] = []
         ends_s = now_s() + seconds
         for rank in range(1, self._size):
-            if not self._wait(f"{key}/{rank}", ends_s):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
+            if self._wait(f"{key}/{rank}", ends_s):
+                self._store.delete_key(f"{key}/{rank}")
+                continue
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
         ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         text = f"{ranks} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms" if missing else "passed"
         self._store.set(f"{key}/all", text)
         if missing:
             raise DistBackendError(text)
+        self._store.delete_key(f"{self._key(-1)}/all")  # all ranks have read it before they came
 
     def _wait(self, key: str, ends_s: float) -> bool:
         """Wait until `key` is in the store. Returns False after `ends_s`. Raises the error of the group."""

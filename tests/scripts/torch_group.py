@@ -5,16 +5,21 @@ Every rank knows the inputs of all ranks, and so the values that each call must 
 
 import sys
 import threading
+import warnings
+import weakref
 from datetime import timedelta
 from functools import partial, reduce
 from itertools import product
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import asyncoll
 from asyncoll.runtime.handles import Handle
+from asyncoll.torch.futures import Threads
+from asyncoll.torch.registered_pool import RegisteredPool
 
 SECONDS = timedelta(seconds=60)
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -141,7 +146,7 @@ def defined(op, dtype):
         return not (dtype.is_floating_point or dtype.is_complex)
     if op in COMPARED:
         return not dtype.is_complex
-    return op != ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex
+    return op != ReduceOp.AVG or dtype is not torch.bool
 
 
 OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG, *COMPARED, *BITS]
@@ -465,6 +470,12 @@ def sabotaged():
 
 # -- what else a group promises ---------------------------------------------------------------------
 
+
+def by_a_deprecated_name(pg, size):
+    with warnings.catch_warnings(action="ignore"):
+        return dist.all_gather_into_tensor(torch.zeros(pg.size() * size), torch.zeros(size), group=pg, async_op=True)
+
+
 MISMATCHES = {
     "allreduce of other sizes": lambda pg, odd: pg.allreduce([torch.zeros(3 + odd)]),
     "allreduce of other dtypes": lambda pg, odd: pg.allreduce(
@@ -479,6 +490,7 @@ MISMATCHES = {
     "allgather of other sizes": lambda pg, odd: pg.all_gather_single(
         torch.zeros(pg.size(), 3 + odd), torch.zeros(3 + odd)
     ),
+    "allgather of other sizes by a deprecated name": lambda pg, odd: by_a_deprecated_name(pg, 3 + odd),
     "gather of other sizes": lambda pg, odd: pg.gather(
         [torch.zeros(3) for _ in range(pg.size())] if pg.rank() == 0 else [], torch.zeros(3 + odd), 0
     ),
@@ -500,6 +512,7 @@ def mismatches():
         future = work.get_future()
         error = caught(asyncoll.MismatchError, work.wait, SECONDS)
         assert isinstance(error, dist.DistBackendError), name
+        assert "typing_extensions.py" not in str(error), error
         assert isinstance(work.exception(), asyncoll.MismatchError), name
         assert work.is_completed(), name
         assert not work.is_success(), name
@@ -570,10 +583,36 @@ def callbacks():
     assert all((each.value()[0] == sizes()).all() for each in sums)
     empty = dist.barrier(async_op=True).get_future()
     assert empty.wait() == []
+    without_new_threads()
     for _ in range(2_000):
         dist.all_reduce(torch.ones(8), async_op=True)
         dist.all_reduce(torch.ones(8), async_op=True).get_future()
     dist.barrier()
+
+
+def without_new_threads():
+    """Futures are completed also if the system starts no more threads: by those there are, or by the caller."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool, ended, start = Threads(), [threading.Event() for _ in range(3)], threading.Thread.start
+    busy, go_on = threading.Event(), threading.Event()
+    try:
+        threading.Thread.start = refuse
+        pool.run(ended[0].set)
+        assert ended[0].is_set()
+        threading.Thread.start = start
+        pool.run(lambda: busy.set() or go_on.wait())
+        busy.wait()
+        threading.Thread.start = refuse
+        for event in ended[1:]:
+            pool.run(event.set)
+        assert not ended[1].is_set()
+        go_on.set()
+        assert all(event.wait(60) for event in ended)
+    finally:
+        threading.Thread.start = start
 
 
 def usage():
@@ -582,7 +621,7 @@ def usage():
     x, size = torch.ones(3), sizes()
     for act in (
         lambda: pg.broadcast([x], size),
-        lambda: pg.allreduce([torch.ones(3, dtype=torch.int32)], ReduceOp.AVG),
+        lambda: pg.allreduce([torch.ones(3, dtype=torch.bool)], ReduceOp.AVG),
         lambda: pg.allreduce([torch.ones(3).to(torch.float8_e5m2)]),
         lambda: pg.allreduce([torch.ones(1).expand(3)]),
         lambda: pg.allreduce([torch.ones(3, device="meta")]),
@@ -632,6 +671,34 @@ def identity():
     pg.get_group_store().set(f"from {dist.get_rank()}", "here")
     dist.barrier()
     assert pg.get_group_store().get("from 0") == b"here"
+
+
+def allocated():
+    """Memory is used again, and there is never more of it than was in use at one time."""
+
+    class Memory:
+        def __init__(self):
+            self.blocks = weakref.WeakValueDictionary()
+            self.count = 0
+
+        def empty(self, nbytes, dtype):
+            block = self.blocks[self.count] = np.empty(nbytes, dtype)
+            self.count += 1
+            return block
+
+    memory = Memory()
+    pool = RegisteredPool(memory)
+    most = 0
+    for turn in range(100):
+        tensors = [pool.allocate(10 + size, torch.float32) for size in (turn, 3, turn % 7, 3)]
+        most = max(most, sum(x.nbytes for x in tensors))
+        del tensors
+        assert sum(block.nbytes for block in memory.blocks.values()) <= most
+    before = memory.count
+    for _ in range(9):
+        tensors = [pool.allocate(13, torch.float32) for _ in range(2)]
+        del tensors
+    assert memory.count == before
 
 
 def monitored():

@@ -42,6 +42,15 @@ def at_file(name):
     return {"rank": RANK, "world_size": SIZE, "init_method": f"file://{FOLDER}/{name}"}
 
 
+def monitored(alone):
+    """Rank 0 passes a monitored barrier with the others only, also if an earlier world has had one in its store."""
+    barrier = dist.group.WORLD.monitored_barrier
+    if not alone:
+        barrier(datetime.timedelta(seconds=60))
+    elif RANK == 0:
+        assert "Rank 1 failed to pass" in caught(barrier, datetime.timedelta(seconds=0.05))
+
+
 def stores():
     """Worlds meet in every store of torch, one after another, also twice in the same one and after an error."""
     shared = dist.FileStore(f"{FOLDER}/shared", SIZE)
@@ -56,9 +65,10 @@ def stores():
         {"store": served, **given},
         {"init_method": f"tcp://127.0.0.1:{PORT + 2}", **given},
     ]
-    for place in places:
+    for turn, place in enumerate(places):
         init(**place)
         assert total() == SIZE
+        monitored(alone=turn % 2 == 1)
         assert total(dist.new_group()) == SIZE
         dist.barrier()
         dist.destroy_process_group()
