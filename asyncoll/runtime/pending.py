@@ -47,6 +47,7 @@ class PendingCall:
     ranks: tuple[int, ...]  # the world ranks that take part
     since_s: float
     expires_s: float  # when it is overdue; may be infinite
+    needs_one: bool = False  # of the other ranks, whichever comes; otherwise all of them
 
 
 class PendingCalls:
@@ -86,22 +87,31 @@ class PendingCalls:
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
-    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = ()) -> PendingCall:
+    def enter(
+        self, call: Call, number: int = 0, ranks: tuple[int, ...] = (), *, needs_one: bool = False
+    ) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
-        world ranks that take part, by default all of the communicator.
+        world ranks that take part, by default all of the communicator; with `needs_one` one other of them is enough.
         """
-        return self.enter_late(call, number, self._now_s(), deadlines.expires_s(), ranks)
+        return self.enter_late(call, number, self._now_s(), deadlines.expires_s(), ranks, needs_one=needs_one)
 
     def enter_late(
-        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...] = ()
+        self,
+        call: Call,
+        number: int,
+        since_s: float,
+        expires_s: float | None,
+        ranks: tuple[int, ...] = (),
+        *,
+        needs_one: bool = False,
     ) -> PendingCall:
         """As `enter`, for a call that began at `since_s`, in a context whose deadline is at `expires_s`."""
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s)
+        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s, needs_one)
         self._pending[pending] = None
         self.note(call, number)
         if pending.expires_s < self._next_check_s:
@@ -110,6 +120,12 @@ class PendingCalls:
         if self._departed:
             self._post(self._look_soon)
         return pending
+
+    def narrow(self, pending: PendingCall, ranks: tuple[int, ...]) -> None:
+        """From now on the world ranks `ranks` take part in a call in progress, and it needs all of them."""
+        pending.ranks, pending.needs_one = ranks, False
+        if self._departed:
+            self._post(self._look_soon)
 
     def replace(self, pending: PendingCall, call: Call) -> None:
         """The description of a call in progress is `call` from now on."""
@@ -282,12 +298,16 @@ class PendingCalls:
 
     def _calls_of_departed(self) -> dict[PendingCall, Departed]:
         """The pending calls that need a rank which has left, with the failure."""
-        return {
-            pending: failure
-            for pending in tuple(self._pending)
-            for rank, (calls, failure) in tuple(self._departed.items())
-            if rank in pending.ranks and not 0 < pending.number <= calls
-        }
+        found = {}
+        for pending in tuple(self._pending):
+            departed = [
+                failure
+                for rank, (calls, failure) in tuple(self._departed.items())
+                if rank in pending.ranks and not 0 < pending.number <= calls
+            ]
+            if len(departed) >= (len(pending.ranks) - 1 if pending.needs_one else 1):
+                found[pending] = departed[-1]
+        return found
 
     def _catch_up(self) -> None:
         newest = self.newest()
