@@ -248,6 +248,7 @@ class BlockingCommunicator(Communicator):
         super().__init__(core, hosts)
         self._session = session
         self._member = core.member
+        self._process = os.getpid()
         self._order = threading.RLock()  # of calls in several threads
 
     def __enter__(self) -> BlockingCommunicator:
@@ -275,6 +276,8 @@ class BlockingCommunicator(Communicator):
     def _leave(self, error: BaseException | None) -> None:
         if self._session is not None:
             self._session.leave(error)
+            return
+        if os.getpid() != self._process:  # a forked child: another thread of its parent may hold the lock for ever
             return
         if error is not None:
             self.abort(describe(error))

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from closing import different, measured, objects, settled, warmed
+from closing import different, footprint, measured, objects, settled, warmed
 from conftest import SIZES, case, looped
 
 from asyncoll import AbortedError, PeerLostError, UsageError
+from asyncoll.runtime.executions import WINDOW_BYTES
 from asyncoll.testing import Crash, Network, run_ranks, simulate
+from asyncoll.transport.wire import SEGMENT_BYTES
 
 SCRIPT = Path(__file__).parent / "scripts" / "closing.py"
 WEATHER = Network(latency_s=1e-4, jitter_s=1e-3)
@@ -69,6 +71,26 @@ def test_they_do_in_every_weather(memory):
             )
             for before, after in world.results:
                 assert before == after, different(before, after)
+
+
+def test_messages_that_were_never_received_free_their_part_of_the_window(run):
+    x = np.zeros(SEGMENT_BYTES, np.uint8)
+
+    async def main(comm):
+        for _ in range(WINDOW_BYTES // SEGMENT_BYTES + 1):
+            part = await comm.split(0)
+            if comm.rank:
+                await part.send(x, 0)
+            await part.barrier()
+            part.close()
+        await settled(comm)
+        if comm.rank:
+            await comm.send(x, 0)
+        else:
+            await comm.recv(x, 1)
+            assert footprint(comm)["current"] == 0
+
+    run(2, main)
 
 
 def test_a_rank_that_closes_early_leaves_the_calls_of_the_others_right(run):

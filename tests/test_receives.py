@@ -244,6 +244,43 @@ def test_the_loss_of_any_rank_ends_it_with_its_name():
     assert simulate(4, main, Network(faults=faults)).results == [2, 2, None, 2]
 
 
+def test_it_goes_on_until_all_other_ranks_have_left():
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank:
+            await asyncio.sleep(3.0 - comm.rank)
+            await part.send(np.full(1, comm.rank), 0)
+            comm._core.member.endpoint.departures.leave(part._core.member.communicator, "it is done")
+            await asyncio.sleep(10.0)
+            return None
+        taken = [await part.recv_any(np.zeros(1, int)) for _ in range(2)]
+        with pytest.raises(PeerLostError, match="it is done"):
+            await part.recv_any(np.zeros(1, int))
+        return taken
+
+    assert simulate(3, main).results[0] == [(np.full(1, 2), 2), (np.full(1, 1), 1)]
+
+
+@looped("wait_s", [0.0, 5.0])
+def test_the_departure_of_the_rank_whose_message_it_has_taken_ends_it(wait_s):
+    """In good order a rank leaves after its sends; this one is in the middle of a long array."""
+
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank == 1:
+            sending = asyncio.ensure_future(part.send(np.zeros(LONG, int), 0))
+            await asyncio.sleep(0.6)
+            comm._core.member.endpoint.departures.leave(part._core.member.communicator, "it is done")
+            await asyncio.gather(sending, return_exceptions=True)
+        elif comm.rank == 0:
+            await asyncio.sleep(wait_s)  # the rank leaves after, or before
+            with pytest.raises(PeerLostError, match="rank 1"):
+                await part.recv_any(np.zeros(LONG, int))
+        await asyncio.sleep(20.0)
+
+    simulate(3, main, Network(latency_s=0.4))
+
+
 def test_a_deadline_tells_where_all_ranks_are():
     async def main(comm):
         if comm.rank == 0:

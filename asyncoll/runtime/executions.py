@@ -39,6 +39,7 @@ from asyncoll.transport.wire import SEGMENT_BYTES
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
 _MESSAGE_COST = 64  # bytes that a message takes of the window beside its payload: bounds empty messages, too
 _RECENT_MAX = 256  # finished executions that can still be named in a mismatch
+_MARK = 0xFFFFFFFF << 32
 _DIRECT_MAX_BYTES = 1 << 16  # a longer array is not copied in the thread of the caller, whose loop would stand still
 
 
@@ -51,6 +52,15 @@ class Identity(NamedTuple):  # not a frozen dataclass: that takes five times as 
     number: int
     fingerprint: int
     describe: Callable[[], str]
+
+
+def marked(fingerprint: int, communicator: int) -> int:
+    """`fingerprint` with the mark of `communicator` in its upper half.
+
+    A message whose context is a digest tells its communicator by it, also where no receive is posted. Two communicators
+    have the same mark with a probability of 2^-32.
+    """
+    return communicator & _MARK | fingerprint & ~_MARK
 
 
 class Execution:
@@ -79,6 +89,11 @@ class Execution:
         self.early_fingerprints: dict[int, int] = {}  # by source, before `open`
         self.granted: set[Key] = set()  # destinations whose receive is posted
         self.waits: dict[asyncio.Future[None], Key | None] = {}  # the waits of this rank; the key if for a grant
+
+    def is_early_of(self, communicator: int) -> bool:
+        """Whether it is not open, and what has come is of a call (`marked`) on `communicator`."""
+        fingerprints = self.early_fingerprints.values()
+        return self.identity is None and any(marked(each, communicator) == each for each in fingerprints)
 
 
 class _Link:
@@ -471,9 +486,12 @@ class Executions:
             del self._finished[key]
         for key in [key for key, owner in self._abandoned.items() if owner == communicator]:
             del self._abandoned[key]
-        # Of its collectives, which not all ranks have made: it has failed.
-        for key in [key for key in self._current if key[0] == communicator]:
-            for source, payload in self._current.pop(key).mailbox.early():
+        # Messages that this rank has not received, and collectives that not all ranks have made: it has failed.
+        for key in [key for key, execution in self._current.items() if execution.is_early_of(communicator)]:
+            execution = self._current.pop(key)
+            if execution.is_undone:
+                continue
+            for source, payload in execution.mailbox.early():
                 self._link(source).early_bytes -= _cost(payload)
                 self._earn(source, _cost(payload))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.executions import Identity
+from asyncoll.runtime.executions import Identity, marked
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
@@ -86,7 +86,8 @@ class Member:
 
     def lane(self, call: Signature, context: int) -> Lane:
         """The lane of `call`, which is execution `call.number` of `context`."""
-        return Lane(self.endpoint.executions, self.group, context, call.number, call.fingerprint(), call.__str__)
+        fingerprint = marked(call.fingerprint(), self.communicator)
+        return Lane(self.endpoint.executions, self.group, context, call.number, fingerprint, call.__str__)
 
     def send_directly(self, call: Signature, context: int, dest: int, data: Array) -> bool:
         """Carry out `call`, in which this rank sends `data` to group rank `dest`, in the calling thread.
@@ -97,7 +98,8 @@ class Member:
         if may_interrupt():  # a message must not be sent in part
             return False
         group = self.group
-        identity = Identity(group.communicator, group.ranks, context, call.number, call.fingerprint(), call.__str__)
+        fingerprint = marked(call.fingerprint(), group.communicator)
+        identity = Identity(group.communicator, group.ranks, context, call.number, fingerprint, call.__str__)
         return self.endpoint.executions.send_directly(identity, group.ranks[dest], data)
 
     def tell(self, rank: int, message: Control) -> None:

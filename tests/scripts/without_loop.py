@@ -222,7 +222,12 @@ def forks(comm):
     """In a forked child neither a new call nor an old handle works, and nothing hangs or disturbs the rank."""
     held = comm.allreduce(np.ones(1 << 20)) if comm.rank else None
     started = comm.recv(np.empty(1), (comm.rank - 1) % comm.size)
-    for child in (lambda: refused(comm, started, held), comm.close, lambda: inside_of(comm), sys.exit):
+    part = comm.split(0).wait(SECONDS)
+    begun, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=in_a_call, args=(part, begun, over))
+    thread.start()
+    begun.wait()
+    for child in (lambda: refused(comm, started, held), comm.close, part.close, lambda: inside_of(comm), sys.exit):
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
@@ -230,11 +235,20 @@ def forks(comm):
             sys.stdout.close()
             sys.exit(0)  # with all that is called at exit
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    over.set()
+    thread.join()
     if not held:
         held = comm.allreduce(np.ones(1 << 20))
     assert held.wait(SECONDS)[0] == comm.size
     comm.send(np.full(1, float(comm.rank)), (comm.rank + 1) % comm.size).wait(SECONDS)
     assert started.wait(SECONDS)[0] == (comm.rank - 1) % comm.size
+
+
+def in_a_call(comm, begun, over):
+    """As a call that begins: hold the lock of `comm` until `over`."""
+    with comm._order:
+        begun.set()
+        over.wait()
 
 
 def refused(comm, *handles):
