@@ -54,18 +54,33 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
     global _world
     with _lock:
         if _world is not None and _world.process == os.getpid():
+            _leave_forgotten(_world)
+        if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
+        comm = None
         try:
             with deadline(timeout.total_seconds()):
                 comm = join(Environment.of_store(store, rank, size), departs=True)
+            _world = _World(comm, os.getpid())
+            atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
             distributed_c10d._world.group_count = 0
+            _world = None
+            if comm is not None:
+                comm._leave(ClosedError("init_process_group was interrupted"))
             raise
-        _world = _World(comm, os.getpid())
-        atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         return comm
+
+
+def _leave_forgotten(world: _World) -> None:
+    """Leave the world that torch has never got: an exception has interrupted init_process_group after joining."""
+    global _world
+    if not distributed_c10d.is_initialized():
+        _world = None
+        atexit.unregister(_leave_at_exit)
+        world.comm._leave(ClosedError("init_process_group was interrupted"))
 
 
 def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
