@@ -43,7 +43,9 @@ def init() -> BlockingCommunicator:
     text as the reason. So does a program that ends without `close`, for whatever reason: the others are told of a
     ClosedError then, because nothing knows of the exception that has ended it.
 
-    If an exception of a signal handler (Ctrl-C) interrupts it, this process is in no world afterwards.
+    If an exception of a signal handler (Ctrl-C) interrupts it, this process is in no world afterwards. The others raise
+    a PeerLostError that names this rank: in `init`, or in their calls if they have joined already. After it all ranks,
+    this one included, may call `init` again.
 
     Returns:
         The communicator of all ranks. Its calls may be made in any thread.

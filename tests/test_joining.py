@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from conftest import PATIENCE_S
 
 import asyncoll
 from asyncoll import testing
-from asyncoll.errors import UsageError, describe
+from asyncoll.errors import DeadlineError, PeerLostError, UsageError, describe
+from asyncoll.transport.joining import Joining
+from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
 
 ROOT = Path(__file__).parent.parent
@@ -111,6 +114,26 @@ def test_joining_can_be_cancelled():
     for case, ends in zip(cases, play(*cases), strict=True):
         said = [end["said"] for rank, end in enumerate(ends) if str(rank) not in case["faults"]]
         assert said == [{"result": "timed out"}], ends
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupted):
+    def attempts():
+        return [Attempt(tmp_path, rank, 2, Joining(rank, 2, 10.0)) for rank in (0, 1)]
+
+    first = attempts()
+    entered = [attempt.__enter__().folder for attempt in first]
+    assert entered[0] == entered[1]
+    error = asyncio.CancelledError()
+    first[interrupted].__exit__(asyncio.CancelledError, error, None)
+    with pytest.raises(PeerLostError, match=f"rank {interrupted} is gone: it was interrupted") as told:
+        first[1 - interrupted]._joining.check(list, "not here")
+    first[1 - interrupted].__exit__(PeerLostError, told.value, None)
+    early = Attempt(tmp_path, 1, 2, Joining(1, 2, 0.0))
+    with pytest.raises(DeadlineError, match="missing: rank 0"):
+        early.__enter__()
+    again = [attempt.__enter__().folder for attempt in attempts()]
+    assert again[0] == again[1] != entered[0]
 
 
 # -- several worlds --------------------------------------------------------------------------------

@@ -250,11 +250,11 @@ def test_it_goes_on_until_all_other_ranks_have_left():
         if comm.rank:
             await asyncio.sleep(3.0 - comm.rank)
             await part.send(np.full(1, comm.rank), 0)
-            comm._core.member.endpoint.departures.leave(part._core.member.communicator, "it is done")
+            part.close()
             await asyncio.sleep(10.0)
             return None
         taken = [await part.recv_any(np.zeros(1, int)) for _ in range(2)]
-        with pytest.raises(PeerLostError, match="it is done"):
+        with pytest.raises(PeerLostError, match="closed this communicator"):
             await part.recv_any(np.zeros(1, int))
         return taken
 
@@ -270,7 +270,7 @@ def test_the_departure_of_the_rank_whose_message_it_has_taken_ends_it(wait_s):
         if comm.rank == 1:
             sending = asyncio.ensure_future(part.send(np.zeros(LONG, int), 0))
             await asyncio.sleep(0.6)
-            comm._core.member.endpoint.departures.leave(part._core.member.communicator, "it is done")
+            part._end(ValueError("it is done"))
             await asyncio.gather(sending, return_exceptions=True)
         elif comm.rank == 0:
             await asyncio.sleep(wait_s)  # the rank leaves after, or before

@@ -163,8 +163,14 @@ class Calls:
 
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
         """
-        receive = FromAny(self._member, call, tag, into)
+        ranks = self._member.group.ranks
         pending = self._pending.enter(call(None, 0), from_any=True)
+
+        def taken(source: int, number: int) -> Signature:
+            self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
+            return call(source, number)
+
+        receive = FromAny(self._member, taken, tag, into)
         try:
             work = self._receive_from_any(receive, call(None, 0), pending, result)
             return self._member.runner.start(work, partial(self._receives.discard, receive))

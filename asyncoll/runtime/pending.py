@@ -126,6 +126,12 @@ class PendingCalls:
             self._post(self._look_soon)
         return pending
 
+    def narrow(self, pending: PendingCall, ranks: tuple[int, ...]) -> None:
+        """From now on a call in progress is one of the world ranks `ranks`, and needs both."""
+        pending.ranks, pending.kind = ranks, Kind.PAIR
+        if self._departed:
+            self._post(self._look_soon)
+
     def replace(self, pending: PendingCall, call: Call) -> None:
         """The description of a call in progress is `call` from now on."""
         if self._last is pending.call:

@@ -57,19 +57,24 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
     global _world
     with _lock:
         if _world is not None and _world.process == os.getpid():
+            _leave_forgotten(_world)
+        if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
+        comm = None
         try:
             number = _number(store, 1) if rank == 0 else 0
             with deadline(timeout.total_seconds()):
                 comm = join(Environment.of_store(store, rank, size), departs=True)
-            number = number or _number(store, 0)
+            _world = _World(comm, os.getpid(), number or _number(store, 0))
+            atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
             distributed_c10d._world.group_count = 0
+            _world = None
+            if comm is not None:
+                comm._leave(ClosedError("init_process_group was interrupted"))
             raise
-        _world = _World(comm, os.getpid(), number)
-        atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         return comm
 
 
@@ -77,6 +82,15 @@ def number_of_world() -> int:
     """The number of this process's world among those that have shared its store; 0 in none."""
     world = _world
     return 0 if world is None else world.number
+
+
+def _leave_forgotten(world: _World) -> None:
+    """Leave the world that torch has never got: an exception has interrupted init_process_group after joining."""
+    global _world
+    if not distributed_c10d.is_initialized():
+        _world = None
+        atexit.unregister(_leave_at_exit)
+        world.comm._leave(ClosedError("init_process_group was interrupted"))
 
 
 def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import threading
@@ -42,6 +43,7 @@ class Joining:
         self._warns_at_s = self._began_s + _FIRST_WARNING_S
         self._processes: dict[int, int] = {}
         self._cancelled = False
+        self._hear: Callable[[], None] | None = None
 
     @property
     def pause_s(self) -> float:
@@ -61,6 +63,10 @@ class Joining:
         """Make the next `check` raise ClosedError. May be called in any thread."""
         self._cancelled = True
 
+    def listen(self, hear: Callable[[], None]) -> None:
+        """Have every `check` call `hear`, which raises the error that another rank has told."""
+        self._hear = hear
+
     def check(self, missing: Callable[[], Sequence[int]], reason: str, *, is_told: bool = False) -> None:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
@@ -68,11 +74,14 @@ class Joining:
         that they have not made yet, for messages. With `is_told`, another rank will send the outcome, so this one waits
         a little longer than the limit: then the error of that rank, which knows more, comes first.
 
-        Raises PeerLostError if a rank has died, ClosedError after `cancel`, and DeadlineError if the time is over. The
-        DeadlineError names no rank if `missing` is empty by then: all ranks have come, and one of them has stopped.
+        Raises PeerLostError if a rank has died, the error of `listen`, ClosedError after `cancel`, and DeadlineError if
+        the time is over. The DeadlineError names no rank if `missing` is empty by then: all ranks have come, and one of
+        them has stopped.
         """
         if self._cancelled:
             raise ClosedError("joining the world was cancelled")
+        if self._hear is not None:
+            self._hear()
         for rank, pid in self._processes.items():
             if is_gone(pid):
                 raise PeerLostError(rank, f"its process (pid {pid}) ended before all ranks had joined")
@@ -99,15 +108,7 @@ class Joining:
         Raises the exceptions of `operation` and of `check`. If `check` raises, the thread goes on as a daemon: nothing
         can stop a blocking call.
         """
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(operation())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="asyncoll-joining", daemon=True).start()
+        future = in_daemon_thread(operation)
         while not wait([future], self.pause_s).done:
             self.check(missing, reason)
         return future.result()
@@ -132,6 +133,22 @@ class Joining:
 
     def _waited_s(self) -> float:
         return _now_s() - self._began_s
+
+
+def in_daemon_thread(operation: Callable[[], T]) -> Future[T]:
+    """The result of `operation`, called in a thread of its own. It does not delay the end of the program."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(operation())
+        except BaseException as error:
+            future.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=lambda: context.run(work), name="asyncoll-joining", daemon=True).start()
+    return future
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -30,12 +30,12 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, ProgressThread, Runner, SharedLoop
 from asyncoll.runtime.signature import site_outside
 from asyncoll.transport import START_TIMEOUT_S, Loss, Transport
-from asyncoll.transport.joining import Joining
+from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.wire import Overdue
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import PeerLinks, have_joined, meet
+from asyncoll.world.rendezvous import PeerLinks, meet
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
@@ -178,7 +178,6 @@ async def joined(
         with links.until_joined:
             endpoint = _endpoint(links, environment)
             async with World(endpoint, runner, links.hosts, joining, departs=departs) as comm:
-                have_joined()
                 links.until_joined.close()
                 yield comm
 
@@ -218,7 +217,7 @@ async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
 
     When this is cancelled, it waits for the thread to end: nothing else would close what the thread has opened.
     """
-    links = asyncio.ensure_future(asyncio.to_thread(meet, environment, joining))
+    links = asyncio.wrap_future(in_daemon_thread(lambda: meet(environment, joining)))
     try:
         return await asyncio.shield(links)
     except asyncio.CancelledError as error:

@@ -4,8 +4,8 @@ Under `asyncoll launch` all ranks are on one host, and their addresses follow fr
 exchange addresses in a store (`world.store`). Ranks of one host communicate over ipc, ranks of different hosts over
 tcp.
 
-A process may join several worlds, one after another. In the job's folder its n-th world is the n-th of every rank; in
-the store, rank 0 counts the worlds.
+A process may join several worlds, one after another. Rank 0 counts the attempts to form one, in the job's folder as in
+the store. Each attempt has names of its own, and fails at all ranks if it fails at one, or is interrupted there.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from asyncoll.transport.memory.fd_passing import GIVEN_UP, ArenaUnavailable, joi
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
+from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
 from asyncoll.world.store import enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
-_turn = 1  # the number of the next world of this process: ranks meet for worlds of the same number
 logger = logging.getLogger("asyncoll")
 
 
@@ -55,7 +55,6 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
     Raises PeerLostError and DeadlineError as `Joining.check` does, and UsageError if this process may not open enough
     files.
     """
-    turn = _turn
     needed = files_for(environment.size, has_key=bool(environment.key_file))
     if (limit := allow_files(needed)) is not None:  # ZeroMQ would abort the process
         raise UsageError(
@@ -63,17 +62,8 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
             f"is {limit}; raise it (ulimit -n)"
         )
     if environment.folder:
-        return _meet_in_folder(environment, joining, turn)
+        return _meet_in_folder(environment, joining)
     return _meet_in_store(environment, joining)
-
-
-def have_joined() -> None:
-    """All ranks have joined, so this process goes on with the next world.
-
-    A rank that has given up before, and joins again, meets the ranks that have come late.
-    """
-    global _turn
-    _turn += 1
 
 
 def files_for(size: int, *, has_key: bool) -> int:
@@ -84,7 +74,7 @@ def files_for(size: int, *, has_key: bool) -> int:
     return _FILES + size * (_FILES_PER_RANK_WITH_KEY if has_key else _FILES_PER_RANK)
 
 
-def _meet_in_folder(environment: Environment, joining: Joining, turn: int) -> PeerLinks:
+def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
     rank, size = environment.rank, environment.size
     job = Path(environment.folder)
     try:
@@ -92,15 +82,15 @@ def _meet_in_folder(environment: Environment, joining: Joining, turn: int) -> Pe
         key = read_key(job / "job")
     except UsageError as error:
         raise UsageError(f"ASYNCOLL_FOLDER={job} is not the folder of a running job: {error}") from error
-    folder = job / str(turn)
-    folder.mkdir(0o700, exist_ok=True)
-    transport = ZeroMQTransport(
-        rank, size, key.derive("messages", turn), freeze_s=environment.freeze_s, joining=joining
-    )
-    transport.peers = [ipc_address(folder, peer) for peer in range(size)]
-    transport.bind(transport.peers[rank])
-    arena = _share_memory(environment, folder, tuple(range(size)), joining)
-    return PeerLinks(transport, arena, (socket.gethostname(),) * size, contextlib.ExitStack())
+    with contextlib.ExitStack() as undo:
+        attempt = undo.enter_context(Attempt(job, rank, size, joining))
+        transport = ZeroMQTransport(
+            rank, size, key.derive("messages", attempt.folder.name), freeze_s=environment.freeze_s, joining=joining
+        )
+        transport.peers = [ipc_address(attempt.folder, peer) for peer in range(size)]
+        transport.bind(transport.peers[rank])
+        arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining)
+        return PeerLinks(transport, arena, (socket.gethostname(),) * size, undo.pop_all())
 
 
 def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...], joining: Joining) -> HostArena | None:

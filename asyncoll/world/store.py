@@ -7,6 +7,7 @@ no entry of another run is accepted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -22,6 +23,7 @@ import msgpack
 
 from asyncoll.errors import (
     AsyncollError,
+    ClosedError,
     DeadlineError,
     PeerLostError,
     ProtocolError,
@@ -136,7 +138,7 @@ class SealedStore:
         noticed only a consequence of it: that the other rank has given up and ended.
         """
         told: list[AsyncollError] = []
-        if isinstance(error, Exception) and not self._is_gone:
+        if isinstance(error, Exception | asyncio.CancelledError) and not self._is_gone:
             # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
             telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
             telling.start()
@@ -156,21 +158,16 @@ class SealedStore:
 
     # -- how it ends ------------------------------------------------------------------------------
 
-    def _tell(self, store: Store, error: Exception, told: list[AsyncollError]) -> None:
+    def _tell(self, store: Store, error: BaseException, told: list[AsyncollError]) -> None:
         """Publish `error`, unless another rank has published a failure before; then add that one to `told`."""
         failed = f"{self._prefix}/failed"
-        if isinstance(error, PeerLostError):
-            words = ["lost", error.cause, str(error.rank)]
-        elif isinstance(error, DeadlineError):
-            words = ["late", str(error), ",".join(map(str, error.missing))]
-        else:
-            words = ["lost", f"it could not join: {describe(error)}", str(self._rank)]
+        words = words_of(error, self._rank)
         with contextlib.suppress(RuntimeError):  # the store has ended, so no rank can be told
             if not store.check([failed]):
                 store.set(failed, self._first_key.seal(_pack(words), failed))
             first = _open(self._first_key, store.get(failed), failed)
             if first is not None and first != words:
-                told.append(self._error_of(first))
+                told.append(error_of(first, self._size))
             store.set(self._entry("told", self._rank), b"")
             self._has_told = True
 
@@ -189,16 +186,7 @@ class SealedStore:
         if not self._ask(self._store.check, [entry]):
             return
         if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
-            raise self._error_of(words)
-
-    def _error_of(self, words: list[str]) -> AsyncollError:
-        if len(words) != 3:
-            raise UsageError("another program writes to the store of this job")
-        kind, text, listed = words
-        ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
-        if kind == "lost" and ranks:
-            return PeerLostError(ranks[0], text)
-        return DeadlineError(text, tuple(rank for rank in range(self._size) if rank not in ranks), ranks)
+            raise error_of(words, self._size)
 
     # -- the store --------------------------------------------------------------------------------
 
@@ -247,6 +235,28 @@ class SealedStore:
 
     def _entry(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
+
+
+def words_of(error: BaseException, rank: int) -> list[str]:
+    """The texts by which `rank` tells the others of the `error` that has ended its joining."""
+    if isinstance(error, PeerLostError):
+        return ["lost", error.cause, str(error.rank)]
+    if isinstance(error, DeadlineError):
+        return ["late", str(error), ",".join(map(str, error.missing))]
+    if isinstance(error, ClosedError | asyncio.CancelledError):
+        return ["lost", "it was interrupted before all ranks had joined", str(rank)]
+    return ["lost", f"it could not join: {describe(error)}", str(rank)]
+
+
+def error_of(words: list[str], size: int) -> AsyncollError:
+    """The error that another rank of a world of `size` has told in these `words`."""
+    if len(words) != 3:
+        raise UsageError("another program writes to the store of this job")
+    kind, text, listed = words
+    ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
+    if kind == "lost" and ranks:
+        return PeerLostError(ranks[0], text)
+    return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
 
 
 def _pack(texts: Sequence[str]) -> bytes:

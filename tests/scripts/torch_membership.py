@@ -281,6 +281,17 @@ def alone():
     assert total(dist.new_group([0])) == 1
     dist.barrier()
     dist.destroy_process_group()
+    update = dist.distributed_c10d._update_default_pg
+
+    def interrupt(*_):
+        dist.distributed_c10d._update_default_pg = update
+        raise ValueError("interrupted")
+
+    dist.distributed_c10d._update_default_pg = interrupt  # torch calls it once this rank has joined
+    assert "interrupted" in caught(init)
+    init(store=dist.HashStore(), rank=0, world_size=1)
+    assert total() == 1
+    dist.destroy_process_group()
     init()
 
 
