@@ -26,3 +26,20 @@ def test_a_freeze_time_that_zeromq_cannot_measure_is_refused(text):
 @pytest.mark.parametrize("seconds", [0, 0.02, 86_400])
 def test_the_bounds_of_the_freeze_time_are_accepted(seconds):
     assert Environment.read(WORLD | {"ASYNCOLL_FREEZE_S": str(seconds)}).freeze_s == seconds
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_port_that_does_not_exist_is_refused(rank, port):
+    with pytest.raises(UsageError, match=f"MASTER_PORT={port} in the environment: give 1 to 65535"):
+        Environment.read({"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+
+
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"RANK": "1"}, {"RANK": "", "WORLD_SIZE": ""}])
+def test_variables_that_are_empty_or_incomplete_do_not_hide_those_of_a_launcher(given):
+    launched = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    with pytest.raises(UsageError, match=r"are not both set, .* set MASTER_ADDR and MASTER_PORT"):
+        Environment.read(launched | given)
+    world = Environment.read(launched | given | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    assert (world.rank, world.size) == (1, 2)
+    assert Environment.read({"RANK": "", "WORLD_SIZE": ""}) is None

@@ -168,13 +168,20 @@ def test_ranks_with_the_same_key_can_exchange_values():
     assert ranks[2].look("host", 1, 2) == ["a", "ü" * 100]
 
 
+def test_ranks_with_another_number_of_ranks_are_refused():
+    store = {}
+    stores(3, store)[0].post("nonce", "one", "", "", "3")
+    with pytest.raises(UsageError, match=r"settings of WORLD_SIZE: 2 \(rank 1\), 3 \(rank 0\); give all the same"):
+        stores(2, store)[1].begin_session()
+
+
 def test_the_session_depends_on_the_nonce_of_every_rank(monkeypatch):
     """So values of an earlier run, replayed into the store, have no valid seal: this rank's nonce is always new."""
     sessions = []
     for mine in ("new", "newer"):
         store = {}
         old, fresh = stores(2, store)
-        old.post("nonce", "an old one, replayed", "", "")
+        old.post("nonce", "an old one, replayed", "", "", "2")
         monkeypatch.setattr(secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]

@@ -34,6 +34,7 @@ _LAUNCHERS = {
 }
 _JOBS = (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",))  # equal at all ranks
 _PORTS = range(15_000, 25_000)  # for a job without MASTER_PORT; below those that the system gives to connections
+_PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +61,28 @@ class Environment:
         A call has no time limit but its own, unless ASYNCOLL_DEADLINE_S is set.
         """
         address, port = _place(store)
-        place = {"MASTER_ADDR": address or environ.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"MASTER_ADDR": address or environ.get("MASTER_ADDR") or "127.0.0.1"}
         given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: "", **place}
         limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
-        environment = cls.read({**environ, **given, **limit})
+        environment = cls.read({**environ, **given, **limit}, port)
         assert environment is not None
         return replace(environment, store=store)
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment | None:
-        """Read `environ`. None if it describes no world.
+    def read(cls, environ: Mapping[str, str] = os.environ, port: int | None = None) -> Environment | None:
+        """Read `environ`. None if it describes no world. An empty variable counts as not set.
+
+        `port` replaces MASTER_PORT: that of a given store, 0 if it has none.
 
         Raises UsageError if it describes a part of a world, or an impossible one.
         """
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
-            if launched is None:
+            if launched is not None:
+                own = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if environ.get(name)}
+                environ = {**environ, **launched, **own}
+            elif not environ.get("RANK") and not environ.get("WORLD_SIZE"):
                 return None
-            environ = {**environ, **launched}
         rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if not 0 <= rank < size:
             raise UsageError(f"RANK={rank} is not between 0 and WORLD_SIZE-1={size - 1}")
@@ -88,7 +93,7 @@ class Environment:
             size,
             folder,
             master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
-            master_port=_integer(environ, "MASTER_PORT") if meets_in_store else 0,
+            master_port=port if port is not None else _port(environ) if meets_in_store else 0,
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run="/".join(environ.get(name, "") for name in (_RUN, "TORCHELASTIC_RESTART_COUNT")),
             freeze_s=freeze_s(environ),
@@ -126,7 +131,7 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
         missing = " and ".join(name for name, value in wanted.items() if not value) or "RANK and WORLD_SIZE"
         raise UsageError(
             f"this is one of several processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are not "
-            f"set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, and "
+            f"both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, and "
             "MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
             "`asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
         )
@@ -177,6 +182,13 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{name}={text!r} in the environment is not a number") from None
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port <= _PORT_MAX:
+        raise UsageError(f"MASTER_PORT={port} in the environment: give 1 to {_PORT_MAX}, a free port of rank 0's host")
+    return port
 
 
 def freeze_s(environ: Mapping[str, str]) -> float:

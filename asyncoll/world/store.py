@@ -95,13 +95,22 @@ class SealedStore:
         return turn > 0 and not any(self._ask(self._store.check, [end]) for end in ends)
 
     def begin_session(self) -> Key:
-        """Exchange nonces. Returns the key of this run, which seals all later entries."""
+        """Exchange nonces. Returns the key of this run, which seals all later entries.
+
+        Raises UsageError if a rank expects another number of ranks.
+        """
         own = process_space()
-        said = self.exchange("nonce", secrets.token_hex(16), own, str(os.getpid()))
-        for peer, (_, space, pid) in enumerate(said):
+        said = self.exchange("nonce", secrets.token_hex(16), own, str(os.getpid()), str(self._size))
+        for peer, (_, _, _, size) in enumerate(said):
+            if size != str(self._size):
+                raise UsageError(
+                    f"the ranks have different settings of WORLD_SIZE: {self._size} (rank {self._rank}), {size} (rank "
+                    f"{peer}); give all the same"
+                )
+        for peer, (_, space, pid, _) in enumerate(said):
             if own and space == own and peer != self._rank and pid.isdecimal():
                 self._joining.watch(peer, int(pid))
-        self._key = Key(self._key.derive("session", self._prefix, *(nonce for nonce, _, _ in said)))
+        self._key = Key(self._key.derive("session", self._prefix, *(nonce for nonce, *_ in said)))
         return self._key
 
     def post(self, topic: str, *texts: str) -> None:
