@@ -3,6 +3,7 @@
 Every rank knows the inputs of all ranks, and so the values that each call must give.
 """
 
+import os
 import sys
 import threading
 import warnings
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import asyncoll
+import asyncoll.torch.work
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch.futures import Threads
 from asyncoll.torch.registered_pool import RegisteredPool
@@ -584,6 +586,11 @@ def callbacks():
     empty = dist.barrier(async_op=True).get_future()
     assert empty.wait() == []
     without_new_threads()
+    with asyncoll.torch.work._making:
+        child = os.fork()
+        if not child:
+            os._exit(int(asyncoll.torch.work._making.locked()))
+    assert os.waitpid(child, 0)[1] == 0
     for _ in range(2_000):
         dist.all_reduce(torch.ones(8), async_op=True)
         dist.all_reduce(torch.ones(8), async_op=True).get_future()
