@@ -20,9 +20,9 @@ from asyncoll.torch import membership, recording, sparse
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.devices import NAME, add_backend
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, reducible, row_of, writable
+from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, outputs_of, reducible, row_of, writable
 from asyncoll.torch.monitored import MonitoredBarriers
-from asyncoll.torch.options import as_list, read
+from asyncoll.torch.options import as_list, check_timeout, first, read
 from asyncoll.torch.reducers import keep_works
 from asyncoll.torch.reductions import contribution, reduction
 from asyncoll.torch.registered_pool import RegisteredPool
@@ -37,6 +37,7 @@ def make_group(options: Any) -> ProcessGroup:
     """The process group for torch's `options`: the world if they name no ranks, else a group of some of its ranks."""
     rank, size, store, timeout = options.group_rank, options.group_size, options.store, options.timeout
     ranks = options.global_ranks_in_group
+    check_timeout(timeout)
     keep_works()
     try:
         comm = membership.subgroup(options.group_id, ranks) if ranks else membership.enter(store, rank, size, timeout)
@@ -62,7 +63,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         self._calls = Calls(comm)
         self._waiting = self._calls.waiting
         self._store = store
-        self._timeout = timeout
+        self.set_timeout(timeout)
         self._together: list[Work] | None = None  # the calls since `_start_coalescing`
         self._memory = RegisteredPool(comm)
         self._devices = ["cpu"]
@@ -80,7 +81,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         A sparse tensor (COO) is summed or averaged. The average of integers is rounded towards 0, as NCCL's.
         """
         tensors, opts = as_list(tensors), read(given, named)
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().allreduce(tensors, opts)
@@ -99,8 +100,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """As `allreduce`, for several tensors, of any dtypes, in one call."""
         tensors, opts = as_list(tensors), read(given, named)
-        if not tensors[0].is_cpu:
-            self._serve(tensors[0])
+        x = first(tensors)
+        if not x.is_cpu:
+            self._serve(x)
             return super().allreduce_coalesced(tensors, opts)
 
         def begin() -> Handle[Any]:
@@ -113,7 +115,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def reduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Reduce into the root's tensor; the other ranks' tensors keep their values."""
         tensors, opts = as_list(tensors), read(given, named)
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().reduce(tensors, opts)
@@ -130,7 +132,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Reduce the inputs with the index of each rank into the output of that rank. Their sizes may differ."""
         outputs, opts = as_list(outputs), read(given, named)
-        (output,), (parts,) = outputs, [inputs] if inputs and not isinstance(inputs[0], (list, tuple)) else inputs
+        output = first(outputs, only=True)
+        parts = inputs if inputs and isinstance(inputs[0], Tensor) else first(inputs, only=True)
         if not output.is_cpu:
             self._serve(output)
             return super().reduce_scatter(outputs, [parts], opts)
@@ -151,8 +154,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `reduce_scatter_single`, for several tensors in one call."""
         opts = read(given, named)
-        if not outputs[0].is_cpu:
-            self._serve(outputs[0])
+        x = first(outputs)
+        if not x.is_cpu:
+            self._serve(x)
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._reduce_scatter(list(zip(outputs, inputs, strict=True)), opts)
 
@@ -177,10 +181,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             self._expect(len(given), "inputs")
             for x in given:
                 self._same(x, output)
-            self._fit(given[self._calls.rank].numel(), output.numel())
+            mine = given[self._calls.rank]
+            self._fit("reduce_scatter", (f"input {self._calls.rank}", mine.numel()), ("the output", output.numel()))
             return row_of([contribution(x, op, factor, fresh=True) for x in given]), into
         self._same(given, output)
-        self._fit(given.numel(), self._calls.size * output.numel())
+        parts = (f"{self._calls.size} outputs", self._calls.size * output.numel())
+        self._fit("reduce_scatter", ("the input", given.numel()), parts)
         return cut(contribution(given, op, factor, fresh=True), [into.flat.size] * self._calls.size), into
 
     # -- copies -----------------------------------------------------------------------------------
@@ -189,7 +195,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """Copy the root's tensor, of any dtype, into those of all ranks."""
         tensors, opts = as_list(tensors), read(given, named)
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().broadcast(tensors, opts)
@@ -205,7 +211,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         """Copy each rank's tensor into the outputs with its index. Ranks may have different sizes, known to all."""
         inputs, opts = as_list(inputs), read(given, named)
         row = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        (x,) = inputs
+        x = first(inputs, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().allgather([row], inputs, opts)
@@ -226,8 +232,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def allgather_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `allgather`, for several tensors in one call. The outputs are lists by rank."""
         opts = read(given, named)
-        if not inputs[0].is_cpu:
-            self._serve(inputs[0])
+        x = first(inputs)
+        if not x.is_cpu:
+            self._serve(x)
             return super().allgather_coalesced(outputs, inputs, opts)
         pairs = list(zip(inputs, zip(*outputs, strict=True), strict=True))
         return self._allgather("all_gather", pairs, [x for row in outputs for x in row], opts)
@@ -236,8 +243,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """As `all_gather_single`, for several tensors in one call."""
         opts = read(given, named)
-        if not inputs[0].is_cpu:
-            self._serve(inputs[0])
+        x = first(inputs)
+        if not x.is_cpu:
+            self._serve(x)
             return super().all_gather_single_coalesced(outputs, inputs, opts)
         return self._allgather("_allgather_base", list(zip(inputs, outputs, strict=True)), list(outputs), opts)
 
@@ -258,10 +266,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             self._expect(len(into), "outputs")
             for output in into:
                 self._same(x, output)
-            self._fit(x.numel(), into[self._calls.rank].numel())
-            return copyable(x), row_of([writable(output) for output in into])
+            mine = into[self._calls.rank]
+            self._fit("all_gather", (f"output {self._calls.rank}", mine.numel()), ("the input of this rank", x.numel()))
+            return copyable(x), outputs_of(into)
         self._same(x, into)
-        self._fit(x.numel() * self._calls.size, into.numel())
+        parts = (f"{self._calls.size} inputs", self._calls.size * x.numel())
+        self._fit("all_gather", ("the output", into.numel()), parts)
         given = copyable(x)
         return given, cut(writable(into), [given.flat.size] * self._calls.size)
 
@@ -270,7 +280,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         """Copy each rank's tensor into the root's output with its index. Ranks may have different sizes."""
         inputs, opts = as_list(inputs), read(given, named)
         row = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        (x,) = inputs
+        x = first(inputs, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().gather([row] if row else [], inputs, opts)
@@ -282,7 +292,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             self._expect(len(row), "outputs")
             for output in row:
                 self._same(x, output)
-            return self._calls.gather(copyable(x), row_of([writable(output) for output in row]), root)
+            return self._calls.gather(copyable(x), outputs_of(row), root)
 
         return self._work("gather", begin, opts, list(row), inputs)
 
@@ -291,7 +301,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         """Copy the root's inputs to the ranks with their indexes. They may differ in size."""
         outputs, opts = as_list(outputs), read(given, named)
         parts = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-        (output,) = outputs
+        output = first(outputs, only=True)
         if not output.is_cpu:
             self._serve(output)
             return super().scatter(outputs, [parts] if parts else [], opts)
@@ -311,8 +321,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     def alltoall(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Copy each input to the rank with its index. All sizes may differ."""
         opts = read(given, named)
-        if not inputs[0].is_cpu:
-            self._serve(inputs[0])
+        x = first(inputs)
+        if not x.is_cpu:
+            self._serve(x)
             return super().alltoall(outputs, inputs, opts)
 
         def begin() -> Handle[Any]:
@@ -320,7 +331,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             self._expect(len(outputs), "outputs")
             for x in (*inputs, *outputs):
                 self._same(inputs[0], x)
-            return self._calls.alltoall(row_of([copyable(x) for x in inputs]), row_of([writable(x) for x in outputs]))
+            return self._calls.alltoall(row_of([copyable(x) for x in inputs]), outputs_of(outputs))
 
         return self._work("all_to_all", begin, opts, list(outputs), list(inputs))
 
@@ -348,7 +359,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     @uncompiled
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
         """Send the tensor to another rank; the call ends when the tensor may be reused."""
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().send(tensors, dest, tag)
@@ -358,7 +369,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     @uncompiled
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         """Receive a tensor of the same dtype and number of elements from another rank."""
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().recv(tensors, source, tag)
@@ -370,7 +381,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     @uncompiled
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
-        (x,) = tensors
+        x = first(tensors, only=True)
         if not x.is_cpu:
             self._serve(x)
             return super().recv_anysource(tensors, tag)
@@ -449,7 +460,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         return group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time after which a call that is not over raises DeadlineError."""
+        """Set the time after which a call that is not over raises DeadlineError. Raises UsageError for 0 and below."""
+        check_timeout(timeout)
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -528,7 +540,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         try:
             with deadline(seconds if seconds > 0 else self._timeout.total_seconds()):
                 work = Work((begin(),), outputs, record)
-        except Exception as error:
+        except BaseException as error:
+            recording.end(record)
             raise of_torch(error) from None
         finally:
             waiting.now = False
@@ -566,13 +579,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         if x.dtype is not output.dtype:
             raise UsageError(f"an input of {x.dtype} and an output of {output.dtype}: pass tensors of one dtype")
 
-    def _fit(self, given: int, room: int) -> None:
-        if given != room:
-            raise UsageError(f"{given} elements of input for {room} elements of output, on {self._calls.size} ranks")
+    def _fit(self, call: str, *sides: tuple[str, int]) -> None:
+        """Raise UsageError unless both sides, which are named, have the same number of elements."""
+        (one, count), (other, room) = sides
+        if count != room:
+            raise UsageError(f"{call}: {one} must have as many elements as {other}: {count} is not {room}")
 
     def _bytes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
         """The sizes of the parts of `x` by rank: so many rows each, or equal parts if there are no `rows`."""
-        total = x.shape[0] if x.dim() else 0
+        if not x.dim():
+            raise UsageError("a tensor of 0 dimensions has no rows to exchange: pass x.reshape(1)")
+        total = x.shape[0]
         if rows:
             self._expect(len(rows), "sizes")
         if sum(rows) != total if rows else total % self._calls.size:

@@ -67,6 +67,19 @@ def row_of(blocks: Sequence[Block]) -> Row:
     return Row([block.flat for block in blocks], blocks)
 
 
+def outputs_of(tensors: Sequence[Tensor]) -> Row:
+    """A row of one tensor for each rank, which gets a result. Raises UsageError if two of them overlap."""
+    blocks = [writable(x) for x in tensors]
+    end = 0
+    # Of a tensor that is not contiguous, only the place of the first element is compared: others may be in its gaps.
+    places = ((x.tensor.data_ptr(), x.tensor.itemsize if x.copied else x.flat.nbytes) for x in blocks if x.flat.nbytes)
+    for start, nbytes in sorted(places):
+        if start < end:
+            raise UsageError("two of the outputs have memory in common: pass a tensor of its own for each rank")
+        end = start + nbytes
+    return row_of(blocks)
+
+
 def cut(block: Block, sizes: Sequence[int]) -> Row:
     """A row of parts of one tensor, of these sizes in elements of its array."""
     ends = accumulate(sizes, initial=0)

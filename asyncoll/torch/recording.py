@@ -24,3 +24,9 @@ def end_with(record: Any, future: torch.futures.Future[Any]) -> torch.futures.Fu
     """End `record` when `future` is completed. Returns a future that is completed afterwards."""
     ended: torch.futures.Future[Any] = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, future)
     return ended
+
+
+def end(record: Any) -> None:
+    """End the record of a call that could not begin."""
+    if record is not None:
+        _torch._record_function_with_args_exit(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +21,15 @@ from asyncoll.torch.futures import threads
 from asyncoll.torch.uncompiled import uncompiled
 
 _making = threading.Lock()  # of the future of a work
+
+
+def _renew_lock() -> None:
+    """In a forked child: another thread of the parent may have had the lock."""
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Work(TorchWork):

@@ -3,6 +3,7 @@
 Every rank knows the inputs of all ranks, and so the values that each call must give.
 """
 
+import os
 import sys
 import threading
 import warnings
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import asyncoll
+import asyncoll.torch.work
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch.futures import Threads
 from asyncoll.torch.registered_pool import RegisteredPool
@@ -584,6 +586,11 @@ def callbacks():
     empty = dist.barrier(async_op=True).get_future()
     assert empty.wait() == []
     without_new_threads()
+    with asyncoll.torch.work._making:
+        child = os.fork()
+        if not child:
+            os._exit(int(asyncoll.torch.work._making.locked()))
+    assert os.waitpid(child, 0)[1] == 0
     for _ in range(2_000):
         dist.all_reduce(torch.ones(8), async_op=True)
         dist.all_reduce(torch.ones(8), async_op=True).get_future()
@@ -633,9 +640,24 @@ def usage():
         lambda: pg.send([x], pg.rank()),
         lambda: pg.recv([x], size),
         lambda: pg.allreduce([torch.ones(3).to_sparse()], ReduceOp.MAX),
+        lambda: pg.allreduce([x, x]),
+        lambda: pg.allreduce_coalesced([]),
+        lambda: pg.alltoall([], []),
+        lambda: pg.all_to_all_single(torch.tensor(0.0), torch.tensor(1.0), [], []),
+        lambda: pg.allgather([[torch.zeros(3)] * size], [x]),
+        lambda: pg.allgather([[torch.zeros(6)[::2]] * size], [x]),
+        lambda: pg.allgather([list(torch.zeros(size + 2).unfold(0, 3, 1))], [x]),
+        lambda: pg.set_timeout(timedelta(0)),
+        lambda: pg.set_timeout(timedelta(seconds=-1)),
     ):
         error = caught(asyncoll.UsageError, act)
         assert isinstance(error, dist.DistBackendError)
+    error = caught(asyncoll.UsageError, lambda: pg.allgather([[torch.zeros(2) for _ in ranks()]], [x]))
+    expected = f"all_gather: output {pg.rank()} must have as many elements as the input of this rank: 2 is not 3"
+    assert str(error) == expected, error
+    rows = torch.zeros(4, size)
+    pg.allgather([list(rows.t())], [torch.full((4,), float(pg.rank()))]).wait()  # outputs in the gaps of each other
+    assert torch.equal(rows, torch.arange(float(size)).expand(4, size))
     pg.allreduce([x]).wait()
     assert (x == size).all()
 
@@ -737,8 +759,10 @@ def recorded():
     with torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(3, 5))
         dist.broadcast(torch.ones(7), 0, async_op=True).wait()
+        caught(asyncoll.UsageError, lambda: dist.reduce(torch.ones(1).expand(3), dist.get_rank()))
     found = {event.name: event for event in profile.events() if event.name.startswith("asyncoll:")}
-    assert found.keys() == {"asyncoll:all_reduce", "asyncoll:broadcast"}, found
+    assert found.keys() == {"asyncoll:all_reduce", "asyncoll:broadcast", "asyncoll:reduce"}, found
+    assert not found.pop("asyncoll:reduce").is_async  # it could not begin
     assert found["asyncoll:all_reduce"].input_shapes == [[3, 5]]
     assert all(event.is_async for event in found.values())
 
