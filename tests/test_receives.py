@@ -270,7 +270,7 @@ def test_the_departure_of_the_rank_whose_message_it_has_taken_ends_it(wait_s):
         if comm.rank == 1:
             sending = asyncio.ensure_future(part.send(np.zeros(LONG, int), 0))
             await asyncio.sleep(0.6)
-            part._end(ValueError("it is done"))
+            part._end("it is done")
             await asyncio.gather(sending, return_exceptions=True)
         elif comm.rank == 0:
             await asyncio.sleep(wait_s)  # the rank leaves after, or before

@@ -30,11 +30,11 @@ async def cancels() -> None:
 def blocking() -> None:
     comm = asyncoll.init()
     if comm.rank:
-        comm.send(np.full(LONG, comm.rank), 0).wait(SECONDS)
+        comm.send(np.full(LONG, comm.rank), 0, 1).wait(SECONDS)
         comm.send(np.full(3, comm.rank), 0).wait(SECONDS)
         comm.send(np.full(3, 10 * comm.rank), 0).wait(SECONDS)
     else:
-        long = [comm.recv_any(np.empty(LONG, int)) for _ in range(2)]
+        long = [comm.recv_any(np.empty(LONG, int), 1) for _ in range(2)]
         got = [handle.wait(SECONDS) for handle in long]
         assert sorted(sender for _, sender in got) == [1, 2]
         assert all((x == sender).all() for x, sender in got)
