@@ -220,9 +220,9 @@ def dies(comm):
 
 def forks(comm):
     """In a forked child neither a new call nor an old handle works, and nothing hangs or disturbs the rank."""
+    part = comm.split(0).wait(SECONDS)
     held = comm.allreduce(np.ones(1 << 20)) if comm.rank else None
     started = comm.recv(np.empty(1), (comm.rank - 1) % comm.size)
-    part = comm.split(0).wait(SECONDS)
     begun, over = threading.Event(), threading.Event()
     thread = threading.Thread(target=in_a_call, args=(part, begun, over))
     thread.start()
@@ -631,5 +631,6 @@ def main(name):
         inside(CASES[name])
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 main(sys.argv[1])
 print("passed", flush=True)
