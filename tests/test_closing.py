@@ -355,7 +355,7 @@ def test_what_can_not_be_closed_and_what_stays():
 @pytest.mark.slow
 @looped(
     "settings, groups",
-    [({}, 120), ({"ASYNCOLL_CORE": "python"}, 60), ({"ASYNCOLL_TRANSPORT": "zmq"}, 60)],
+    [({}, 250), ({"ASYNCOLL_CORE": "python"}, 120), ({"ASYNCOLL_TRANSPORT": "zmq"}, 120)],
 )
 def test_groups_of_processes_give_everything_back(forked_world, settings, groups):
     for rank, each in enumerate(forked_world(os.environ | settings, 4, SCRIPT, str(groups))):

@@ -45,9 +45,9 @@ for number in range(GROUPS):
     handle = part.barrier()
     part.close()
     handle.wait(SECONDS)
-    if number in (GROUPS // 2, GROUPS - 1):
+    if number in (100, GROUPS - 1):
         del part, handle
-    if number == GROUPS // 2:
+    if number == 100:
         before = settled(comm)
         counted = objects()
 after = settled(comm)
