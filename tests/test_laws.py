@@ -27,7 +27,7 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
-SEEDS = 80  # worlds of each kind, over all sizes: about half a minute on two cores
+SEEDS = 60  # worlds of each kind, over all sizes: less than half a minute on two cores
 
 # -- they hold -----------------------------------------------------------------------------------
 

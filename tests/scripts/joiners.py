@@ -2,13 +2,14 @@
 
 Each argument is a case, as JSON: its name, the number of ranks, their environment, `faults` by rank, and perhaps
 `deadline_s`, `hosts`, `slow` (by rank, the phase that it enters once the folder of sockets is gone) and `first` (the
-rank that enters the phase "slots" first). All ranks are forked from this process, which has loaded torch once for all
-of them.
+rank that enters the phase "slots" first). The cases run side by side, because their ranks mostly wait. All ranks are
+forked from this process, which has loaded torch once for all of them.
 """
 
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -50,6 +51,7 @@ def fail(kind, phase):
         if kind == "refuses":
             raise asyncoll.UsageError("no route at all")
         os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
+        threading.Event().wait()  # another thread may take the signal, and this one went on until then
 
     before(phase, act)
 
@@ -268,4 +270,6 @@ def give_up(*_):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGALRM, give_up)
-    print(json.dumps([play(json.loads(case)) for case in sys.argv[1:]]))
+    cases = [json.loads(case) for case in sys.argv[1:]]
+    with multiprocessing.get_context("fork").Pool(len(cases)) as players:
+        print(json.dumps(players.map(play, cases, chunksize=1)))
