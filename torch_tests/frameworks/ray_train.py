@@ -73,8 +73,10 @@ def main(backend: str, ranks: int, restart: bool) -> None:
             scaling_config=ScalingConfig(num_workers=ranks),
             run_config=RunConfig(storage_path=path, failure_config=FailureConfig(max_failures=int(restart))),
         )
-        trainer.fit()
-        ray.shutdown()
+        try:
+            trainer.fit()
+        finally:
+            ray.shutdown()  # its processes write to the folder
         assert all((folder / f"done-{rank}").exists() for rank in range(ranks))
         if restart:
             pid = (folder / "pid").read_text()
