@@ -44,7 +44,7 @@ class Environment:
     rank: int
     size: int
     folder: str  # of the job's sockets; empty unless `asyncoll launch` made one
-    master_addr: str
+    master_addr: str  # empty: the store has no address
     master_port: int
     shares_memory: bool  # with the ranks of its host, if possible
     run: str  # distinguishes the runs of an elastic job
@@ -61,12 +61,12 @@ class Environment:
         A call has no time limit but its own, unless ASYNCOLL_DEADLINE_S is set.
         """
         address, port = _place(store)
-        place = {"MASTER_ADDR": address or environ.get("MASTER_ADDR") or "127.0.0.1"}
-        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: "", **place}
+        address = address or environ.get("MASTER_ADDR", "")  # of a file there is none
+        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: "", "MASTER_ADDR": "none"}
         limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
         environment = cls.read({**environ, **given, **limit}, port)
         assert environment is not None
-        return replace(environment, store=store)
+        return replace(environment, store=store, master_addr=address)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ, port: int | None = None) -> Environment | None:

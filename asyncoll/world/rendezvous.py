@@ -152,6 +152,8 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
             # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
             addresses = store.exchange("address", *own)
+            names = tuple(host[1] for host in hosts)
+            _check_reachable([its[0] for its in addresses], names)
             undo_arena.pop_all()
         messages.peers = [
             ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)
@@ -162,7 +164,6 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
             beside.are_bound = True
             transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
-        names = tuple(host[1] for host in hosts)
         return PeerLinks(transport, arena, names, undo.pop_all())
 
 
@@ -172,6 +173,27 @@ def _check_agreed(variable: str, values: Sequence[str]) -> None:
         ranks = [", ".join(str(rank) for rank, its in enumerate(values) if its == value) for value in different]
         settings = "; ".join(f"{value!r} (rank {where})" for value, where in zip(different, ranks, strict=True))
         raise UsageError(f"the ranks have different settings of {variable}: {settings}; give all the same")
+
+
+def _check_reachable(addresses: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError if a rank listens at a loopback address, as its host's name often means there, and others not.
+
+    If all do, the hosts are containers that share the network of one.
+    """
+    inner = {rank: _is_loopback(address) for rank, address in enumerate(addresses) if address}
+    if len(set(inner.values())) > 1:
+        rank = next(rank for rank in inner if inner[rank])
+        raise UsageError(
+            f"rank {rank} (host {names[rank]}) listens at {addresses[rank]}, which other hosts do not reach: "
+            "MASTER_ADDR is a name that means this address there; give the address that other hosts reach as "
+            "MASTER_ADDR, or set it there as ASYNCOLL_ADDRESS"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.removeprefix("tcp://").rpartition(":")[0].strip("[]")).is_loopback
+    return False
 
 
 @contextlib.contextmanager
@@ -202,6 +224,11 @@ def _own_address(environment: Environment) -> str:
     Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
     """
     address, master = os.environ.get("ASYNCOLL_ADDRESS"), environment.master_addr
+    if not address and not master:
+        raise UsageError(
+            "the ranks are on several hosts, and their store has no address that shows which network connects them: "
+            "set MASTER_ADDR to a host that all reach, or ASYNCOLL_ADDRESS for each rank to an address of its host"
+        )
     if not address:  # the address of the interface towards the master
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

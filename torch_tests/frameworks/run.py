@@ -20,12 +20,15 @@ def programs(backend: str, size: int) -> dict[str, list[str]]:
     """The command of each."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     lightning = [sys.executable, str(FOLDER / "lightning_ddp.py"), backend, str(size)]
+    ray = [sys.executable, str(FOLDER / "ray_train.py"), backend, str(size)]
     return {
         "lightning": lightning,
         "lightning_with_hook": [*lightning, "hook"],
         "lightning_with_registered_hook": [*lightning, "register"],
         "accelerate": [*torchrun, str(FOLDER / "accelerate_loop.py"), backend],
         "transformers_trainer": [*torchrun, str(FOLDER / "transformers_trainer.py"), backend],
+        "ray_train": ray,
+        "ray_train_with_restart": [*ray, "restart"],
     }
 
 

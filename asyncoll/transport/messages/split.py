@@ -54,8 +54,10 @@ class SplitTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._reassembly.receiver = receiver
-        await self._payloads.start(_Payloads(self._reassembly))
-        await self._messages.start(self._reassembly)
+        self._payloads.connect(_Payloads(self._reassembly))
+        self._messages.connect(self._reassembly)  # before the wait: a rank that gives up tells the others by message
+        await self._payloads.connected()
+        await self._messages.connected()
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         if dest not in self._remote:

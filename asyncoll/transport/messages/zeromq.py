@@ -170,6 +170,11 @@ class ZeroMQTransport:
         return self._listening[-1]
 
     async def start(self, receiver: Receiver) -> None:
+        self.connect(receiver)
+        await self.connected()
+
+    def connect(self, receiver: Receiver) -> None:
+        """The first part of `start`: begin to connect to all peers. Messages may be sent from now on."""
         self._receiver = receiver
         self._loop = loop = asyncio.get_running_loop()
         loop.add_reader(self._router.fileno(), self._read)
@@ -178,6 +183,9 @@ class ZeroMQTransport:
             if rank != self.rank and address:
                 self._connect(rank, address)
         self._read()
+
+    async def connected(self) -> None:
+        """The second part of `start`: wait for the connections to all peers."""
         if self._peers:
             joining = self._joining or Joining(self.rank, self.size)
             await joining.over(self._all_connected(), self._unconnected, "not connected yet")
