@@ -475,6 +475,15 @@ def checkpoints():
             assert "before the first" in str(caught(UsageError, state.load_state_dict, saved[2]))
         assert torch.equal(*ends), hook
         states.append((ddp, saved[2]))
+    # A checkpoint of DC-S3GD, after which no step is made, ends with the average that was under way.
+    module = model()
+    ddp, optimizer = wrap(module, process_group=dist.new_group()), optimizer_of(module)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    module.load_state_dict(saved[0])
+    state.load_state_dict(saved[2])
+    caught(AssertionError, assert_one_model, module)
+    state.finish()
+    assert_one_model(module)
     ddp, _ = states[0]
     for _, other in states[1:]:
         assert "was saved has hook" in str(caught(UsageError, hooks.AllreduceState(ddp).load_state_dict, other))

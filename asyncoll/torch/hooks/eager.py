@@ -23,7 +23,7 @@ from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
-from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
 
 
@@ -41,13 +41,14 @@ class EagerSGDState(HookState):
     again, or, without `sync_every`, the step raises UsageError.
 
     The hook takes over what must happen for every result: `clip_norm`, as for `torch.nn.utils.clip_grad_norm_`, and
-    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. `op` is AVG,
-    which divides by the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
+    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. The program may
+    change options of the optimizer only after a round that is synchronous, at all ranks. `op` is AVG, which divides by
+    the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
 
     Refused, because they would train wrongly or make ranks wait for each other: gradients that change between
     `backward()` and the step (clipping, a GradScaler); a backward pass without a step (accumulate in `no_sync()`); a
-    scheduler that is not given here; `find_unused_parameters`; buffers that are broadcast in each forward pass;
-    `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
+    scheduler that is not given here; parameters that a step does not use; buffers that are broadcast in each forward
+    pass; `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
     or step in `backward()`; closures; gradients with NaN or infinity, a NonFiniteError at this rank.
 
     The first steps, usually one, wait for all ranks, until DDP has made its final buckets.
@@ -187,7 +188,7 @@ class EagerSGDState(HookState):
         self._untouched.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
-            raise self._overrun(reduction)
+            raise overrun(self._comm.rank, self._rules["history"], reduction)
         results = self._results_of(reduction)
         for result in results[:-1]:
             self._apply(result)
@@ -229,14 +230,6 @@ class EagerSGDState(HookState):
         while self.round < round_:
             self.round += 1
             self._schedule.step()
-
-    def _overrun(self, reduction: Reduction) -> UsageError:
-        late = reduction.skipped + len(reduction.missed)
-        return UsageError(
-            f"rank {self._comm.rank} came {late} rounds late to round {reduction.round}, and history="
-            f"{self._rules['history']} keeps too few: {reduction.skipped} results are lost, and its model would differ "
-            f"from the others'. Set sync_every, so that replicas are made equal again, or a history of at least {late}"
-        )
 
     # -- the end ----------------------------------------------------------------------------------
 

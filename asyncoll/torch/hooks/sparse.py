@@ -33,8 +33,9 @@ class OkTopkState(HookState):
     first `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
     `name`.
 
-    Besides the features that no hook supports, `join()`, parameters that DDP ignores and optimizers that step in
-    `backward()` are refused. Gradients may be accumulated in `no_sync()`.
+    Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in
+    `backward()`, and `find_unused_parameters` without `static_graph` are refused. Gradients may be accumulated in
+    `no_sync()`.
 
     `state_dict()` has the residual, which is each rank's own, and thresholds and regions. `finish()` gives all ranks
     rank 0's buffers.
