@@ -534,7 +534,7 @@ def refusals():
     skipping = wrap(model(), gradient_as_bucket_view=True, skip_all_reduce_unused_params=True)
     refused("skip_all_reduce_unused_params", hooks.AllreduceState, skipping)
     refused("find_unused_parameters", hooks.OkTopkState, wrap(model(), find_unused_parameters=True))
-    hooks.OkTopkState(wrap(model(), find_unused_parameters=True, static_graph=True), name="static")
+    hooks.OkTopkState(wrap(model(), static_graph=True), name="static")
     refused("forward_sync_buffers=False", eager_state, forward_sync_buffers=True)
     eager_state(module=nn.Linear(2, 2), forward_sync_buffers=True, options={"name": "no buffers"})
     refused("dtypes", eager_state, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
@@ -637,10 +637,9 @@ def refusals():
     state, ddp, _ = fresh()
     assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
     refused("has failed", state.finish)
-    for hook, make in ((hooks.oktopk, hooks.OkTopkState), (hooks.allreduce, hooks.AllreduceState)):
-        ddp, other = wrap(model(), gradient_as_bucket_view=True), wrap(model(), gradient_as_bucket_view=True)
-        ddp.register_comm_hook(make(other), hook)
-        refused("made for another model", backward, ddp, batch)
+    ddp, other = wrap(model()), wrap(model())
+    ddp.register_comm_hook(hooks.OkTopkState(other, name="of another model"), hooks.oktopk)
+    refused("made for another model", backward, ddp, batch)
     for changes_before in (True, False):
         module = model()
         ddp = wrap(module)
