@@ -1,7 +1,7 @@
 """DistributedDataParallel, FSDP2 and the communication hooks, beside Gloo.
 
     python benchmarks/ddp.py {steps,allreduce,fsdp,straggler,sparse} [--ranks 2] [--repeats 30] [--rounds 40]
-        [--seeds 0] [--late-ms 300] [--partial solo] [--op AVG] [--workload digits]
+        [--seeds 0] [--late-ms 300] [--partial solo] [--op AVG] [--workload digits] [--density 0.01] [--warm-up 0]
 
 Real processes with one thread each. What is compared alternates in one run, after a barrier.
 
@@ -17,7 +17,7 @@ all. `beyond local` is the time that communication adds.
 Gloo takes `--rounds` steps, and the hook `eager_sgd` twice as many rounds. The share of the time is that of the first
 evaluation with the score, on held-out text, that plain DDP has at the end. Evaluations are not timed.
 
-*sparse*: a workload of `trainers` without delays, by plain DDP and by the hook `oktopk` with a density of 1 %.
+*sparse*: a workload of `trainers` without delays, by plain DDP and by the hook `oktopk`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def main() -> None:
     options.add_argument("--partial", default="solo")
     options.add_argument("--op", default="AVG", choices=["AVG", "AVG_ACTIVE"])
     options.add_argument("--workload", default="digits")
+    options.add_argument("--density", type=float, default=0.01)
+    options.add_argument("--warm-up", type=int, default=0, help="dense rounds at the start")
     options.add_argument("--seeds", default="0", help="with commas")
     record = Record(options, "ddp")
     chosen = record.arguments
@@ -257,7 +259,8 @@ def sparse(question: dict[str, Any], gloo: dist.ProcessGroup) -> dict[str, Any]:
         workload, optimizer = task(question["seed"], question["workload"])
         ddp = DistributedDataParallel(workload.model)
         if name == "oktopk":
-            ddp.register_comm_hook(hooks.OkTopkState(ddp, density=0.01), hooks.oktopk)
+            state = hooks.OkTopkState(ddp, density=question["density"], warm_up=question["warm_up"])
+            ddp.register_comm_hook(state, hooks.oktopk)
         found, _ = train(workload, optimizer, ddp, question["rounds"], lambda made: 0.0, None)
         rows[name] = found
         lines.append([name, f"{found[-1][2]:.4f}", str(are_equal(ddp.module))])
