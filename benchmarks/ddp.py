@@ -1,7 +1,7 @@
 """DistributedDataParallel, FSDP2 and the communication hooks, beside Gloo.
 
     python benchmarks/ddp.py {steps,allreduce,fsdp,straggler,sparse} [--ranks 2] [--repeats 30] [--rounds 40]
-        [--seeds 0] [--partial solo] [--workload digits]
+        [--seeds 0] [--late-ms 300] [--partial solo] [--op AVG] [--workload digits] [--density 0.01] [--warm-up 0]
 
 Real processes with one thread each. What is compared alternates in one run, after a barrier.
 
@@ -13,11 +13,11 @@ all. `beyond local` is the time that communication adds.
 
 *fsdp*: a step of FSDP2 for the same MLP, by Gloo and by asyncoll with buffers in registered memory.
 
-*straggler*: the language model of `trainers`; in each step one rank, drawn at random, is 300 ms late. Plain DDP on Gloo
-takes `--rounds` steps, and the hook `eager_sgd` twice as many rounds. The share of the time is that of the first
+*straggler*: the language model of `trainers`; in each step one rank, drawn at random, is `--late-ms` late. Plain DDP on
+Gloo takes `--rounds` steps, and the hook `eager_sgd` twice as many rounds. The share of the time is that of the first
 evaluation with the score, on held-out text, that plain DDP has at the end. Evaluations are not timed.
 
-*sparse*: a workload of `trainers` without delays, by plain DDP and by the hook `oktopk` with a density of 1 %.
+*sparse*: a workload of `trainers` without delays, by plain DDP and by the hook `oktopk`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import asyncoll
 from asyncoll.torch import hooks
 from trainers.workloads import WORKLOADS, Workload
 
 WIDTH, LAYERS, BATCH = 1290, 6, 16  # 10.0 million parameters
-LATE_S = 0.3
 SCORES = 12  # evaluations of a training
 
 TASKS = {"language": (4, 3e-3, 0.9), "digits": (64, 0.3, 0.0)}  # batch, learning rate, momentum
@@ -54,8 +54,12 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--repeats", type=int, default=30)
     options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--late-ms", type=float, default=300.0)
     options.add_argument("--partial", default="solo")
+    options.add_argument("--op", default="AVG", choices=["AVG", "AVG_ACTIVE"])
     options.add_argument("--workload", default="digits")
+    options.add_argument("--density", type=float, default=0.01)
+    options.add_argument("--warm-up", type=int, default=0, help="dense rounds at the start")
     options.add_argument("--seeds", default="0", help="with commas")
     record = Record(options, "ddp")
     chosen = record.arguments
@@ -186,7 +190,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     ddp: DistributedDataParallel,
     rounds: int,
-    late: Callable[[int], bool],
+    late_s: Callable[[int], float],
     state: hooks.EagerSGDState | None,
 ) -> tuple[list[tuple[int, float, float]], float]:
     """Returns (round, seconds, score) at some rounds of rank 0, and the seconds of the whole training."""
@@ -195,8 +199,7 @@ def train(
     dist.barrier()
     while made < rounds:
         began = time.perf_counter()
-        if late(made):
-            time.sleep(LATE_S)
+        time.sleep(late_s(made))
         workload.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -221,24 +224,24 @@ def score_of(workload: Workload, ddp: DistributedDataParallel, weights: dict[str
     return workload.score()
 
 
-def lateness(seed: int) -> Callable[[int], bool]:
-    """Whether this rank is late in a step. One rank is, in each."""
+def lateness(seed: int, late_s: float) -> Callable[[int], float]:
+    """The seconds that this rank is late in a step. One rank is, in each."""
     drawn = random.Random(seed)
     order = [drawn.randrange(dist.get_world_size()) for _ in range(100_000)]
-    return lambda made: order[made] == dist.get_rank()
+    return lambda made: late_s if order[made] == dist.get_rank() else 0.0
 
 
 def straggler(question: dict[str, Any], gloo: dist.ProcessGroup) -> dict[str, Any]:
-    seed, rounds = question["seed"], question["rounds"]
+    seed, rounds, late_s = question["seed"], question["rounds"], 1e-3 * question["late_ms"]
     workload, optimizer = task(seed)
-    plain, plain_s = train(
-        workload, optimizer, DistributedDataParallel(workload.model, process_group=gloo), rounds, lateness(seed), None
-    )
+    ddp = DistributedDataParallel(workload.model, process_group=gloo)
+    plain, plain_s = train(workload, optimizer, ddp, rounds, lateness(seed, late_s), None)
     workload, optimizer = task(seed)
     ddp = DistributedDataParallel(workload.model, forward_sync_buffers=False)
-    state = hooks.EagerSGDState(ddp, optimizer, partial=question["partial"], history=1000)
+    op = asyncoll.ReduceOp[question["op"]]
+    state = hooks.EagerSGDState(ddp, optimizer, partial=question["partial"], op=op, history=1000)
     ddp.register_comm_hook(state, hooks.eager_sgd)
-    eager, eager_s = train(workload, optimizer, ddp, 2 * rounds, lateness(seed), state)
+    eager, eager_s = train(workload, optimizer, ddp, 2 * rounds, lateness(seed, late_s), state)
     target = plain[-1][2]
     reached_s = next((at_s for _, at_s, score in eager if score >= target), None)
     lines = [["", "rounds", "seconds", "score"]]
@@ -256,8 +259,9 @@ def sparse(question: dict[str, Any], gloo: dist.ProcessGroup) -> dict[str, Any]:
         workload, optimizer = task(question["seed"], question["workload"])
         ddp = DistributedDataParallel(workload.model)
         if name == "oktopk":
-            ddp.register_comm_hook(hooks.OkTopkState(ddp, density=0.01), hooks.oktopk)
-        found, _ = train(workload, optimizer, ddp, question["rounds"], lambda made: False, None)
+            state = hooks.OkTopkState(ddp, density=question["density"], warm_up=question["warm_up"])
+            ddp.register_comm_hook(state, hooks.oktopk)
+        found, _ = train(workload, optimizer, ddp, question["rounds"], lambda made: 0.0, None)
         rows[name] = found
         lines.append([name, f"{found[-1][2]:.4f}", str(are_equal(ddp.module))])
     return {"rows": rows, "lines": lines}

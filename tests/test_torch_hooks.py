@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+from asyncoll import deadline
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.torch.hooks.state import complete
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
 CASES = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints", "refusals")
@@ -25,3 +30,18 @@ def test_hooks(forked_world, size, cases, more):
     for rank, each in enumerate(forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"} | more, size, SCRIPT, *cases)):
         code, out, err = each.end()
         assert (code, out) == (0, "passed\n"), (rank, code, out, err)
+
+
+@pytest.mark.slow
+def test_a_death_in_backward_is_named_by_all_others(forked_world):
+    ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"}, 3, SCRIPT, "dies")
+    lost = [each.end()[:2] for each in ranks]
+    assert lost == [(0, "lost 1\n"), (-signal.SIGKILL, ""), (0, "lost 1\n")]
+
+
+def test_collectives_of_several_calls_obey_the_deadline_of_the_group():
+    async def left_s():
+        return remaining_s()
+
+    with deadline(60.0):
+        assert 0 < complete(left_s()) <= 60.0

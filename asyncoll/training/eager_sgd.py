@@ -92,7 +92,7 @@ class EagerSGD(Trainer):
         # G_local = mean gradient of b local samples at w
         reduction = await self._without_loss(self._allreduce(self._flat.gradients, weight=weight))  # line 7: U_sum / P
         if self._history and reduction.skipped and not self._sync_every:
-            raise self._overrun(reduction)
+            raise overrun(self.comm.rank, self._history, reduction)
         before = self.round
         self._apply_results(reduction)
         # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
@@ -151,13 +151,15 @@ class EagerSGD(Trainer):
     async def _resume(self) -> None:
         self._base = self.round
 
-    def _overrun(self, reduction: asyncoll.Reduction) -> asyncoll.UsageError:
-        late = reduction.skipped + len(reduction.missed)
-        return asyncoll.UsageError(
-            f"rank {self.comm.rank} came {late} rounds late to round {reduction.round}, and history={self._history} "
-            f"keeps too few: {reduction.skipped} results are lost, and its model would differ from the others'. Set "
-            f"sync_every, so that replicas are made equal again, or a history of at least {late}"
-        )
+
+def overrun(rank: int, history: int, reduction: asyncoll.Reduction) -> asyncoll.UsageError:
+    """The error of a rank that comes too late for `history`, where no synchronous round makes replicas equal again."""
+    late = reduction.skipped + len(reduction.missed)
+    return asyncoll.UsageError(
+        f"rank {rank} came {late} rounds late to round {reduction.round}, and history={history} keeps too few: "
+        f"{reduction.skipped} results are lost, and its model would differ from the others'. Set sync_every, so that "
+        f"replicas are made equal again, or a history of at least {late}"
+    )
 
 
 def _partial_allreduce(

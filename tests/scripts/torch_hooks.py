@@ -5,6 +5,8 @@ A late rank waits for messages that others send after a round, and never for an 
 
 import copy
 import gc
+import os
+import signal
 import sys
 import warnings
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.errors import NonFiniteError, PeerLostError, UsageError
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch import hooks
 from asyncoll.training.dc_s3gd import compensate
@@ -49,6 +51,18 @@ class Model(nn.Module):
         x = self.norm(self.convolution(x)).relu().flatten(1)
         x = self.tied(self.wide(x)).relu()
         return self.out(self.frozen(self.tied(x)))
+
+
+class Partly(nn.Module):
+    """A model that does not use all of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(32, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.out(x.flatten(1))
 
 
 def model():
@@ -412,6 +426,15 @@ def delayed():
     mine = torch.cat([p.detach().flatten() for p in trained(module)])
     assert torch.allclose(mine, delayed_by_hand(6))
     assert "has ended" in str(caught(UsageError, backward, ddp, batches(5, 1)[0].double()))
+    # A parameter that is not used gets no gradient, and so no weight decay.
+    module = Partly()
+    ddp, optimizer = wrap(module, find_unused_parameters=True), optimizer_of(module)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    for batch in batches(5, 3):
+        step(ddp, optimizer, batch)
+    state.finish()
+    assert torch.equal(module.unused, torch.ones(5))
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -452,9 +475,40 @@ def checkpoints():
             assert "before the first" in str(caught(UsageError, state.load_state_dict, saved[2]))
         assert torch.equal(*ends), hook
         states.append((ddp, saved[2]))
+    # A checkpoint of DC-S3GD, after which no step is made, ends with the average that was under way.
+    module = model()
+    ddp, optimizer = wrap(module, process_group=dist.new_group()), optimizer_of(module)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    module.load_state_dict(saved[0])
+    state.load_state_dict(saved[2])
+    caught(AssertionError, assert_one_model, module)
+    state.finish()
+    assert_one_model(module)
     ddp, _ = states[0]
     for _, other in states[1:]:
         assert "was saved has hook" in str(caught(UsageError, hooks.AllreduceState(ddp).load_state_dict, other))
+
+
+# -- a death --------------------------------------------------------------------------------------
+
+
+def dies():
+    """Rank 1 dies in a backward pass, and all others name it in theirs, or in the step of the optimizer."""
+    module = model()
+    ddp, optimizer = wrap(module), optimizer_of(module)
+    state = hooks.EagerSGDState(ddp, optimizer, partial="majority", candidates=1, name="dies")
+    ddp.register_comm_hook(state, hooks.eager_sgd)
+    for batch in batches(1, STEPS):
+        step(ddp, optimizer, batch)
+    if dist.get_rank() == 1:
+        module.wide.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+
+    def train():
+        while True:
+            step(ddp, optimizer, batch)
+
+    print("lost", caught(PeerLostError, train).rank)
+    sys.exit()
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -477,6 +531,10 @@ def refusals():
     refused("backend asyncoll", eager_state, process_group=dist.new_group(backend="gloo"))
     refused("find_unused_parameters", eager_state, find_unused_parameters=True)
     refused("skip_all_reduce_unused_params", eager_state, skip_all_reduce_unused_params=True)
+    skipping = wrap(model(), gradient_as_bucket_view=True, skip_all_reduce_unused_params=True)
+    refused("skip_all_reduce_unused_params", hooks.AllreduceState, skipping)
+    refused("find_unused_parameters", hooks.OkTopkState, wrap(model(), find_unused_parameters=True))
+    hooks.OkTopkState(wrap(model(), static_graph=True), name="static")
     refused("forward_sync_buffers=False", eager_state, forward_sync_buffers=True)
     eager_state(module=nn.Linear(2, 2), forward_sync_buffers=True, options={"name": "no buffers"})
     refused("dtypes", eager_state, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
@@ -508,13 +566,25 @@ def refusals():
     ddp = wrap(module, delay_all_reduce_named_params=delayed_parameters, param_to_hook_all_reduce=module.wide.weight)
     refused("delay_all_reduce", hooks.OkTopkState, ddp)
 
+    module = nn.Linear(2, 2, dtype=torch.complex64)
+    refused("complex", hooks.DCS3GDState, wrap(module), optimizer_of(module))
+    # The second state of a name, or of an optimizer.
+    refused("a training named 'static' has used", hooks.OkTopkState, wrap(model()), name="static")
+    refused("a training named 'no buffers' has used", eager_state, options={"name": "no buffers"})
+    module = model()
+    optimizer = optimizer_of(module)
+    first = hooks.DCS3GDState(ddp := wrap(module), optimizer)
+    refused("state of another hook", hooks.DCS3GDState, ddp, optimizer)
+    first.finish()
+    hooks.DCS3GDState(ddp, optimizer)
+
     # Found in the first steps.
     batch, names = batches(1, 1)[0], iter(range(100))
 
-    def fresh():
-        module = model()
-        ddp, optimizer = wrap(module), optimizer_of(module)
-        state = hooks.EagerSGDState(ddp, optimizer, name=f"refused {next(names)}")
+    def fresh(module=None, options=(), **more):
+        module = module or model()
+        ddp, optimizer = wrap(module, **more), optimizer_of(module)
+        state = hooks.EagerSGDState(ddp, optimizer, name=f"refused {next(names)}", **dict(options))
         ddp.register_comm_hook(state, hooks.eager_sgd)
         return state, ddp, optimizer
 
@@ -547,8 +617,37 @@ def refusals():
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     backward(ddp, batch)
     refused("scheduler", optimizer.step)
-    _, ddp, _ = fresh()
+    _, ddp, optimizer = fresh(Partly(), static_graph=True)
+    backward(ddp, batch)
+    refused("has no gradient", optimizer.step)
+    for change in (
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.1),
+        lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+    ):
+        for sync_every in (1, 0):
+            _, ddp, optimizer = fresh(options={"sync_every": sync_every})
+            for _ in range(2):  # the first one is synchronous
+                step(ddp, optimizer, batch)
+            change(optimizer)
+            backward(ddp, batch)
+            if sync_every:  # no rank has results to catch up with
+                optimizer.step()
+            else:
+                refused("changed the learning rate", optimizer.step)
+    state, ddp, _ = fresh()
     assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
+    refused("has failed", state.finish)
+    ddp, other = wrap(model()), wrap(model())
+    ddp.register_comm_hook(hooks.OkTopkState(other, name="of another model"), hooks.oktopk)
+    refused("made for another model", backward, ddp, batch)
+    for changes_before in (True, False):
+        module = model()
+        ddp = wrap(module)
+        module.frozen.requires_grad_(changes_before)
+        state = hooks.OkTopkState(ddp, name=f"changes {changes_before}")
+        module.frozen.requires_grad_()
+        ddp.register_comm_hook(state, hooks.oktopk)
+        refused("requires_grad", backward, ddp, batch)
     _, ddp, _ = fresh()
     with ddp.join():
         assert "join()" in str(caught(UsageError, backward, ddp, batch))

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
+from asyncoll.torch.hooks import refusals
 
 
 class Layout:
@@ -41,7 +42,13 @@ class Layout:
                 part.copy_(parameter.grad)
 
     def write_gradients(self, flat: Tensor) -> None:
-        """Copy `flat` to the parameters' gradients, where there are any, and to new ones elsewhere."""
+        """Copy `flat` to the parameters' gradients. A parameter without one, which DDP has found unused, keeps none."""
+        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(part)
+
+    def set_gradients(self, flat: Tensor) -> None:
+        """Copy `flat` to the gradients of all parameters."""
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if parameter.grad is None:
                 parameter.grad = part.clone()
@@ -60,7 +67,6 @@ class Buckets:
     def gather(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Copy the gradients of a bucket to `flat`. The future waits for `scatter`."""
         buffer = bucket.buffer()
-        check_dense(buffer)
         if bucket.index() == 0:
             self._pending.clear()  # of a step that has failed
         pairs = [self._pair(*each, buffer) for each in zip(bucket.parameters(), bucket.gradients(), strict=True)]
@@ -79,15 +85,11 @@ class Buckets:
             future.set_result(buffer)
 
     def _pair(self, parameter: Tensor, gradient: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        start, count = self.layout.starts[parameter], parameter.numel()  # type: ignore[index]
+        start, count = self.layout.starts.get(parameter), parameter.numel()  # type: ignore[call-overload]
+        if start is None:
+            raise refusals.changed_parameters()
         offset = gradient.storage_offset() - buffer.storage_offset()
         return self.flat[start : start + count], buffer[offset : offset + count]
-
-
-def check_dense(buffer: Tensor) -> None:
-    """Raise UsageError if the gradient of a bucket is sparse."""
-    if buffer.layout is not torch.strided:
-        raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
 
 
 def _like(parameter: Tensor, flat: Tensor, start: int) -> Tensor:

@@ -16,7 +16,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Layout, check_dense
+from asyncoll.torch.hooks.buckets import Layout
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
@@ -35,8 +35,8 @@ class DCS3GDState(HookState):
     out a step is a UsageError in the next `backward()`. Buffers are each rank's own, unless DDP broadcasts them in each
     forward pass, which makes every rank wait for rank 0.
 
-    Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in
-    `backward()` or send messages, and closures are refused. Gradients may be accumulated in `no_sync()`.
+    Besides the features that no hook supports, `join()`, complex parameters and those that DDP ignores, optimizers that
+    step in `backward()` or send messages, and closures are refused. Gradients may be accumulated in `no_sync()`.
 
     A checkpoint is each rank's own: save and load the model of each rank after it was wrapped, because DDP gives all
     ranks rank 0's model when it wraps it. `finish()` takes the last average, and rank 0's buffers.
@@ -52,6 +52,8 @@ class DCS3GDState(HookState):
         refusals.check_optimizer(ddp, optimizer)
         self._lambda0 = lambda0
         self._layout = Layout([p for p in ddp._module_parameters if p.requires_grad])
+        if self._layout.dtype.is_complex:
+            raise UsageError("the correction of a gradient squares it, which needs real parameters, not complex ones")
         self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)
@@ -60,14 +62,11 @@ class DCS3GDState(HookState):
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     def _leave(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_going_on()
-        check_dense(bucket.buffer())
+        self._check_bucket(bucket)
         refusals.check_join(self._model())
         if bucket.index() == 0:
             self._steps.expect()
-            if self._is_resumed:  # the model is one step away from the average that was under way
-                self._is_resumed = False
-                self._start_average()
+            self._resume()
         future = torch.futures.Future[Tensor]()
         future.set_result(bucket.buffer())
         return future
@@ -103,12 +102,18 @@ class DCS3GDState(HookState):
             self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
             self._averaged.when_done(_ignore)  # the runtime goes on with it at once
 
+    def _resume(self) -> None:
+        if self._is_resumed:  # the model is one step away from the average that was under way
+            self._is_resumed = False
+            self._start_average()
+
     def _load_own_state(self, own: dict[str, Any]) -> None:
         self._is_resumed = True
 
     @torch.no_grad()
     def _finish(self) -> None:
         self._steps.check_done()
+        self._resume()
         self._take_average()
         complete(replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.errors import NonFiniteError, UsageError
@@ -20,9 +20,10 @@ from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
+from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
-from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
 
 
@@ -40,13 +41,14 @@ class EagerSGDState(HookState):
     again, or, without `sync_every`, the step raises UsageError.
 
     The hook takes over what must happen for every result: `clip_norm`, as for `torch.nn.utils.clip_grad_norm_`, and
-    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. `op` is AVG,
-    which divides by the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
+    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. The program may
+    change options of the optimizer only after a round that is synchronous, at all ranks. `op` is AVG, which divides by
+    the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
 
     Refused, because they would train wrongly or make ranks wait for each other: gradients that change between
     `backward()` and the step (clipping, a GradScaler); a backward pass without a step (accumulate in `no_sync()`); a
-    scheduler that is not given here; `find_unused_parameters`; buffers that are broadcast in each forward pass;
-    `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
+    scheduler that is not given here; parameters that a step does not use; buffers that are broadcast in each forward
+    pass; `join()`; parameters that DDP ignores or that another optimizer trains; optimizers that send messages
     or step in `backward()`; closures; gradients with NaN or infinity, a NonFiniteError at this rank.
 
     The first steps, usually one, wait for all ranks, until DDP has made its final buckets.
@@ -82,7 +84,7 @@ class EagerSGDState(HookState):
         refusals.check_one_operation(ddp)
         refusals.check_without_lockstep(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        _check_options(partial, history, clip_norm, scheduler, optimizer)
+        _check_options(partial, history, clip_norm)
         self._partial = partial
         self._draw: dict[str, Any] = {}  # what decides when a round starts
         if partial != "solo":
@@ -90,15 +92,16 @@ class EagerSGDState(HookState):
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = clip_norm
-        self._scheduler = scheduler
+        self._schedule = Schedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
-        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
         self._lost = 0  # results that this rank has lost since all replicas were equal
+        self._claim(name)
+        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     @property
     def reduction(self) -> Reduction | None:
@@ -106,10 +109,12 @@ class EagerSGDState(HookState):
         return self._reduction
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_going_on()
+        self._check_bucket(bucket)
         if bucket.index() == 0:
             refusals.check_join(self._model())
             self._steps.expect()
+            if self._reduction is None or self._reduction.synchronous:  # no rank has results to catch up with
+                self._schedule.note()
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
@@ -123,7 +128,7 @@ class EagerSGDState(HookState):
     def _check_gradient(self) -> None:
         if is_finite(self._buckets.flat):
             return
-        self._has_ended = True
+        self._has_failed = True
         rank = self._comm.rank
         raise NonFiniteError(
             (rank,),
@@ -181,9 +186,9 @@ class EagerSGDState(HookState):
         reduction = self._reduction
         assert reduction is not None
         self._untouched.check()
-        self._check_schedule()
+        self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
-            raise self._overrun(reduction)
+            raise overrun(self._comm.rank, self._rules["history"], reduction)
         results = self._results_of(reduction)
         for result in results[:-1]:
             self._apply(result)
@@ -191,7 +196,7 @@ class EagerSGDState(HookState):
             for parameter in self._buckets.layout.parameters:
                 parameter.grad = None
         elif len(results) > 1 or reduction.result is None:
-            self._buckets.layout.write_gradients(results[-1])
+            self._buckets.layout.set_gradients(results[-1])
         self._clip()
 
     def _after_step(self) -> None:
@@ -199,7 +204,9 @@ class EagerSGDState(HookState):
         assert reduction is not None
         self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
-            self._resynchronise()
+            with self._limit():
+                self._resynchronise()
+        self._schedule.note()
 
     def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
@@ -209,7 +216,7 @@ class EagerSGDState(HookState):
         return results
 
     def _apply(self, result: Tensor) -> None:
-        self._buckets.layout.write_gradients(result)
+        self._buckets.layout.set_gradients(result)
         self._clip()
         self._steps.make()
         self._skip_to(self.round + 1)
@@ -222,24 +229,7 @@ class EagerSGDState(HookState):
         """Count rounds up to `round_`, with the scheduler."""
         while self.round < round_:
             self.round += 1
-            if self._scheduler is not None:
-                self._scheduler.step()
-
-    def _check_schedule(self) -> None:
-        """Raise UsageError if a scheduler steps once for each step of this rank: ranks differ in their steps."""
-        if self._scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            raise UsageError(
-                "a scheduler of this optimizer would give ranks different learning rates in one round: give it to the "
-                "state of the hook, which steps it once for each round"
-            )
-
-    def _overrun(self, reduction: Reduction) -> UsageError:
-        late = reduction.skipped + len(reduction.missed)
-        return UsageError(
-            f"rank {self._comm.rank} came {late} rounds late to round {reduction.round}, and history="
-            f"{self._rules['history']} keeps too few: {reduction.skipped} results are lost, and its model would differ "
-            f"from the others'. Set sync_every, so that replicas are made equal again, or a history of at least {late}"
-        )
+            self._schedule.step()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -276,8 +266,6 @@ def _check_options(
     partial: str,
     history: int,
     clip_norm: float | None,
-    scheduler: LRScheduler | None,
-    optimizer: torch.optim.Optimizer,
 ) -> None:
     if partial not in ("solo", "majority", "quorum"):
         raise UsageError(f"partial is solo, majority or quorum, not {partial!r}")
@@ -285,9 +273,3 @@ def _check_options(
         raise UsageError(f"a rank applies the results that history has kept: it is a number above 0, not {history}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is a norm above 0, or None, not {clip_norm}")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "ReduceLROnPlateau needs a metric: step it in the program, with one that is equal at all ranks"
-        )
-    if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise UsageError("the scheduler belongs to another optimizer")

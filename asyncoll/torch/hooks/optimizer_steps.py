@@ -61,7 +61,10 @@ class OptimizerSteps:
         if any(each is not None for each in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise UsageError("a closure evaluates the loss in the step, where its gradient would not be reduced")
         if not self._is_expected:
-            raise UsageError("a step of the optimizer without a backward pass: all ranks would not make it")
+            raise UsageError(
+                "a step of the optimizer without a backward pass, which all ranks would not make, or after one without "
+                "the gradients of all parameters: if a parameter was frozen, wrap the model again"
+            )
         self._before()
 
     def _end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,7 +89,13 @@ class Untouched:
         queue(lambda: queue(self._note))
 
     def check(self) -> None:
-        """Raise UsageError if a gradient is another one than after the backward pass."""
+        """Raise UsageError if a gradient is another one than after the backward pass, or was missing then."""
+        for parameter, (gradient, _) in zip(self._parameters, self._versions, strict=True):
+            if gradient is None:
+                raise UsageError(
+                    f"a parameter of shape {list(parameter.shape)} has no gradient after backward(), so that a rank "
+                    "that applies missed results would step differently: use every parameter in each step, or freeze it"
+                )
         is_same = all(a is b and v == w for (a, v), (b, w) in zip(self._versions, self._count(), strict=True))
         # Fused optimizers get the scale as an attribute. Otherwise a GradScaler divides without counting a version.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None

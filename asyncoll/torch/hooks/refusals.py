@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import UsageError
+from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 
 _Refusal = tuple[bool, str]  # whether the feature is used, and what to do instead
 
@@ -19,6 +20,10 @@ def check_always(ddp: DistributedDataParallel) -> None:
             (ddp.mixed_precision is not None, "mixed_precision has a hook of its own: use torch.autocast"),
             (bool(ddp._delay_all_reduce_params), "delay_all_reduce_named_params bypasses the hook: leave it out"),
             (ddp._use_python_reducer, "the python_reducer of torch.compile calls hooks without buckets: switch it off"),
+            (
+                getattr(ddp, "skip_all_reduce_unused_params", False),  # missing if DDP delays all parameters
+                "skip_all_reduce_unused_params skips the hook, too: leave it out",
+            ),
         ]
     )
 
@@ -59,7 +64,19 @@ def check_without_lockstep(ddp: DistributedDataParallel) -> None:
                 "find_unused_parameters makes ranks wait for each other in each step: use every parameter in each "
                 "step, or freeze it",
             ),
-            (ddp.skip_all_reduce_unused_params, "skip_all_reduce_unused_params leaves out buckets: leave it out"),
+        ]
+    )
+
+
+def check_all_used(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError for features with which DDP ignores what a hook returns for some parameters."""
+    _raise_first(
+        [
+            (
+                ddp.find_unused_parameters and not ddp.static_graph,
+                "find_unused_parameters leaves out the gradients of parameters that no rank has used in a step, and "
+                "residuals that are sent to them would be lost: use every parameter in each step, or freeze it",
+            )
         ]
     )
 
@@ -74,15 +91,31 @@ def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimiz
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p not in trained]
     others = trained - set(ddp.module.parameters())
+    is_taken = any(
+        isinstance(getattr(hook, "__self__", None), OptimizerSteps)
+        for hook in optimizer._optimizer_step_pre_hooks.values()
+    )
     _raise_first(
         [
             (
                 type(optimizer).__module__.startswith("torch.distributed"),
                 f"{type(optimizer).__name__} sends messages in each step: use an optimizer of torch.optim",
             ),
+            (
+                is_taken,
+                "this optimizer belongs to the state of another hook: call its finish(), or make a new optimizer",
+            ),
             (bool(left), f"the optimizer does not train {', '.join(left[:3])}: give all parameters to one optimizer"),
             (bool(others), "the optimizer trains tensors outside of the model: give it the model's parameters alone"),
         ]
+    )
+
+
+def changed_parameters() -> UsageError:
+    """The error for parameters that were frozen or unfrozen too late."""
+    return UsageError(
+        "requires_grad of a parameter has changed since the model was wrapped, and DDP reduces the gradients of the "
+        "parameters that had it then: wrap the model again"
     )
 
 

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
-from asyncoll.torch.hooks.buckets import check_dense
 from asyncoll.torch.hooks.state import HookState, checked
 
 
@@ -39,9 +38,8 @@ class AllreduceState(HookState):
         self._moved: dict[int, list[Tensor]] = {}  # by index of the bucket: its buffer, and the gradients in it
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_going_on()
+        self._check_bucket(bucket)
         buffer = bucket.buffer()
-        check_dense(buffer)
         ddp = self._model()
         are_final = ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
         if are_final and bucket.index() not in self._moved and (tensors := _tensors_of(bucket)):

@@ -33,8 +33,9 @@ class OkTopkState(HookState):
     first `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
     `name`.
 
-    Besides the features that no hook supports, `join()`, parameters that DDP ignores and optimizers that step in
-    `backward()` are refused. Gradients may be accumulated in `no_sync()`.
+    Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in
+    `backward()`, and `find_unused_parameters` without `static_graph` are refused. Gradients may be accumulated in
+    `no_sync()`.
 
     `state_dict()` has the residual, which is each rank's own, and thresholds and regions. `finish()` gives all ranks
     rank 0's buffers.
@@ -56,6 +57,7 @@ class OkTopkState(HookState):
     ) -> None:
         super().__init__(ddp)
         refusals.check_one_operation(ddp)
+        refusals.check_all_used(ddp)
         if not 0 < density <= 1:
             raise UsageError(f"density is above 0 and at most 1, not {density}")
         if warm_up < 0:
@@ -71,9 +73,10 @@ class OkTopkState(HookState):
         }
         self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
         self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
+        self._claim(name)
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_going_on()
+        self._check_bucket(bucket)
         refusals.check_join(self._model())
         future = self._buckets.gather(bucket)
         if bucket.is_last():
@@ -93,7 +96,7 @@ class OkTopkState(HookState):
                 accumulator, algorithm=method, name=self._name_of(method), **self._rules
             ).wait()  # u and idx; ε = acc, but 0 at idx
         except NonFiniteError:
-            self._has_ended = True  # the residual has the gradient
+            self._has_failed = True  # the residual has the gradient
             raise
         mean = (total.values / self._comm.size).to(gradient.dtype)  # u / P
         gradient.zero_().index_add_(0, total.indices, mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
@@ -10,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.torch.group import ProcessGroup
@@ -19,6 +23,8 @@ from asyncoll.torch.hooks import refusals
 
 T = TypeVar("T")
 S = TypeVar("S", bound="HookState")
+
+_names: weakref.WeakKeyDictionary[BlockingCommunicator, set[str]] = weakref.WeakKeyDictionary()  # of operations
 
 
 class HookState(ABC):
@@ -42,6 +48,9 @@ class HookState(ABC):
         self._group = group
         self._comm = group._comm
         self._has_ended = False
+        self._has_failed = False
+        self._is_registered = False  # with its own model
+        self._gathered = 0  # parameters in the buckets of this step
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
@@ -62,7 +71,7 @@ class HookState(ABC):
         Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
         training has begun.
         """
-        if self.round or self._has_ended:
+        if self._is_registered or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         expected = {"hook": type(self).__name__, "ranks": self._comm.size, "rank": self._comm.rank}
         for what, here in expected.items():
@@ -77,10 +86,15 @@ class HookState(ABC):
     def finish(self) -> None:
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
 
-        A second call has no effect. A `backward()` after it is a UsageError.
+        A second call has no effect. A `backward()` after it is a UsageError, and so is this call after a
+        NonFiniteError.
         """
         if self._has_ended:
             return
+        if self._has_failed:
+            raise UsageError(
+                "the training of this hook has failed, so it has no model to end with: go back to a checkpoint"
+            )
         with self._limit():
             self._finish()
         self._has_ended = True
@@ -105,10 +119,30 @@ class HookState(ABC):
         """The deadline of calls: the timeout of the process group."""
         return deadline(self._group.get_timeout().total_seconds())
 
-    def _check_going_on(self) -> None:
-        """Raise UsageError if no gradient may come any more."""
-        if self._has_ended:
+    def _check_bucket(self, bucket: GradBucket) -> None:
+        """Raise UsageError unless this bucket belongs to the training, and all buckets of a step to all parameters."""
+        if self._has_ended or self._has_failed:
             raise UsageError("the training of this hook has ended: wrap the model again, and register a new hook")
+        if bucket.buffer().layout is not torch.strided:
+            raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
+        parameters = bucket.parameters()
+        trained = [parameter for parameter in self._model()._module_parameters if parameter.requires_grad]
+        if not self._is_registered and not any(parameters[0] is parameter for parameter in trained):
+            raise UsageError("the state of this hook was made for another model: make one for each model")
+        self._is_registered = True
+        self._gathered = len(parameters) + (0 if bucket.index() == 0 else self._gathered)
+        if bucket.is_last() and self._gathered < len(trained):
+            raise refusals.changed_parameters()
+
+    def _claim(self, name: str) -> None:
+        """Raise UsageError if another state of this process group has the name, or had it."""
+        names = _names.setdefault(self._comm, set())
+        if name in names:
+            raise UsageError(
+                f"a training named {name!r} has used this process group, and its rounds, thresholds and regions belong "
+                "to the name: give another name to the state"
+            )
+        names.add(name)
 
 
 def checked(state: object, kind: type[S]) -> S:
@@ -120,5 +154,6 @@ def checked(state: object, kind: type[S]) -> S:
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that awaits handles. This thread may run an event loop, but not that of the work."""
+    limited = contextvars.copy_context()  # the deadline
     with ThreadPoolExecutor(1, "asyncoll-hook") as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(limited.run, asyncio.run, work).result()

@@ -1,0 +1,76 @@
+"""The learning rate, and the other options of an optimizer, as functions of the round."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from asyncoll.errors import UsageError
+
+_Options = list[dict[str, Any]]
+_PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
+
+
+class Schedule:
+    """Steps a scheduler once for each round, and finds out whether the program changes options in between.
+
+    A rank that applies the result of a round later than the others must do it with the same options.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau needs a metric: step it in the program, after a round that is synchronous, with a "
+                "metric that is equal at all ranks"
+            )
+        if scheduler is not None and scheduler.optimizer is not optimizer:
+            raise UsageError("the scheduler belongs to another optimizer")
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._options: _Options = []
+
+    def step(self) -> None:
+        """A round has passed."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def note(self) -> None:
+        """All ranks have these options now, or get them with the result of this round."""
+        self._options = _options_of(self._optimizer)
+
+    def check(self) -> None:
+        """Raise UsageError if the options are others than at the last `note`, or about to be."""
+        if self._scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                "a scheduler of this optimizer would give ranks different learning rates in one round: give it to the "
+                "state of the hook, which steps it once for each round"
+            )
+        if not _are_equal(self._options, _options_of(self._optimizer)):
+            raise UsageError(
+                "the program has changed the learning rate or another option of the optimizer, or added parameters: "
+                "ranks would apply one result with different options. Give a scheduler to the state of the hook, or "
+                "change options after a round that is synchronous, at all ranks"
+            )
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
+    """A copy of the options of all groups, and the identities of their parameters."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if isinstance(value, _PLAIN)}
+        | {"params": [id(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other)
