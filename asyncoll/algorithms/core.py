@@ -106,4 +106,5 @@ class Core:
             )
         self.lifetime.serves = self._rpc is not None  # the other ranks may still call functions of this one
         if not self.member.endpoint.closed:
+            self.calls.check_started()
             self.lifetime.close(error)
