@@ -106,5 +106,4 @@ class Core:
             )
         self.lifetime.serves = self._rpc is not None  # the other ranks may still call functions of this one
         if not self.member.endpoint.closed:
-            self.calls.check_started()
             self.lifetime.close(error)
