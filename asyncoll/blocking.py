@@ -287,6 +287,8 @@ class BlockingCommunicator(Communicator):
 
     def _end(self, error: str) -> None:
         with self._order:
+            if not self._core.member.endpoint.closed:
+                self._calls.check_started()  # under the lock: no thread is about to start a call
             super()._end(error)
 
     @property

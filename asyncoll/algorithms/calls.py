@@ -71,13 +71,19 @@ class Calls:
         loop. Aborts the communicator if the last call was numbered and never started.
         """
         self._member.check_caller()
-        # A signal handler may raise between the number of a call and its start. The other ranks wait for that call, so
-        # this rank cannot go on with the next one.
+        self.check_started()
+        self.unstarted = call = Signature(operation, self._numbers.last + 1, dtype, count, detail, site)
+        self._numbers.last = call.number  # after `unstarted`: no number is taken that it does not tell
+        return call
+
+    def check_started(self) -> None:
+        """Abort the communicator if the last call was numbered and never started.
+
+        A signal handler may raise between the number of a call and its start. The other ranks wait for that call, so
+        this rank cannot go on with the next one.
+        """
         if self.unstarted is not None:
             self._member.abort(f"{self.unstarted} was interrupted before it had begun")
-        self._numbers.last += 1
-        self.unstarted = call = Signature(operation, self._numbers.last, dtype, count, detail, site)
-        return call
 
     def start(
         self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = ignore
@@ -87,13 +93,13 @@ class Calls:
         Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
         aborts the communicator.
         """
-        pending = self._pending.enter(call, call.number)
         try:
+            pending = self._pending.enter(call, call.number)
             self.unstarted = None  # inside the try: from here on an interruption is reported below
             work = self._carry_out(call, self._backend.collectives(call), body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
         except BaseException as error:
-            self._pending.leave(pending)
+            self._pending.drop(call)
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
@@ -130,13 +136,16 @@ class Calls:
 
         Returns False if the call needs the runtime's loop: then `start_send` must follow, with the same `call`.
         """
-        member, source = self._member, self._member.group.rank
-        pending = self._enter_pair(call, source, dest)
+        member, source, pending = self._member, self._member.group.rank, None
         try:
+            pending = self._enter_pair(call, source, dest)
             if not member.send_directly(call, pair_context(member.communicator, source, dest, tag), dest, data):
                 return False
         finally:
-            self._pending.leave(pending)
+            if pending is None:
+                self._pending.drop(call)
+            else:
+                self._pending.leave(pending)
         traffic = Traffic()
         traffic.sent(data.nbytes)
         self.ledger.enter(call.operation, traffic)
@@ -145,16 +154,24 @@ class Calls:
     def start_send(self, call: Signature, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start `call`, which sends to `dest`."""
         source = self._member.group.rank
-        pending = self._enter_pair(call, source, dest)
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
         context = pair_context(self._member.communicator, source, dest, tag)
-        return self._member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
+        try:
+            pending = self._enter_pair(call, source, dest)
+            return self._member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
+        except BaseException:
+            self._pending.drop(call)
+            raise
 
     def start_receive(self, call: Signature, source: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop."""
-        pending = self._enter_pair(call, source, self._member.group.rank)
-        return self._member.runner.start(self._receive(call, source, tag, body, pending))
+        try:
+            pending = self._enter_pair(call, source, self._member.group.rank)
+            return self._member.runner.start(self._receive(call, source, tag, body, pending))
+        except BaseException:
+            self._pending.drop(call)
+            raise
 
     def start_receive_from_any(
         self, call: Callable[[int | None, int], Signature], tag: int, into: Array, result: Callable[[int], T]
@@ -163,8 +180,7 @@ class Calls:
 
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
         """
-        ranks = self._member.group.ranks
-        pending = self._pending.enter(call(None, 0), from_any=True)
+        ranks, unserved = self._member.group.ranks, call(None, 0)
 
         def taken(source: int, number: int) -> Signature:
             self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
@@ -172,10 +188,11 @@ class Calls:
 
         receive = FromAny(self._member, taken, tag, into)
         try:
-            work = self._receive_from_any(receive, call(None, 0), pending, result)
+            pending = self._pending.enter(unserved, from_any=True)
+            work = self._receive_from_any(receive, unserved, pending, result)
             return self._member.runner.start(work, partial(self._receives.discard, receive))
         except BaseException:
-            self._pending.leave(pending)
+            self._pending.drop(unserved)
             raise
 
     def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:

@@ -25,7 +25,7 @@ class Communicator(Protocol):
     """One communicator of this rank: its `lifetime.Lifetime`."""
 
     def is_settled(self) -> bool:
-        """Whether no numbered call is pending."""
+        """Whether no numbered call is pending, or all have failed."""
 
     def is_idle(self) -> bool:
         """Whether no call is under way."""

@@ -13,6 +13,9 @@ Ending is local: ranks close a communicator at any time and in any order. The en
 A rank with an error, or one that leaves the world (see `departures`), does not wait for its calls: it ends them. It
 tells the number up to which they were over.
 
+A send or a receive that no rank matches is never over. Where nobody may wait for it after the end (`keeps_messages`),
+it ends once all ranks have left.
+
 This takes no collective call, and no count in shared memory that a dead rank could leave wrong. The death of a rank
 ends the world, and with it all memory.
 """
@@ -56,9 +59,11 @@ class Lifetime:
         """`last` gives the number of the last call of this rank. The communicator of the world has no steps 2 and 3."""
         self._member = member
         self._calls = calls
+        self._backend = backend
         self._last = last
         self._parts: tuple[Part, ...] = (calls, backend)
         self.is_world = is_world
+        self.keeps_messages = True  # sends and receives under way may be waited for after `close`
         self.serves = False  # other ranks may still ask for something of this one: it is never through
         self._is_left = False  # by this rank
         self._leaving: set[int] = set()  # world ranks whose Leave has come
@@ -75,12 +80,13 @@ class Lifetime:
         Calls under way end as usual, unless this rank closes because of an `error`, which the others are told.
         """
         if not self._member.is_closed:
-            self._member.is_closed = True
             self._member.post(lambda: self._close(error))
+            self._member.is_closed = True  # last: a signal handler may raise before the others are told
 
     def _close(self, error: str) -> None:
-        if self._member.endpoint.closed:
+        if self._member.endpoint.closed or self._is_left:
             return
+        self._member.is_closed = True
         for part in self._parts:
             part.retire()
         if error:
@@ -106,8 +112,9 @@ class Lifetime:
                 self._member.endpoint.router.tell(rank, message)
 
     def is_settled(self) -> bool:
-        """Whether no numbered call is pending."""
-        return self._calls.is_settled()
+        """Whether no numbered call is pending, or all have failed."""
+        failures = self._member.endpoint.failures
+        return self._calls.is_settled() or failures.has_failed(self._member.communicator)
 
     def is_idle(self) -> bool:
         """Whether no call is under way."""
@@ -120,6 +127,7 @@ class Lifetime:
         member = self._member
         if member.endpoint.closed or member.endpoint.rank in self._through or not member.is_closed:
             return
+        self._end_messages()
         # A rank with an open port may have to send messages for calls of the others, and does not know the last one. So
         # it is never through.
         if self.serves or member.ports or not self._is_left or not self.is_idle():
@@ -129,12 +137,21 @@ class Lifetime:
         self._tell(Unused(member.communicator))
         self._is_through(member.endpoint.rank)
 
+    def _end_messages(self) -> None:
+        """End the sends and receives under way if nobody may wait for them, and no rank makes their counterparts."""
+        group, gone = self._member.group, self._leaving | self._through | {self._member.endpoint.rank}
+        if self.keeps_messages or len(gone) < group.size or not self._calls.has_only_messages():
+            return
+        if self._backend.is_idle(self._wake):
+            self._member.endpoint.failures.fail(Closed(), group.communicator)
+
     # -- other ranks ------------------------------------------------------------------------------
 
     def _told_leave(self, source: int, leave: Leave) -> None:
         self._check_part(source)
         self._leaving.add(source)
         self._calls.left(self._departed(source, leave.reason), leave.calls)
+        self._finish_when_idle()
 
     def _told_unused(self, source: int, _: Unused) -> None:
         self._check_part(source)
@@ -149,6 +166,7 @@ class Lifetime:
             self._calls.left(self._departed(rank, reason), 0)
         self._calls.lacks(rank, Kind.ROUND)
         self._is_through(rank)
+        self._wake()
 
     def _check_part(self, source: int) -> None:
         if source not in self._member.group.ranks:

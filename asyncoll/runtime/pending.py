@@ -120,8 +120,8 @@ class PendingCalls:
         self._pending[pending] = None
         self.note(call, number)
         if pending.expires_s < self._next_check_s:
-            self._next_check_s = pending.expires_s
             self._post(self._check_overdue)
+            self._next_check_s = pending.expires_s  # last: a signal handler may raise before the check is posted
         if self._departed:
             self._post(self._look_soon)
         return pending
@@ -152,13 +152,19 @@ class PendingCalls:
         """The call has ended, in any way. Idempotent."""
         self._pending.pop(pending, None)
         self._idle_since_s = self._now_s()
-        if self._on_idle is not None and not self._pending:
+        if self._on_idle is not None:
             self._on_idle()
+
+    def drop(self, call: Call) -> None:
+        """`call` does not begin: a signal handler has raised, perhaps before `enter` had returned."""
+        for pending in tuple(self._pending):
+            if pending.call is call:
+                self.leave(pending)
 
     # -- on the runtime's loop --------------------------------------------------------------------
 
     def is_idle(self, wake: Callable[[], None]) -> bool:
-        """Whether no call is in progress; otherwise `wake` is called, in any thread, when none is."""
+        """Whether no call is in progress; otherwise `wake` is called, in any thread, after the end of each."""
         self._on_idle = wake
         return not self._pending
 
@@ -272,6 +278,11 @@ class PendingCalls:
     def is_settled(self) -> bool:
         """Whether no numbered call is pending."""
         return not any(pending.number for pending in tuple(self._pending))
+
+    def has_only_messages(self) -> bool:
+        """Whether calls are in progress, all of them sends and receives."""
+        pending = tuple(self._pending)
+        return bool(pending) and all(each.kind in (Kind.PAIR, Kind.FROM_ANY) for each in pending)
 
     def left(self, failure: Departed, calls: int) -> None:
         """World rank `failure.rank` takes no part in collectives after number `calls`. From any thread."""

@@ -110,14 +110,18 @@ def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
     comm = world.comm
     context = digest(comm._core.member.communicator, "torch", name, turn, *ranks)
     group = Group(tuple(ranks), list(ranks).index(comm.rank), context)
-    return BlockingCommunicator(comm._core.split(group), tuple(comm.hosts[rank] for rank in ranks))
+    core = comm._core.split(group)
+    core.lifetime.keeps_messages = False
+    return BlockingCommunicator(core, tuple(comm.hosts[rank] for rank in ranks))
 
 
 def leave(comm: BlockingCommunicator) -> None:
     """Leave the group of `comm`, and the world if it is that of all ranks. Not collective.
 
-    Waits until the collectives under way are over, unless it is called while an exception is handled, as in a `finally`
-    block: then it leaves at once, and tells the others of the exception. Without effect in a forked child.
+    Leaving the world waits until the collectives under way are over, and ends sends and receives. Leaving a group waits
+    for nothing: its collectives go on, and its sends and receives do until all ranks have left it. While an exception
+    is handled, as in a `finally` block, this ends all calls at once, and tells the others of the exception. Without
+    effect in a forked child.
     """
     error = sys.exc_info()[1]
     _leave(comm, None if error is None else ClosedError(f"after {describe(error)}"))
@@ -137,17 +141,18 @@ def _number(store: Any, more: int) -> int:
 
 def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
     global _world
+    world = _world
+    if world is None or world.process != os.getpid():
+        return
+    if comm is not world.comm:
+        if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
+            comm._end("" if error is None else str(error))
+        return
+    comm._leave(error)  # first: if a signal handler raises in it, the next call waits for the end
     with _lock:
-        world = _world
-        if world is None or world.process != os.getpid():
-            return
-        if comm is not world.comm:
-            if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
-                comm._end("" if error is None else str(error))
-            return
-        _world = None
-    atexit.unregister(_leave_at_exit)
-    comm._leave(error)
+        if _world is world:
+            _world = None
+            atexit.unregister(_leave_at_exit)
 
 
 def _leave_at_exit() -> None:

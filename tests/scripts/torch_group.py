@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 import torch
 import torch.distributed as dist
+from raising import caught
 from torch.distributed import ReduceOp
 
 import asyncoll
@@ -43,15 +44,6 @@ def check(*parameters):
         return function
 
     return add
-
-
-def caught(kind, act, *arguments):
-    """The exception of this kind that `act` raises."""
-    try:
-        act(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{act} has raised no {kind}")
 
 
 # -- inputs and expected values ---------------------------------------------------------------------

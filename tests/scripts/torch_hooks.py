@@ -12,6 +12,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from raising import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,15 +25,6 @@ with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.s
     from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 torch.set_num_threads(1)
-
-
-def caught(kind, act, *arguments):
-    """The exception of this kind that `act` raises."""
-    try:
-        act(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{act} has raised no {kind}")
 
 
 class Model(nn.Module):

@@ -16,20 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from raising import caught
 
 import asyncoll
 
 FILE = Path(__file__).name
 SECONDS = 60.0  # for a wait that must end
-
-
-def caught(kind, act, *arguments):
-    """The exception of this kind that `act` raises."""
-    try:
-        act(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{act} has raised no {kind}")
 
 
 def collectives(comm):

@@ -1,0 +1,24 @@
+"""How groups of torch.distributed, and children of their ranks, end: in worlds of real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "torch_endings.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_messages_end_with_their_group_and_children_by_themselves(forked_world, transport):
+    environment = os.environ | {"ASYNCOLL_TRANSPORT": transport}
+    for rank in forked_world(environment, 3, SCRIPT, "unmatched", "matched", "children"):
+        assert rank.end() == (0, "passed\n", "")
+
+
+@pytest.mark.slow
+def test_an_interrupted_call_leaves_no_rank_waiting(forked_world):
+    for rank in forked_world(dict(os.environ), 3, SCRIPT, "interruptions"):
+        assert rank.end() == (0, "passed\n", "")
