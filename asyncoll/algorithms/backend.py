@@ -139,8 +139,8 @@ class ShortWay(Protocol):
     A rank that has begun a call either ends it with `look`, or finishes it with the collectives of that call.
     """
 
-    def takes(self, x: Array) -> bool:
-        """Whether an allreduce of `x` goes this way. The ranks may differ in it."""
+    def takes(self, x: Array, may_block: bool) -> bool:
+        """Whether an allreduce of `x` goes this way. The ranks may differ in it. `may_block` is that of the runner."""
 
     def now_s(self) -> float:
         """The time of `runtime.deadlines`."""

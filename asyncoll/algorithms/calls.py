@@ -112,7 +112,8 @@ class Calls:
         free. `result` is called once `operand` has the result.
         """
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
-        if way is None or (operand is not None and not way.takes(operand.flat)):
+        may_block = self._member.runner.may_block()
+        if way is None or (operand is not None and not way.takes(operand.flat, may_block)):
             return self.start(call, body, nbytes)
         try:
             self.unstarted = None  # inside the try, as in `start`

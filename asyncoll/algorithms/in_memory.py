@@ -128,7 +128,7 @@ class MemoryBackend:
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
         driven = self.short_way.work(work, describe)
-        if nbytes > self._staging.sizes.long:
+        if nbytes > self._staging.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 

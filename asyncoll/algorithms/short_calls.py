@@ -94,6 +94,8 @@ class ShortCall(Generic[T]):
                 self._error = error
         return self.is_over
 
+    poll = look
+
     async def finish(self) -> T:
         if not self._has_begun:
             self.begin()

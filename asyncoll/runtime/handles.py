@@ -23,7 +23,7 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
-from asyncoll.runtime.work import Begun, Driven, Work
+from asyncoll.runtime.work import Begun, Driven
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -353,12 +353,14 @@ class HandleRunner(ProgressThread):
         self._post(handle, partial(self._run_here, handle, work))
         return handle
 
+    def may_block(self) -> bool:
+        return bool(getattr(self.waiting, "now", False))
+
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Any:
         if work.is_atomic or not may_interrupt():
             work.begin()
-            if isinstance(work, Work) and getattr(self.waiting, "now", False):
-                while not work.is_over and work.poll():
-                    pass
+            while not work.is_over and self.may_block() and work.poll():
+                pass
             if work.is_over:
                 handle: Handle[T] = self._handle(discarded)
                 try:

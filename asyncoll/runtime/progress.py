@@ -90,6 +90,9 @@ class Runner(Protocol):
         end, and `discarded` is called, too.
         """
 
+    def may_block(self) -> bool:
+        """Whether the calling thread waits for the call that it makes: long work there keeps nothing else waiting."""
+
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
@@ -309,6 +312,9 @@ class SharedLoop:
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
 
+    def may_block(self) -> bool:
+        return False
+
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded)
@@ -393,6 +399,9 @@ class ProgressThread:
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
+
+    def may_block(self) -> bool:
+        return False
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():

@@ -38,6 +38,12 @@ class Driven(Protocol[T_co]):
     def look(self) -> bool:
         """Block the calling thread for a short time, if that may end the work. Returns whether it is over."""
 
+    def poll(self) -> bool:
+        """As `look`, for a thread that has nothing else to do: go on for as long as the work has to wait but briefly.
+
+        Returns whether the work is over, or should be polled again.
+        """
+
     def finish(self) -> Coroutine[Any, Any, T_co]:
         """Run to the end, on the running loop of the calling thread, and return the result. It may not have begun."""
 
@@ -165,6 +171,9 @@ class Immediate(Generic[T]):
         if not self.is_over:
             self.begin()
         return self.result()
+
+    def poll(self) -> bool:
+        return self.is_over
 
     def result(self) -> T:
         if self._error is not None:

@@ -115,11 +115,11 @@ class ShortWay:
         is_private = x.nbytes > sizes.whole and sizes.is_private(x.nbytes) and peers is not None and peers.can_read()
         return -x.ctypes.data if is_private else None
 
-    def takes(self, x: Array) -> bool:
+    def takes(self, x: Array, may_block: bool) -> bool:
         sizes = self._staging.sizes
         if x.nbytes <= sizes.short:
             return x.nbytes > 0
-        is_compiled = self._native is not None and x.nbytes <= sizes.long
+        is_compiled = self._native is not None and (x.nbytes <= sizes.long or may_block)
         return is_compiled and (x.nbytes <= sizes.whole or self._shown_at(x) is not None)
 
     def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
@@ -147,7 +147,8 @@ class ShortWay:
             key, signed(call.fingerprint()), reduce, kernel, divisor, nbytes or 1, reducing, receiving, is_atomic
         )
         self._plans[key] = plan
-        if not nbytes or (kernel if self._compiled is not None else is_copied):
+        is_learnt = not nbytes or (kernel if self._compiled is not None else is_copied)
+        if is_learnt and nbytes <= self._staging.sizes.long:
             self._teach(plan, op, nbytes)
         return plan
 
