@@ -15,6 +15,7 @@ class Site(NamedTuple):
 
     code: CodeType
     instruction: int  # of the call, in bytes: its line is looked up only for an error
+    remark: str = ""  # on the call
 
     @property
     def line(self) -> int:
@@ -22,7 +23,8 @@ class Site(NamedTuple):
         return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
-        return f"{self.code.co_filename.rpartition('/')[2]}:{self.line}"
+        place = f"{self.code.co_filename.rpartition('/')[2]}:{self.line}"
+        return f"{place} ({self.remark})" if self.remark else place
 
 
 def site_outside(folder: str) -> Site:

@@ -197,6 +197,18 @@ class Calls:
                 self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
             )
 
+    def refuse(self, operation: str, reason: str) -> None:
+        """Take the place of a call of `operation` that this rank refuses, for this reason.
+
+        The other ranks raise a MismatchError, which tells the reason, unless they all refuse a call of this operation,
+        too. Nothing waits here.
+        """
+        self._core.member.check_open()
+        site = _site()._replace(remark=reason)
+        with self._order:
+            call = self._calls.number(operation, "", -1, "refused", site)
+            self._handle(self._calls.start(call, lambda collectives: collectives.barrier()))
+
     def run(self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int) -> Handle[Any]:
         """A call of any `body`."""
         with self._order:
@@ -219,12 +231,13 @@ class Calls:
         detail = f"from rank {self.rank} to rank {dest}, tag {tag}"
         return self._pass(detail, start)
 
-    def recv(self, block: Block, source: int, tag: int) -> Handle[Any]:
-        """Receive `block` from another rank."""
+    def recv(self, block: Block, source: int, tag: int) -> Handle[int]:
+        """Receive `block` from another rank. The result is `source`."""
 
-        async def body(pair: Collectives) -> None:
+        async def body(pair: Collectives) -> int:
             await pair.pass_on(None, source, block.flat, source)
             block.write_back()
+            return source
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
         return self._pass(detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body))

@@ -20,8 +20,10 @@ NAME = "asyncoll"
 _c10d: Any = dist.distributed_c10d  # its types do not show all that it has
 
 
-def add_backend(group: Any, device: str, store: Any, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Register the backend that the user has named for `device` with `group`. All its ranks call this.
+def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Register the backend that the user has named for `device` with `group`, and with its group `others`.
+
+    All ranks call this.
 
     Raises UsageError if there is none.
     """
@@ -34,7 +36,8 @@ def add_backend(group: Any, device: str, store: Any, ranks: Sequence[int], timeo
     type_ = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     store = _c10d.PrefixStore(f"{device}/", store)
     backend = _make(name, group, store, list(ranks), timeout)
-    group._register_backend(torch.device(device), type_, backend)
+    for each in (group, others):
+        each._register_backend(torch.device(device), type_, backend)
 
 
 def _named(group: Any) -> dict[str, str]:

@@ -56,19 +56,6 @@ def read(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     return Options(**found)
 
 
-def as_list(given: Any) -> list[Any]:
-    """`given`, a tensor or a list of tensors, as a list of tensors."""
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def first(given: Any, *, only: bool = False) -> Any:
-    """The first of the tensors, or of the lists. `only`: there is no other. Raises UsageError if that is not so."""
-    if not given or (only and len(given) > 1):
-        expected = "exactly one" if only else "at least one"
-        raise of_torch(UsageError(f"the call got {len(given)} tensors, or lists of them: pass {expected}"))
-    return given[0]
-
-
 def check_timeout(timeout: timedelta) -> None:
     """Raise UsageError unless the timeout of a group is above 0."""
     if timeout <= timedelta(0):

@@ -45,5 +45,13 @@ def contribution(x: Tensor, op: ReduceOp, factor: Any, *, fresh: bool = False) -
     block = reducible(x, fresh=fresh and factor is not None)
     check_reduction(op, block.dtype)
     if factor is not None:
-        block.packed.detach().mul_(factor)
+        scale(block.packed.detach(), factor)
     return block
+
+
+def scale(x: Tensor, factor: Any) -> Tensor:
+    """Multiply `x` by `factor`, in place. Raises UsageError if that is not possible, as for integers and a fraction."""
+    try:
+        return x.mul_(factor)
+    except RuntimeError as error:
+        raise UsageError(f"the factor {factor} of PREMUL_SUM does not fit a tensor of {x.dtype}: {error}") from None

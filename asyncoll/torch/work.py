@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -51,7 +51,6 @@ class Work(TorchWork):
         super().__init__()
         self.handles = handles
         self._outputs = outputs
-        self._source: Callable[[], int] | None = None
         self._begun: torch.futures.Future[None] | None = None  # completed to complete the next one
         self._future: torch.futures.Future[Any] | None = None
         self._completions = count()
@@ -115,15 +114,15 @@ class Work(TorchWork):
         """The outputs. They hold the results after `wait`."""
         return self._outputs
 
-    def set_source(self, source: Callable[[], int]) -> None:
-        """`source` tells the rank that has sent what was received, once the call is over."""
-        self._source = source
-
     def source_rank(self) -> int:
-        """The rank in the group that has sent the message of a `recv`. Raises RuntimeError for other calls."""
-        if self._source is None:
+        """The rank in the group that has sent the message of a `recv`, which this waits for.
+
+        Raises RuntimeError for other calls.
+        """
+        source = self.handles[0].wait() if self.handles else None
+        if not isinstance(source, int):
             raise RuntimeError("only a receive has a source")
-        return self._source()
+        return source
 
     _source_rank = source_rank
 

@@ -1,0 +1,162 @@
+"""What all calls of a process group have in common: how they begin, and what becomes of those that are refused.
+
+A rank whose arguments are wrong raises a UsageError. The other ranks, whose arguments are right, would wait for it. So
+a refused collective takes its number, too, and a signature that says so: `calls.Calls.refuse`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncoll.blocking import BlockingCommunicator
+from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.runtime.deadlines import deadline
+from asyncoll.runtime.handles import Handle
+from asyncoll.torch import recording
+from asyncoll.torch.arguments import Arguments, only
+from asyncoll.torch.calls import Calls
+from asyncoll.torch.devices import add_backend
+from asyncoll.torch.errors import of_torch
+from asyncoll.torch.options import check_timeout, read
+from asyncoll.torch.uncompiled import uncompiled
+from asyncoll.torch.work import Work
+
+Begin = Callable[[], Handle[Any]]
+_Base: Any = dist.ProcessGroup
+
+
+def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
+    """A method that torch calls, made of one that begins the call and returns its handle.
+
+    Its arguments are those of torch, the last one being the options. The outputs are tensors, or lists of them, in the
+    first argument, and the inputs in the second one, if there are two. `title` is the name for profilers.
+    """
+
+    def decorate(begin: Callable[..., Handle[Any]]) -> Callable[..., Any]:
+        name, count = begin.__name__, begin.__code__.co_argcount - 2  # without `self` and the options
+
+        @uncompiled
+        @functools.wraps(begin)
+        def call(self: CallingGroup, *given: Any, **named: Any) -> Any:
+            arguments, opts = given[:count], read(given[count:], named)
+            outputs = _tensors(arguments[0]) if arguments else []
+            inputs = _tensors(arguments[1]) if len(arguments) > 1 else outputs
+            try:
+                tensors = outputs or inputs
+                if tensors and not tensors[0].is_cpu:
+                    return getattr(self._elsewhere(tensors[0].device), name)(*given, **named)
+                return self._work(title, lambda: begin(self, *arguments, opts), opts, outputs, inputs)
+            except UsageError as error:
+                self._refuse(title, opts, error)
+                raise of_torch(error) from None
+
+        return call
+
+    return decorate
+
+
+def message(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
+    """As `collective`, for a call of two ranks, with one tensor and no options.
+
+    The other rank is not told of a refusal: the message has no number yet, and this rank may make the call again.
+    """
+
+    def decorate(begin: Callable[..., Handle[Any]]) -> Callable[..., Any]:
+        name = begin.__name__
+
+        @uncompiled
+        @functools.wraps(begin)
+        def call(self: CallingGroup, tensors: Any, *given: Any, **named: Any) -> Any:
+            try:
+                x = only(tensors)
+                if not x.is_cpu:
+                    return getattr(self._elsewhere(x.device), name)(tensors, *given, **named)
+                return self._work(title, lambda: begin(self, x, *given, **named), None, [x], [x])
+            except UsageError as error:
+                raise of_torch(error) from None
+
+        return call
+
+    return decorate
+
+
+def _tensors(given: Any) -> list[Any]:
+    """A tensor, the tensors of a list, or those of a list of lists."""
+    if not isinstance(given, (list, tuple)):
+        return [given]
+    if given and isinstance(given[0], (list, tuple)):
+        return [x for row in given for x in row]
+    return list(given)
+
+
+class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base class are overloaded
+    """A process group that begins calls. The calls themselves are in the classes that derive from it."""
+
+    def __init__(self, store: Any, comm: BlockingCommunicator, timeout: timedelta) -> None:
+        super().__init__(comm.rank, comm.size)  # with a store, C++ would not call this class
+        self._comm = comm
+        self._calls = Calls(comm)
+        self._arguments = Arguments(comm.rank, comm.size)
+        self._waiting = self._calls.waiting
+        self._store = store
+        self.set_timeout(timeout)
+        self._together: list[Work] | None = None  # the calls since `_start_coalescing`
+        self._device_names = ["cpu"]
+        self._others: Any = None  # the group of the other devices
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time after which a call that is not over raises DeadlineError. Raises UsageError for 0 and below."""
+        check_timeout(timeout)
+        self._timeout = timeout
+
+    def _work(self, title: str, begin: Begin, opts: Any, outputs: list[Any], inputs: Sequence[Tensor]) -> Work:
+        """Begin a call with the timeout of its options, or of the group."""
+        record = recording.begin(title, inputs)
+        waiting = self._waiting
+        waiting.now = not getattr(opts, "asyncOp", True)
+        try:
+            with deadline(self._limit_s(opts)):
+                work = Work((begin(),), outputs, record)
+        except BaseException as error:
+            recording.end(record)
+            self._together = None  # a block of coalesced calls ends with the first error
+            raise of_torch(error) from None
+        finally:
+            waiting.now = False
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _limit_s(self, opts: Any) -> float:
+        limit = getattr(opts, "timeout", None)
+        seconds: float = limit.total_seconds() if limit is not None else 0.0
+        return seconds if seconds > 0 else self._timeout.total_seconds()
+
+    def _refuse(self, title: str, opts: Any, error: UsageError) -> None:
+        """Tell the other ranks that this rank has refused a collective call, in the place of that call."""
+        with contextlib.suppress(AsyncollError), deadline(self._limit_s(opts)):  # the group may have ended
+            self._calls.refuse(title, str(error))
+
+    def _elsewhere(self, device: torch.device) -> Any:
+        """The group that carries out the calls with tensors of `device`. Raises UsageError if no backend was named.
+
+        It is a group of its own, because C++ finds the methods of this class below those of its base class.
+        """
+        if device.type not in self._device_names:
+            if self._others is None:
+                self._others = _Base(self._calls.rank, self._calls.size)
+            ranks = self._comm._core.member.group.ranks
+            try:
+                add_backend(self, self._others, device.type, self._store, ranks, self._timeout)
+            except UsageError as error:
+                raise of_torch(error) from None
+            self._device_names.append(device.type)
+        return self._others
