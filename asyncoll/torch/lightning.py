@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import strategies
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -33,6 +34,9 @@ class DDPStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # Lightning is
         `ddp_comm_hook` and `ddp_comm_state` go to the model's `register_comm_hook`. For a state that is made from the
         wrapped model, or from its optimizers, there is `register_hook` instead: it is called with both when fitting
         begins, and registers the hook itself.
+
+        With a hook, a step of an optimizer evaluates its closure first, in which Lightning computes the gradients, and
+        only once: not for LBFGS.
         """
         super().__init__(process_group_backend=process_group_backend, **settings)
         if ddp_comm_hook is not None and register_hook is not None:
@@ -45,4 +49,16 @@ class DDPStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # Lightning is
         """Wrap the model, make the optimizers, and register the hook."""
         super().setup(trainer)
         if self._register_hook is not None and isinstance(self.model, DistributedDataParallel):
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(_evaluate_closure)  # before those of the communication hook
             self._register_hook(self.model, self.optimizers)
+
+
+def _evaluate_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], settings: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take the closure out of a step: a communication hook acts between the gradients and the step."""
+    closure = settings.pop("closure")  # Lightning keeps what it returns
+    with torch.enable_grad():
+        closure()
+    return args, settings
