@@ -86,7 +86,7 @@ def frameworks(runs: Runs, size: int) -> bool:
 
 def sabotage(runs: Runs, size: int) -> bool:
     """Every check of values fails if the backend's results are off by one."""
-    good = True
+    good = _sabotage_wheel(runs, size)
     for module in "features", "frameworks":
         for kind in ("floats", "bytes") if module == "features" else ("floats",):
             found = runs.results(f"{module}-{kind}-{size}", f"torch_tests.{module}.run", [kind, str(size)])
@@ -96,6 +96,18 @@ def sabotage(runs: Runs, size: int) -> bool:
             _print("ALL THE SAME", passed, {})
             good = good and failed > 0 and not passed
     return good
+
+
+def _sabotage_wheel(runs: Runs, size: int) -> bool:
+    """Most of PyTorch's tests fail then. The others check no values of floats: they are of errors, names and order."""
+    gloo = _of_gloo(runs, "gloo", size, None)
+    names = [test for test, result in gloo.items() if result["outcome"] == "passed"]
+    found = _of_wheel(runs, "floats", "gloo", size, names)
+    passed = sorted(test for test, result in found.items() if result["outcome"] == "passed")
+    print(f"== PyTorch's tests of Gloo with results off by one, {size} ranks: {len(found) - len(passed)} of ", end="")
+    print(f"{len(found)} that Gloo passes fail, as wanted")
+    _print("all the same", passed, {})
+    return len(passed) < len(found) / 2
 
 
 def report(title: str, gloo: Results, ours: Results) -> bool:

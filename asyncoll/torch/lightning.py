@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 Register = Callable[[DistributedDataParallel, Sequence[Optimizer]], object]
+_Base: Any = strategies.DDPStrategy  # whether or not Lightning is installed for mypy
 
 
-class DDPStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # Lightning is not installed for mypy
+class DDPStrategy(_Base):  # type: ignore[misc]
     """Lightning's `DDPStrategy` with the backend asyncoll, and with communication hooks on the CPU.
 
     Lightning's own strategy takes `process_group_backend="asyncoll"` too. It registers hooks for CUDA models only, and
@@ -58,7 +59,7 @@ def _evaluate_closure(
     optimizer: Optimizer, args: tuple[Any, ...], settings: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take the closure out of a step: a communication hook acts between the gradients and the step."""
-    closure = settings.pop("closure")  # Lightning keeps what it returns
-    with torch.enable_grad():
-        closure()
+    if closure := settings.pop("closure", None):  # not in the steps that a hook makes
+        with torch.enable_grad():
+            closure()  # Lightning keeps what it returns
     return args, settings
