@@ -37,7 +37,8 @@ class DDPStrategy(_Base):  # type: ignore[misc]
         begins, and registers the hook itself.
 
         With a hook, a step of an optimizer evaluates its closure first, in which Lightning computes the gradients, and
-        only once: not for LBFGS.
+        only once: not for LBFGS. Lightning's exchange before each batch, whether rank 0 has received SIGTERM, is left
+        out: ranks would wait for each other. A rank that ends by SIGTERM is lost for the others.
         """
         super().__init__(process_group_backend=process_group_backend, **settings)
         if ddp_comm_hook is not None and register_hook is not None:
@@ -53,6 +54,7 @@ class DDPStrategy(_Base):  # type: ignore[misc]
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(_evaluate_closure)  # before those of the communication hook
             self._register_hook(self.model, self.optimizers)
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def _evaluate_closure(

@@ -44,7 +44,8 @@ class Module(lightning.LightningModule):
         self.state.finish()
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(*(x.repeat(ROUNDS, 1) for x in frameworks.data())), batch_size=frameworks.ROWS)
+        rows = TensorDataset(*(x.repeat(2 * ROUNDS, 1) for x in frameworks.data()))  # more than are needed
+        return DataLoader(rows, batch_size=frameworks.ROWS)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=frameworks.RATE)
