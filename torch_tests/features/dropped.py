@@ -38,8 +38,11 @@ class Held(NamedTuple):
     threads: int
 
 
-MORE = Held(objects=400, blocks=1_600, allocated=256 << 10, resident=4 << 20, mappings=8, descriptors=0, threads=0)
-"""What the calls after the first ones may add: 400 of 8,000 are room for noise, and far from one for each call."""
+MORE = Held(objects=400, blocks=1_600, allocated=256 << 10, resident=8 << 20, mappings=8, descriptors=0, threads=0)
+"""What the calls after the first ones may add: noise, far from an object for each of them, or 100 bytes.
+
+Memory in use grows by more than what is allocated: freed pieces lie between others, and shared pages are used first.
+"""
 
 
 class _Allocator(ctypes.Structure):
