@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,9 @@ from torch_tests.wheel import TOO_LONG
 
 # Tests that pass with Gloo and need not pass with asyncoll, and why.
 EXCUSED: dict[str, str] = {}
+# More ranks than cores compile and profile here: a process may get no time for the half second after which it counts as
+# frozen. No test here is about that.
+ENVIRONMENT = {"ASYNCOLL_FREEZE_S": "20"}
 Results = dict[str, dict[str, str]]  # outcome and text of each test
 
 
@@ -31,7 +35,7 @@ class Runs:
             part.unlink(missing_ok=True)
             with path.with_suffix(".log").open("w") as log:
                 command = [sys.executable, "-m", module, *arguments, str(part), *(names or ())]
-                subprocess.run(command, stdout=log, stderr=log, check=True)
+                subprocess.run(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT, check=True)
             part.rename(path)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return {line.pop("test"): line for line in lines}
@@ -42,16 +46,26 @@ def wheel(runs: Runs, size: int) -> bool:
     good = True
     names: list[str] | None = None
     for selection, title in ("gloo", "PyTorch's tests of Gloo"), ("nccl", "PyTorch's tests of NCCL alone, on the CPU"):
-        gloo, ours = (
-            runs.results(
-                f"wheel-{backend}-{selection}-{size}", "torch_tests.wheel", [backend, selection, str(size)], names
-            )
-            for backend in ("gloo", "asyncoll")
-        )
+        gloo = _of_gloo(runs, selection, size, names)
+        ours = _of_wheel(runs, "asyncoll", selection, size, names)
         good = report(f"{title}, {size} ranks", gloo, ours) and good
         names = [test for test, result in gloo.items() if result["outcome"] == "skipped"]
     print(f"   not run, because they take too long on a CPU: {', '.join(sorted(TOO_LONG))}")
     return good
+
+
+def _of_gloo(runs: Runs, selection: str, size: int, names: list[str] | None) -> Results:
+    """Gloo's results. What fails is run once more: a busy machine must not excuse asyncoll."""
+    found = _of_wheel(runs, "gloo", selection, size, names)
+    failed = [test for test, result in found.items() if result["outcome"] == "failed"]
+    return found | _of_wheel(runs, "gloo", selection, size, failed, "-again") if failed else found
+
+
+def _of_wheel(
+    runs: Runs, backend: str, selection: str, size: int, names: list[str] | None, suffix: str = ""
+) -> Results:
+    file = f"wheel-{backend}-{selection}-{size}{suffix}"
+    return runs.results(file, "torch_tests.wheel", [backend, selection, str(size)], names)
 
 
 def features(runs: Runs, size: int) -> bool:
@@ -72,7 +86,7 @@ def frameworks(runs: Runs, size: int) -> bool:
 
 def sabotage(runs: Runs, size: int) -> bool:
     """Every check of values fails if the backend's results are off by one."""
-    good = True
+    good = _sabotage_wheel(runs, size)
     for module in "features", "frameworks":
         for kind in ("floats", "bytes") if module == "features" else ("floats",):
             found = runs.results(f"{module}-{kind}-{size}", f"torch_tests.{module}.run", [kind, str(size)])
@@ -84,12 +98,24 @@ def sabotage(runs: Runs, size: int) -> bool:
     return good
 
 
+def _sabotage_wheel(runs: Runs, size: int) -> bool:
+    """Most of PyTorch's tests fail then. The others check no values of floats: they are of errors, names and order."""
+    gloo = _of_gloo(runs, "gloo", size, None)
+    names = [test for test, result in gloo.items() if result["outcome"] == "passed"]
+    found = _of_wheel(runs, "floats", "gloo", size, names)
+    passed = sorted(test for test, result in found.items() if result["outcome"] == "passed")
+    print(f"== PyTorch's tests of Gloo with results off by one, {size} ranks: {len(found) - len(passed)} of ", end="")
+    print(f"{len(found)} that Gloo passes fail, as wanted")
+    _print("all the same", passed, {})
+    return len(passed) < len(found) / 2
+
+
 def report(title: str, gloo: Results, ours: Results) -> bool:
     """Print which tests pass with which backend. True if all that pass with Gloo pass with asyncoll."""
     kinds: dict[tuple[bool, ...], list[str]] = {}
     for test in sorted(gloo | ours):
         outcomes = [results.get(test, {}).get("outcome", "not run") for results in (gloo, ours)]
-        if "skipped" not in outcomes:
+        if outcomes[0] != "skipped":  # what asyncoll alone skips is no success
             kinds.setdefault(tuple(outcome == "passed" for outcome in outcomes), []).append(test)
     skips = Counter(result["text"] for result in ours.values() if result["outcome"] == "skipped")
     counts = {key: len(kinds.get(key, [])) for key in ((True, True), (True, False), (False, True), (False, False))}

@@ -73,7 +73,7 @@ class MonitoredBarriers:
             missing.append(rank)
             if not wait_all_ranks:
                 break
-        ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        ranks = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, missing))}"
         text = f"{ranks} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms" if missing else "passed"
         self._store.set(f"{key}/all", text)
         if missing:

@@ -152,6 +152,9 @@ class Work(TorchWork):
             self._future = begun.then(self._value)
             if record is not None:
                 self._recorded = recording.end_with(record, self._future)
+        if record is None and self.is_completed():  # DDP reads the value of a future of what it has waited for
+            self._complete()
+            return self._future
         ended = count(1)
 
         def end() -> None:
@@ -160,8 +163,6 @@ class Work(TorchWork):
 
         for handle in self.handles:
             handle.when_done(end)
-        if not self.handles:
-            self._complete()
         return self._future
 
     def _value(self, _: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-MODULES = ("collectives", "ddp", "sharding", "parallel", "programs")
+MODULES = ("collectives", "dropped", "ddp", "sharding", "parallel", "programs")
 
 
 class Feature(NamedTuple):

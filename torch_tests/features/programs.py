@@ -31,6 +31,22 @@ AGENT = """
     dist.destroy_process_group()
 """
 
+ALONE = """
+    import sys
+    import torch.distributed as dist
+    import torch
+    name, rank, size, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    for turn in range(3):
+        dist.init_process_group(name, init_method=f"file://{path}{turn}", rank=rank, world_size=size)
+        assert dist.get_backend() == name
+        x = torch.tensor([rank + 1.0])
+        dist.all_reduce(x)
+        assert x.item() == size * (size + 1) / 2, x
+        dist.barrier()
+        dist.destroy_process_group()
+    print("done")
+"""
+
 
 def _folder() -> str:
     return os.environ["TORCH_TESTS_FOLDER"]
@@ -141,14 +157,34 @@ def data_loaders(backend: str) -> None:
         assert_close(total, torch.arange(24.0).sum()[None])
 
 
-@feature(alone=True)
-def three_worlds_one_after_another(backend: str) -> None:
-    """By the name of the backend alone: the program imports nothing but torch."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for turn in range(3):
-        dist.init_process_group(backend, init_method=f"file://{_folder()}/world{turn}", rank=rank, world_size=size)
-        x = torch.tensor([rank + 1.0])
-        dist.all_reduce(x)
-        assert_close(x, torch.tensor([size * (size + 1) / 2]))
-        dist.barrier()
-        dist.destroy_process_group()
+@feature(alone=True, sabotage=None)
+def by_the_entry_point_alone(backend: str) -> None:
+    """Three worlds, one after the other, of a program that imports torch alone.
+
+    Without torch's search for entry points the same program does not know the backend: nothing else has imported it.
+    """
+    first, _ = _alone()
+    if not first:
+        return
+    assert backend not in ALONE
+    assert _ends_of_alone(backend, autoload="1") == ["done\n"] * _alone()[1]
+    if backend != "gloo":
+        assert not any(_ends_of_alone(backend, autoload="0"))
+
+
+def _ends_of_alone(backend: str, autoload: str) -> list[str]:
+    """What each rank of `ALONE` prints. Python is isolated: it looks for modules in its installation only."""
+    folder = os.path.join(_folder(), f"autoload {autoload}")
+    os.mkdir(folder)
+    size = _alone()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-I", "-c", textwrap.dedent(ALONE), backend, str(rank), str(size), f"{folder}/store"],
+            cwd=folder,
+            env=_plain_environment() | {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    return [rank.communicate(timeout=100)[0] for rank in ranks]

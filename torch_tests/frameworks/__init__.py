@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-ROWS, EACH, EPOCHS, RATE = 24, 3, 2, 0.1  # rows of the data, rows of a rank's batch
+ROWS, EACH, EPOCHS, RATE = 36, 3, 2, 0.1  # rows of the data (for 2, 3 and 4 ranks), rows of a rank's batch
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -17,6 +17,11 @@ def data() -> tuple[Tensor, Tensor]:
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def steps(size: int) -> int:
+    """Of the whole training with `size` ranks."""
+    return EPOCHS * ROWS // (EACH * size)
 
 
 def check(net: nn.Module, size: int) -> None:

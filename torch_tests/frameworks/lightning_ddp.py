@@ -1,4 +1,4 @@
-"""Lightning: `lightning_ddp.py BACKEND RANKS [hook|register]` starts the other ranks itself."""
+"""Lightning: `lightning_ddp.py BACKEND RANKS [HOOK]`, of `HOOKS`, starts the other ranks itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from asyncoll.torch import hooks
 from asyncoll.torch.lightning import DDPStrategy
 from torch_tests import frameworks
 from torch_tests.features.sabotage import named
 
-seen: list[int] = []
+seen: list[int] = []  # buckets, by `hook`
+states: list[Any] = []  # of the hooks of asyncoll
 
 
 class Module(lightning.LightningModule):
@@ -54,7 +56,32 @@ def register(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Op
     model.register_comm_hook(None, hook)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"hook": {"ddp_comm_hook": hook}, "register": {"register_hook": register}}
+def register_oktopk(model: DistributedDataParallel, _: Sequence[torch.optim.Optimizer]) -> None:
+    """All elements are sent, so the result can be compared."""
+    states.append(hooks.OkTopkState(model, density=1.0))
+    model.register_comm_hook(states[0], hooks.oktopk)
+
+
+def register_eager_sgd(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """All ranks are waited for, so the result can be compared."""
+    states.append(hooks.EagerSGDState(model, optimizers[0], partial="quorum", quorum=dist.get_world_size()))
+    model.register_comm_hook(states[0], hooks.eager_sgd)
+
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "hook": {"ddp_comm_hook": hook},
+    "registered_hook": {"register_hook": register},
+    "oktopk": {"register_hook": register_oktopk},
+    "eager_sgd": {"register_hook": register_eager_sgd},
+}
+
+
+class End(lightning.Callback):
+    """All ranks leave the hook's rounds together."""
+
+    def on_train_end(self, *_: Any) -> None:
+        for state in states:
+            state.finish()
 
 
 def main(backend: str, ranks: int, settings: dict[str, Any]) -> None:
@@ -65,6 +92,7 @@ def main(backend: str, ranks: int, settings: dict[str, Any]) -> None:
         devices=ranks,
         strategy=DDPStrategy(process_group_backend=backend, **settings),
         plugins=[LightningEnvironment()],
+        callbacks=[End()],
         max_epochs=frameworks.EPOCHS,
         use_distributed_sampler=False,
         logger=False,
@@ -74,10 +102,12 @@ def main(backend: str, ranks: int, settings: dict[str, Any]) -> None:
     )
     trainer.fit(module)
     frameworks.check(module.net, ranks)
-    assert bool(seen) == bool(settings)
+    assert trainer.global_step == frameworks.steps(ranks)
+    assert all(state.round == trainer.global_step for state in states)
+    assert bool(seen or states) == bool(settings)
     assert torch.isfinite(trainer.callback_metrics["loss_epoch"])
     assert dist.get_backend() == backend
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), SETTINGS[sys.argv[3]] if sys.argv[3:] else {})
+    main(sys.argv[1], int(sys.argv[2]), HOOKS[sys.argv[3]] if sys.argv[3:] else {})

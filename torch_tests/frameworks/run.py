@@ -21,12 +21,20 @@ def programs(backend: str, size: int) -> dict[str, list[str]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     lightning = [sys.executable, str(FOLDER / "lightning_ddp.py"), backend, str(size)]
     ray = [sys.executable, str(FOLDER / "ray_train.py"), backend, str(size)]
+    accelerate = [*torchrun, str(FOLDER / "accelerate_loop.py"), backend]
+    trainer = [*torchrun, str(FOLDER / "transformers_trainer.py"), backend]
     return {
         "lightning": lightning,
         "lightning_with_hook": [*lightning, "hook"],
-        "lightning_with_registered_hook": [*lightning, "register"],
-        "accelerate": [*torchrun, str(FOLDER / "accelerate_loop.py"), backend],
-        "transformers_trainer": [*torchrun, str(FOLDER / "transformers_trainer.py"), backend],
+        "lightning_with_registered_hook": [*lightning, "registered_hook"],
+        "lightning_with_oktopk": [*lightning, "oktopk"],
+        "lightning_with_eager_sgd": [*lightning, "eager_sgd"],
+        "lightning_with_a_late_rank": [sys.executable, str(FOLDER / "lightning_late_rank.py"), backend, str(size)],
+        "accelerate": accelerate,
+        "accelerate_with_oktopk": [*accelerate, "oktopk"],
+        "accelerate_with_eager_sgd": [*accelerate, "eager_sgd"],
+        "transformers_trainer": trainer,
+        "transformers_trainer_with_oktopk": [*trainer, "oktopk"],
         "ray_train": ray,
         "ray_train_with_restart": [*ray, "restart"],
     }

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, under torchrun: `transformers_trainer.py BACKEND`."""
+"""The Trainer of transformers, under torchrun: `transformers_trainer.py BACKEND [oktopk]`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from asyncoll.torch import hooks
 from torch_tests import frameworks
 from torch_tests.features.sabotage import named
 
@@ -32,7 +33,24 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def main(backend: str) -> None:
+class OkTopk(TrainerCallback):
+    """Registers the hook when the Trainer has wrapped the model. All elements are sent: the result can be compared."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.state: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        ddp = self.trainer.model_wrapped
+        self.state = hooks.OkTopkState(ddp, density=1.0)
+        ddp.register_comm_hook(self.state, hooks.oktopk)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.state.finish()
+        assert self.state.round == frameworks.steps(dist.get_world_size())
+
+
+def main(backend: str, hook: str) -> None:
     dist.init_process_group(named(backend))  # before the Trainer, whose Accelerate takes Gloo on the CPU
     model = Model()
     rows = [{"inputs": x, "labels": y} for x, y in zip(*frameworks.data(), strict=True)]
@@ -50,6 +68,8 @@ def main(backend: str) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=frameworks.RATE)
     trainer = InOrder(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+    if hook:
+        trainer.add_callback(OkTopk(trainer))
     trainer.train()
     frameworks.check(model.net, dist.get_world_size())
     assert trainer.evaluate(rows)["eval_loss"] > 0
@@ -57,4 +77,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2] if sys.argv[2:] else "")
