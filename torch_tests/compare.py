@@ -99,7 +99,7 @@ def sabotage(runs: Runs, size: int) -> bool:
 
 
 def _sabotage_wheel(runs: Runs, size: int) -> bool:
-    """At least a third of PyTorch's tests fail then. The others, also those of all_reduce, check no values of floats."""
+    """At least a third of PyTorch's tests fail then. The others, as those of all_reduce, check no values of floats."""
     gloo = _of_gloo(runs, "gloo", size, None)
     names = [test for test, result in gloo.items() if result["outcome"] == "passed"]
     found = _of_wheel(runs, "floats", "gloo", size, names)
