@@ -99,7 +99,7 @@ def sabotage(runs: Runs, size: int) -> bool:
 
 
 def _sabotage_wheel(runs: Runs, size: int) -> bool:
-    """Most of PyTorch's tests fail then. The others check no values of floats: they are of errors, names and order."""
+    """At least a third of PyTorch's tests fail then. The others, as those of all_reduce, check no values of floats."""
     gloo = _of_gloo(runs, "gloo", size, None)
     names = [test for test, result in gloo.items() if result["outcome"] == "passed"]
     found = _of_wheel(runs, "floats", "gloo", size, names)
@@ -107,7 +107,7 @@ def _sabotage_wheel(runs: Runs, size: int) -> bool:
     print(f"== PyTorch's tests of Gloo with results off by one, {size} ranks: {len(found) - len(passed)} of ", end="")
     print(f"{len(found)} that Gloo passes fail, as wanted")
     _print("all the same", passed, {})
-    return len(passed) < len(found) / 2
+    return len(passed) < len(found) * 2 / 3
 
 
 def report(title: str, gloo: Results, ours: Results) -> bool:
