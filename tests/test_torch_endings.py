@@ -20,5 +20,5 @@ def test_messages_end_with_their_group_and_children_by_themselves(forked_world, 
 
 @pytest.mark.slow
 def test_an_interrupted_call_leaves_no_rank_waiting(forked_world):
-    for rank in forked_world(dict(os.environ), 3, SCRIPT, "interruptions"):
+    for rank in forked_world(dict(os.environ), 2, SCRIPT, "interruptions"):
         assert rank.end() == (0, "passed\n", "")

@@ -125,6 +125,7 @@ class ShortCalls:
     """Implements `algorithms.backend.ShortCalls`."""
 
     last: int
+    libraries: tuple[str, ...]
     def __new__(
         cls,
         meetings: Meetings,

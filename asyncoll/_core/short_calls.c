@@ -58,6 +58,7 @@ typedef struct {
     PyObject *may_raise;    /* may_raise(): whether a signal handler may raise in this thread */
     PyObject *call_type;    /* ShortCall */
     PyObject *entry;        /* of the newest call, or NULL */
+    PyObject *libraries;    /* a tuple: what the names of files begin with that are not the user's; or NULL */
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
     long long polls, sleep_ns;
@@ -213,8 +214,18 @@ static int is_beside(PyObject *file, PyObject *other)
     return (int)is;
 }
 
+/* Whether a file is not the user's: it is in the folder of `inside`, or of one of the libraries. -1 with an exception. */
+static int is_of_library(ShortCalls *self, PyObject *file, PyObject *inside)
+{
+    int is = is_beside(file, inside);
+    Py_ssize_t count = self->libraries ? PyTuple_Size(self->libraries) : 0;
+    for (Py_ssize_t i = 0; !is && i < count; i++)
+        is = (int)PyUnicode_Tailmatch(file, PyTuple_GetItem(self->libraries, i), 0, PyUnicode_GetLength(file), -1);
+    return count < 0 ? -1 : is;
+}
+
 /* The entry of a call for reports: its plan, its number, and the place of the call, as
- * asyncoll/runtime/signature.py::site_outside finds it. The frame on top is that of the public method. */
+ * asyncoll/runtime/signature.py::caller_outside finds it. The frame on top is that of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *entry = NULL, *inside = NULL;
@@ -226,7 +237,7 @@ static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
     PyObject *code = PyObject_GetAttr(frame, self->names[CODE]);
     PyObject *file = inside = code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL;
     Py_XINCREF(file);
-    while (file && is_beside(file, inside) == 1) {
+    while (file && is_of_library(self, file, inside) == 1) {
         PyObject *back = PyObject_GetAttr(frame, self->names[BACK]);
         if (!back || back == Py_None) {
             Py_XDECREF(back);
@@ -236,6 +247,8 @@ static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
         replace(&code, PyObject_GetAttr(frame, self->names[CODE]));
         replace(&file, code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL);
     }
+    if (PyErr_Occurred())
+        Py_CLEAR(file);
     PyObject *instruction = file ? PyObject_GetAttr(frame, self->names[INSTRUCTION]) : NULL;
     if (instruction)
         entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
@@ -941,6 +954,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->may_raise);
     Py_VISIT(self->call_type);
     Py_VISIT(self->entry);
+    Py_VISIT(self->libraries);
     return 0;
 }
 
@@ -981,6 +995,7 @@ static void destroy(PyObject *object)
                          self->note,
                          self->expiry,
                          self->entry,
+                         self->libraries,
                          self->running_loop,
                          self->array_type,
                          self->call_type};
@@ -1005,6 +1020,7 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"last", T_LONGLONG, offsetof(ShortCalls, last), 0, NULL},
+    {"libraries", T_OBJECT, offsetof(ShortCalls, libraries), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -30,6 +30,7 @@ class AloneCalls:
 
     def __init__(self, member: Member, host: Host) -> None:
         self.last = 0
+        self.libraries: tuple[str, ...] = ()
         self._member = member
         self._host = host
         self._reductions: set[tuple[object, object]] = set()  # that make sense: the dtype of numpy or its name, the op

@@ -240,6 +240,7 @@ class ShortCalls(Protocol):
     """
 
     last: int  # the number of the last call that was numbered, here or in the general way
+    libraries: tuple[str, ...]  # what the names of files begin with whose lines no report names; empty at first
 
     def counts(self) -> list[tuple[Plan, int, int]]:
         """The calls that have ended here since the last time: how many this rank, and another one, has reduced."""

@@ -33,14 +33,19 @@ def site_outside(folder: str) -> Site:
     return Site(frame.f_code, frame.f_lasti)
 
 
-def caller_outside(frame: FrameType) -> FrameType:
-    """The first frame outside the folder of the module of `frame`, which that frame returns to."""
-    return _first_outside(_folder_of(frame.f_code.co_filename), frame)
+def caller_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> FrameType:
+    """The first frame outside the folder of the module of `frame`, which that frame returns to.
+
+    Files whose names begin with one of `libraries` are left out, too.
+    """
+    return _first_outside(_folder_of(frame.f_code.co_filename), frame, libraries)
 
 
-def _first_outside(folder: str, frame: FrameType) -> FrameType:
-    while _folder_of(frame.f_code.co_filename) == folder and frame.f_back is not None:
+def _first_outside(folder: str, frame: FrameType, libraries: tuple[str, ...] = ()) -> FrameType:
+    file = frame.f_code.co_filename
+    while (_folder_of(file) == folder or file.startswith(libraries)) and frame.f_back is not None:
         frame = frame.f_back
+        file = frame.f_code.co_filename
     return frame
 
 

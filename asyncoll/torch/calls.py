@@ -20,14 +20,14 @@ from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe
 from asyncoll.runtime.handles import Handle
-from asyncoll.runtime.signature import Signature, Site
+from asyncoll.runtime.signature import Signature, Site, caller_outside
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.torch.memory import Block, Row, overlap, row_of
 
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
 _deprecated: Any = typing_extensions.deprecated
-_OTHERS = (  # what the names of the files begin with whose lines are not the user's
+_LIBRARIES = (  # what the names of files begin with that are not the user's
     *(file.rpartition("/")[0] for file in (__file__, str(dist.__file__))),
     _deprecated.__call__.__code__.co_filename,  # of the wrappers around functions that torch has renamed
 )
@@ -42,6 +42,8 @@ class Calls:
         self._core = comm._core
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
+        if self._short is not None:
+            self._short.libraries = _LIBRARIES
         self._order = comm._order
         self._runner = cast(Any, comm._core.member.runner)  # a `HandleRunner`
         self.waiting: Any = self._runner.waiting  # of the calling thread: `now` if it waits for the call that it makes
@@ -329,9 +331,7 @@ def _described(rows: Sequence[Row]) -> str:
 
 def _site() -> Site:
     """The line of the user's code that makes this call: the first frame outside of this package and torch's."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OTHERS) and frame.f_back is not None:
-        frame = frame.f_back
+    frame = caller_outside(sys._getframe(1), _LIBRARIES)
     return Site(frame.f_code, frame.f_lasti)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AFTER, BEFORE = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 SECONDS = timedelta(seconds=60)  # for a wait that must end
 PATIENCE_S = 120  # of a child that must end
+STRIDE = 3  # events between two interruptions of a call: calls of one kind have events in common
 LONG = 1 << 19  # elements of an array that waits at its sender until it is received
 
 kept = []
@@ -128,13 +130,15 @@ def pair(x, group, receiver=1, receive=None):
 def interruptions():
     """An exception of a handler at any point of the beginning of a call: the other ranks go on, or hear of rank 0.
 
-    Python runs handlers at the beginning of a function and after a call. A profiler is called there, too.
+    Python runs handlers at the beginning of a function and after a call. A profiler is called there, too. Coroutines that
+    were made and never started are destroyed then, and Python warns of each.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     signal.signal(signal.SIGUSR1, lambda *_: None)  # a handler of the program: calls begin as they do then
-    for name, begin in BEGUN.items():
-        at, is_reached = 0, torch.ones(1)
+    for first, (name, begin) in enumerate(BEGUN.items()):
+        at, is_reached = 1 + first % STRIDE, torch.ones(1)
         while is_reached:
-            at += 1
+            at += STRIDE
             group = dist.new_group()
             if RANK == 0:
                 is_reached.fill_(interrupt(at, begin, group))

@@ -48,6 +48,7 @@ class PythonShortCalls:
         note: Callable[[Entry], None],
     ) -> None:
         self.last = 0
+        self.libraries: tuple[str, ...] = ()  # what the names of files begin with that are not the user's
         self.runner = runner
         self.host = host
         self.staging = staging
@@ -100,7 +101,7 @@ class PythonShortCalls:
         rendezvous = staging.rendezvous(number, 0, plan.fingerprint)
         if not rendezvous.is_free_now():
             return None
-        frame = caller_outside(sys._getframe(_PUBLIC))
+        frame = caller_outside(sys._getframe(_PUBLIC), self.libraries)
         entry = plan, number, frame.f_code, frame.f_lasti
         if self.last + 1 != number:  # another thread has made a call meanwhile
             return None
