@@ -130,8 +130,8 @@ def pair(x, group, receiver=1, receive=None):
 def interruptions():
     """An exception of a handler at any point of the beginning of a call: the other ranks go on, or hear of rank 0.
 
-    Python runs handlers at the beginning of a function and after a call. A profiler is called there, too. Coroutines that
-    were made and never started are destroyed then, and Python warns of each.
+    Python runs handlers at the beginning of a function and after a call. A profiler is called there, too. Coroutines
+    that were made and never started are destroyed then, and Python warns of each.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     signal.signal(signal.SIGUSR1, lambda *_: None)  # a handler of the program: calls begin as they do then
