@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     whole: int  # such an array of up to this size is copied into shared memory as a whole, and reduced there
     private: int  # such an array from this size on is read in private memory, if the kernel allows it (`peers`)
     shown: int = 1 << 15  # a short array from this size on is not copied if it is registered
-    private_max: int = 1 << 25  # longer ones do not stay in a cache until their result is read: pieces are faster
+    private_max: int = 1 << 24  # longer ones do not stay in a cache until their result is read: pieces are faster
     # The runtime's loop carries out longer calls: they would block the caller's loop for too long. It is some
     # milliseconds; to cross to the other loop and back took 5 to 8 of the 32 ms of 16 MiB with 8 ranks on 2 cores.
     long: int = 1 << 24
@@ -38,8 +38,9 @@ class Sizes(NamedTuple):
 
 # By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md. The kernel looks up each page of private memory
 # for each rank that reads it: with 8 ranks that took twice as long as to copy into slots. With 4 ranks it takes 7.8 ms
-# of processor time at 4 MiB, where slots take 9.3, and 54 at 25 MiB, where slots take 42. With few cores each piece
-# costs a turn of all ranks on them; to copy the whole array costs two turns, and memory for the copy.
+# of processor time at 4 MiB, where slots take 9.3, and 54 at 25 MiB, where slots take 42. Two ranks take as long either
+# way from 12 to 20 MiB, and at 25 MiB 8.1 and 7.3 ms, where slots take 6.1. With few cores each piece costs a turn of all
+# ranks on them; to copy the whole array costs two turns, and memory for the copy.
 TABLE = {
     2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 19, private=1 << 19),
     3: Sizes(
