@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,14 @@ def only(tensors: Sequence[Tensor] | Tensor) -> Tensor:
 def row(given: Any) -> Sequence[Tensor]:
     """The tensors of a call by rank, which may be in a list that contains their list."""
     return given[0] if given and isinstance(given[0], (list, tuple)) else given
+
+
+def integer(given: Any, what: str) -> int:
+    """`given` as an int. Raises UsageError if it is none."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise UsageError(f"{what} is an integer, not {given!r}") from None
 
 
 def pairs(ones: Sequence[Any], others: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -62,11 +71,19 @@ class Arguments:
             raise UsageError(f"the root {root} is not one of the ranks 0 to {self.size - 1} of the group")
         return root
 
-    def peer(self, rank: int) -> int:
-        """`rank`, if it is another one of the group."""
+    def peer(self, given: Any) -> int:
+        """The rank `given`, if it is another one of the group."""
+        rank = integer(given, "a rank")
         if not 0 <= rank < self.size or rank == self.rank:
             raise UsageError(f"rank {rank} is no other rank of the group of {self.size} at rank {self.rank}")
         return rank
+
+    def part(self, ranks: Sequence[int]) -> list[int]:
+        """`ranks`, if they are different ones of the group."""
+        ranks = [integer(rank, "a rank") for rank in ranks]
+        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise UsageError(f"{ranks} are not different ranks of the group of {self.size}")
+        return ranks
 
     def scattered(
         self, output: Tensor, given: Sequence[Tensor] | Tensor, op: ReduceOp, factor: Any

@@ -7,12 +7,15 @@ cannot know the sizes of all blocks, the ranks first tell each other.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch.distributed as dist
+import torch
 import typing_extensions
 
 from asyncoll.algorithms.backend import Body, Collectives
@@ -28,8 +31,9 @@ from asyncoll.torch.memory import Block, Row, overlap, row_of
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
 _deprecated: Any = typing_extensions.deprecated
 _LIBRARIES = (  # what the names of files begin with that are not the user's
-    *(file.rpartition("/")[0] for file in (__file__, str(dist.__file__))),
+    *(os.path.dirname(file) + "/" for file in (__file__, str(torch.__file__))),
     _deprecated.__call__.__code__.co_filename,  # of the wrappers around functions that torch has renamed
+    contextlib.__file__,  # of torch's context managers
 )
 
 
@@ -53,7 +57,7 @@ class Calls:
     def allreduce(self, block: Block, op: ReduceOp) -> Handle[Any]:
         """Reduce `block` over all ranks, in place."""
         x, flat = block.packed, block.flat
-        with self._order:
+        with self._in_order():
             if self._short is not None and not block.copied:
                 short = self._short.allreduce_view(x, op, flat, block.dtype)
                 if short is not None:
@@ -96,7 +100,7 @@ class Calls:
             if self.rank == root:
                 block.write_back()
 
-        with self._order:
+        with self._in_order():
             call = self._number("reduce", block.dtype, block.flat.size, f"{op.name}, root {root}")
             return self._handle(self._calls.start(call, body, block.flat.nbytes))
 
@@ -127,7 +131,7 @@ class Calls:
             if self.rank != root:
                 block.write_back()
 
-        with self._order:
+        with self._in_order():
             call = self._number("broadcast", block.dtype, block.packed.numel(), f"root {root}")
             return self._handle(self._calls.start(call, body, block.flat.nbytes))
 
@@ -154,7 +158,7 @@ class Calls:
             await collectives.gather(given.flat, outputs.arrays, root)
             outputs.write_back()
 
-        with self._order:
+        with self._in_order():
             call = self._number("gather", given.dtype, -1, f"root {root}")
             return self._handle(self._calls.start(call, body, given.flat.nbytes))
 
@@ -165,10 +169,11 @@ class Calls:
             (told,) = _words(1)
             await collectives.scatter(_sizes(inputs.arrays), told, root)
             self._compare(call, [root], [told], [output.flat])
-            await collectives.scatter(inputs.arrays, output.flat, root)
+            outgoing = [x.copy() if overlap(x, output.flat) else x for x in inputs.arrays]
+            await collectives.scatter(outgoing, output.flat, root)
             output.write_back()
 
-        with self._order:
+        with self._in_order():
             call = self._number("scatter", output.dtype, -1, f"root {root}")
             return self._handle(self._calls.start(call, body, output.flat.nbytes))
 
@@ -185,13 +190,13 @@ class Calls:
             await collectives.alltoall(outgoing, outputs.arrays)
             outputs.write_back()
 
-        with self._order:
+        with self._in_order():
             call = self._number("alltoall", inputs.dtype, -1, "")
             return self._handle(self._calls.start(call, body, inputs.nbytes))
 
     def barrier(self) -> Handle[Any]:
         """End once all ranks have come."""
-        with self._order:
+        with self._in_order():
             if self._short is not None and (short := self._short.barrier()) is not None:
                 return self._handle(short)
             call = self._number("barrier", "", -1, "")
@@ -205,15 +210,20 @@ class Calls:
         The other ranks raise a MismatchError, which tells the reason, unless they all refuse a call of this operation,
         too. Nothing waits here.
         """
-        self._core.member.check_open()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        async def body(collectives: Collectives) -> None:
+            # To each rank directly: one that has left already passes nothing on.
+            (word,) = _words(1)
+            await collectives.exchange(word, others, _words(len(others)), others)
+
         site = _site()._replace(remark=reason)
-        with self._order:
-            call = self._calls.number(operation, "", -1, "refused", site)
-            self._handle(self._calls.start(call, lambda collectives: collectives.barrier()))
+        with self._in_order():
+            self._handle(self._calls.start(self._calls.number(operation, "", -1, "refused", site), body))
 
     def run(self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int) -> Handle[Any]:
         """A call of any `body`."""
-        with self._order:
+        with self._in_order():
             return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes))
 
     # -- messages ---------------------------------------------------------------------------------
@@ -256,11 +266,16 @@ class Calls:
             return source
 
         site = _site()
-        with self._order:
+        with self._in_order():
             self._core.member.check_caller()
             handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
         handle.claim()
         return handle
+
+    def _in_order(self) -> threading.RLock:
+        """The lock under which calls begin. Raises UsageError in a forked child, where it may be locked for ever."""
+        self._core.member.check_open()
+        return self._order
 
     def _handle(self, call: Any) -> Handle[Any]:
         """The handle of `call`, which has begun."""
@@ -273,7 +288,7 @@ class Calls:
     def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
         """Start a call of two ranks."""
         member = self._core.member
-        with self._order:
+        with self._in_order():
             member.check_caller()
             try:
                 return self._handle(start())

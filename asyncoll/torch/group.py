@@ -14,6 +14,7 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import membership
+from asyncoll.torch.arguments import integer
 from asyncoll.torch.calling import message
 from asyncoll.torch.collectives import Collectives
 from asyncoll.torch.devices import NAME
@@ -59,26 +60,31 @@ class ProcessGroup(Collectives):
         self._name = self._description = ""
         member = comm._core.member
         name = f"{membership.number_of_world()}/{member.communicator}"  # worlds one after the other may share the store
-        self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, name, member.check)
+
+        def check() -> None:
+            member.check_open()  # in a forked child, too
+            member.check()
+
+        self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, name, check)
 
     # -- messages ---------------------------------------------------------------------------------
 
     @message("send")
     def send(self, x: Tensor, dest: int, tag: int = 0) -> Handle[Any]:
         """Send the tensor to another rank; the call ends when the tensor may be reused."""
-        return self._calls.send(copyable(x), self._arguments.peer(dest), tag)
+        return self._calls.send(copyable(x), self._arguments.peer(dest), integer(tag, "a tag"))
 
     @message("recv")
     def recv(self, x: Tensor, source: int, tag: int = 0) -> Handle[Any]:
         """Receive a tensor of the same dtype and number of elements from another rank."""
-        return self._calls.recv(writable(x), self._arguments.peer(source), tag)
+        return self._calls.recv(writable(x), self._arguments.peer(source), integer(tag, "a tag"))
 
     @message("recvAnySource")
     def recv_anysource(self, x: Tensor, tag: int = 0) -> Handle[Any]:
         """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
         if self._calls.size == 1:
             raise UsageError("a group of one rank has no rank to receive from")
-        return self._calls.recv_any(writable(x), tag)
+        return self._calls.recv_any(writable(x), integer(tag, "a tag"))
 
     # -- several calls as one ---------------------------------------------------------------------
 
@@ -128,7 +134,10 @@ class ProcessGroup(Collectives):
         """The group of the ranks `new_ranks` of this one; None if this rank is not among them. Nobody communicates."""
         del opts
         ranks = self._comm._core.member.group.ranks
-        chosen = [ranks[rank] for rank in new_ranks]
+        try:
+            chosen = [ranks[rank] for rank in self._arguments.part(new_ranks)]
+        except UsageError as error:
+            raise of_torch(error) from None
         name = str(named.get("group_name") or (names[0] if names else "") or f"{self._name}:{chosen}")
         if ranks[self._calls.rank] not in chosen:
             return None

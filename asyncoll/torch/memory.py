@@ -110,6 +110,7 @@ def writable(x: Tensor) -> Block:
     """As `copyable`, for a tensor that gets a result: its elements are not read."""
     if _is_plain(x):
         return Block(x, x, _array(x, _BYTE), str(x.dtype)[6:])
+    _check_dense(x)
     check_writable(x)
     packed = torch.empty(x.shape, dtype=x.dtype)
     return Block(x, packed, _array(packed, _BYTE), str(x.dtype)[6:])
@@ -135,10 +136,14 @@ def _is_plain(x: Tensor) -> bool:
 def _packed(x: Tensor) -> Tensor:
     if _is_plain(x):
         return x
-    if not x.is_cpu or x.layout is not torch.strided:
-        raise UsageError(f"a {x.layout} tensor on {x.device} is not supported here: pass a dense tensor of the CPU")
+    _check_dense(x)
     plain = x.detach().resolve_conj().resolve_neg().contiguous()
     return plain.clone() if plain.data_ptr() == x.data_ptr() else plain
+
+
+def _check_dense(x: Tensor) -> None:
+    if not x.is_cpu or x.layout is not torch.strided:
+        raise UsageError(f"a {x.layout} tensor on {x.device} is not supported here: pass a dense tensor of the CPU")
 
 
 def _array(x: Tensor, dtype: np.dtype[Any]) -> Array:

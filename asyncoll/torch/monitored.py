@@ -23,7 +23,10 @@ class MonitoredBarriers:
     """The monitored barriers of one group at one rank."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, check: Callable[[], None]) -> None:
-        """`check` raises if the group has failed. No other group that shares `store`, now or later, has this `name`."""
+        """`check` raises if the group has failed, or takes no calls.
+
+        No other group that shares `store`, now or later, has this `name`.
+        """
         self._store = store
         self._name = name
         self._rank = rank
@@ -38,6 +41,7 @@ class MonitoredBarriers:
         Raises DistBackendError after `timeout`: at rank 0 it names the first rank that has not come, or all of them
         with `wait_all_ranks`.
         """
+        self._check()
         self._barriers += 1
         key, seconds = self._key(), timeout.total_seconds()
         if self._rank == 0:

@@ -23,7 +23,7 @@ def allreduce(calls: Calls, x: Tensor, op: ReduceOp) -> Handle[None]:
     Raises UsageError for another reduction, or another sparse layout.
     """
     if x.layout is not torch.sparse_coo:
-        raise UsageError(f"a tensor of layout {x.layout} is not supported: pass x.to_sparse_coo()")
+        raise UsageError(f"a tensor of layout {x.layout} is not supported: pass a dense tensor, or a sparse one in COO")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UsageError(f"{op.name} of sparse tensors is not defined: use SUM or AVG")
     own = x.detach().coalesce()

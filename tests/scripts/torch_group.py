@@ -335,6 +335,14 @@ def gathers_and_scatters(dtype, layout, size):
         same(output, given(root, (count(me),), dtype, seed=me))
 
 
+@check()
+def scatters_when_the_output_of_the_root_is_an_input():
+    parts = [given(0, (4,), torch.float32, seed=to) for to in ranks()]
+    output = parts[-1] if dist.get_rank() == 0 else torch.zeros(4)
+    dist.scatter(output, parts if dist.get_rank() == 0 else None, 0)
+    same(output, given(0, (4,), torch.float32, seed=dist.get_rank()))
+
+
 @check(COPIED, ["plain", "strided"], ["list", "single", "rows"])
 def exchanges(dtype, layout, form):
     def rows(source, dest):

@@ -190,13 +190,27 @@ def forks():
     """Neither a forked child nor the workers of a DataLoader harm the world, and a child may have one of its own."""
     init()
     assert total() == SIZE
+    world, held, let_go = dist.group.WORLD, threading.Event(), threading.Event()
+
+    def hold():
+        with world._comm._order:  # as a thread that makes a call when another one forks
+            held.set()
+            let_go.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
     if os.fork() == 0:
+        signal.alarm(60)
         said = caught(total)
+        assert "forked child" in caught(world.monitored_barrier)
         dist.destroy_process_group()
         init(store=dist.HashStore(), rank=0, world_size=1)
         assert total() == 1
         os._exit(7 if "forked child" in said else 1)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    let_go.set()
+    holder.join()
     rows = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2)
     assert torch.cat(list(rows)).tolist() == list(range(8))
     assert total() == SIZE

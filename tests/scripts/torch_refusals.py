@@ -84,6 +84,11 @@ def calls(pg):
         ),
         (lambda: pg.broadcast([ones()], root), lambda: pg.broadcast([ones()], -1), "the root -1"),
         (
+            lambda: pg.broadcast([ones()], root),
+            lambda: pg.broadcast([torch.eye(2).to_sparse()], root),
+            "pass a dense tensor",
+        ),
+        (
             lambda: pg.allgather([each(size)], [ones()]),
             lambda: pg.allgather([[ones()] * (size + 1)], [ones()]),
             "outputs for",
@@ -187,7 +192,8 @@ def refused_message():
     """A message that is refused is not told: its rank may send it again."""
     pg, last = dist.group.WORLD, dist.get_world_size() - 1
     if pg.rank() == 0 < last:
-        caught(asyncoll.UsageError, lambda: pg.send([torch.eye(2).to_sparse()], last, 7))
+        for message in ([torch.eye(2).to_sparse()], last, 7), ([ones()], float(last), 7), ([ones()], last, 7.0):
+            caught(asyncoll.UsageError, lambda message=message: pg.send(*message))
         pg.send([ones()], last, 7).wait()
     elif pg.rank() == last > 0:
         x = torch.zeros(4)
@@ -199,6 +205,21 @@ def refused_message():
         caught(RuntimeError, pg.barrier()._source_rank)
     if 0 <= pg.rank() < last:
         pg.barrier()
+
+
+def refused_after_one_has_left():
+    """A rank that has left after its part of a call does not keep the refusal from the others."""
+    pg, world = dist.new_group(), dist.group.WORLD
+    size = pg.size()
+    if pg.rank() == size - 1:
+        pg.gather([], [ones()], 0).wait()
+        pg.shutdown()
+    world.barrier().wait()
+    if pg.rank() == 0:
+        error = caught(asyncoll.MismatchError, pg.gather([each(size)], [ones()], 0).wait)
+        assert "rank 1 called gather #1, refused" in str(error), error
+    elif pg.rank() == 1:
+        caught(asyncoll.UsageError, lambda: pg.gather([], [torch.eye(2).to_sparse()], 0))
 
 
 def refused_in_a_block():
@@ -261,6 +282,8 @@ def main():
     refused_in_a_block()
     if dist.get_world_size() > 1:
         refused_by_one()
+    if BY_MESSAGE:  # in memory, no rank is done with its part before all have come
+        refused_after_one_has_left()
     elsewhere()
     dist.destroy_process_group()
     print("passed")
