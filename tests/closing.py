@@ -26,7 +26,7 @@ def footprint(comm) -> dict[str, int]:
         "early executions": len(executions._early),
         "failures": len(failures._first) + len(failures._told),
         "failure listeners": len(failures._listeners),
-        "departures": len(endpoint._departures),
+        "departures": len(endpoint._at_last_call),
         "traces": len(endpoint.membership._traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),

@@ -47,3 +47,8 @@ def test_what_a_group_promises(forked_world):
         "recorded",
     ]
     play(forked_world, 3, *cases, "joins", "mixed")
+
+
+@pytest.mark.slow
+def test_calls_in_compiled_functions(forked_world):
+    play(forked_world, 2, "compiled")

@@ -49,4 +49,4 @@ def test_a_torch_that_takes_no_backend_can_still_be_imported(monkeypatch):
 @pytest.mark.slow
 def test_importing_torch_loads_no_more_of_asyncoll_than_registers_it():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout == "['asyncoll', 'asyncoll.torch']\n"
+    assert done.stdout == "['asyncoll', 'asyncoll.torch', 'asyncoll.torch.name']\n"

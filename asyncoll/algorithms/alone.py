@@ -117,7 +117,7 @@ class AloneBackend:
     def is_idle(self, wake: Callable[[], None]) -> bool:
         return True
 
-    def depart(self) -> None:
+    def finished(self) -> None:
         """No other rank is there."""
 
     def forget(self) -> None:

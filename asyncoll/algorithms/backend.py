@@ -15,6 +15,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.runtime.lifetime import Part
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
@@ -258,7 +259,7 @@ class ShortCalls(Protocol):
         """Start a barrier."""
 
 
-class Backend(Protocol):
+class Backend(Part, Protocol):
     """How the ranks of one communicator carry out their calls, at one of them."""
 
     @property
@@ -296,12 +297,6 @@ class Backend(Protocol):
 
         Raises MismatchError if another rank knows a different operation of that name.
         """
-
-    # The end of the communicator, as of `runtime.lifetime.Part`.
-    def retire(self) -> None: ...
-    def is_idle(self, wake: Callable[[], None]) -> bool: ...
-    def depart(self) -> None: ...
-    def forget(self) -> None: ...
 
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         """Make the carrier of RPC between the ranks. It calls `broken` for a rank that breaks its protocol."""

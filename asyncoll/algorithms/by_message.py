@@ -57,7 +57,7 @@ class MessageBackend:
     def is_idle(self, wake: Callable[[], None]) -> bool:
         return True
 
-    def depart(self) -> None:
+    def finished(self) -> None:
         """There is nothing to end: no call is under way."""
 
     def forget(self) -> None:

@@ -43,8 +43,18 @@ class Family:
 class Core:
     """The parts of a communicator, put together."""
 
-    def __init__(self, member: Member, choose: ChooseBackend = choose_backend, family: Family | None = None) -> None:
-        """`choose` selects the backend. `family` is that of the communicator from which this one is split, if any."""
+    def __init__(
+        self,
+        member: Member,
+        choose: ChooseBackend = choose_backend,
+        family: Family | None = None,
+        *,
+        keeps_messages: bool = True,
+    ) -> None:
+        """`choose` selects the backend. `family` is that of the communicator from which this one is split, if any.
+
+        `keeps_messages` is that of `Lifetime`.
+        """
         self.member = member
         self.family = family or Family()
         self.rpcs = self.family.rpcs
@@ -58,7 +68,14 @@ class Core:
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
         self.plans: dict[tuple[object, ...], Operation] = {}
         self._rpc: Rpc | None = None
-        self.lifetime = Lifetime(member, pending, self.backend, lambda: calls.last, is_world=family is None)
+        self.lifetime = Lifetime(
+            member,
+            pending,
+            self.backend,
+            lambda: calls.last,
+            is_world=family is None,
+            keeps_messages=keeps_messages,
+        )
 
     @property
     def rpc(self) -> Rpc:
@@ -89,10 +106,13 @@ class Core:
         call = self.calls.number("the end of its program", "", -1, "", site)
         return self.calls.start(call, lambda collectives: collectives.barrier())
 
-    def split(self, group: Group) -> Core:
-        """The parts of a new communicator of the ranks in `group`, with the same choice of backend."""
+    def split(self, group: Group, *, keeps_messages: bool = True) -> Core:
+        """The parts of a new communicator of the ranks in `group`, with the same choice of backend.
+
+        `keeps_messages` is that of `Lifetime`.
+        """
         member = Member(self.member.endpoint, group, self.member.runner)
-        return Core(member, self._choose, self.family)
+        return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
 
     def close(self, error: str = "") -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.

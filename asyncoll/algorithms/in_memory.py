@@ -169,7 +169,7 @@ class MemoryBackend:
         with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
             self._registry.depart()
 
-    def depart(self) -> None:
+    def finished(self) -> None:
         endpoint = self._member.endpoint
         endpoint.off_depart(self._registry.depart)
         endpoint.membership.off_trace(self._trace)

@@ -56,7 +56,7 @@ class Endpoint:
         self.membership = Membership()
         self.departures = Departures(self.router, self.membership)
         self._services: set[asyncio.Task[None]] = set()
-        self._departures: list[Callable[[], None]] = []
+        self._at_last_call: list[Callable[[], None]] = []
         self._parted = False  # every rank has made its last call
         self.departed = False  # this rank has made its last call
         self.closed = False
@@ -132,16 +132,16 @@ class Endpoint:
 
         From then on the rank only takes part in the wait-avoiding rounds of others.
         """
-        self._departures.append(callback)
+        self._at_last_call.append(callback)
 
     def off_depart(self, callback: Callable[[], None]) -> None:
         """Undo `on_depart`."""
-        self._departures.remove(callback)
+        self._at_last_call.remove(callback)
 
     def depart(self) -> None:
         """Mark that this rank has made its last call, and run the callbacks of `on_depart`."""
         self.departed = True
-        for callback in tuple(self._departures):
+        for callback in tuple(self._at_last_call):
             callback()
 
     def part(self) -> None:

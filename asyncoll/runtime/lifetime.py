@@ -43,7 +43,7 @@ class Part(Protocol):
     def is_idle(self, wake: Callable[[], None]) -> bool:
         """Whether no call is under way. If one is, `wake` is called, in any thread, when that may have changed."""
 
-    def depart(self) -> None:
+    def finished(self) -> None:
         """This rank has no call under way any more."""
 
     def forget(self) -> None:
@@ -54,16 +54,26 @@ class Lifetime:
     """The end of one communicator at one rank. On the runtime's loop, but for `close` and the making of it."""
 
     def __init__(
-        self, member: Member, calls: PendingCalls, backend: Part, last: Callable[[], int], *, is_world: bool
+        self,
+        member: Member,
+        calls: PendingCalls,
+        backend: Part,
+        last: Callable[[], int],
+        *,
+        is_world: bool,
+        keeps_messages: bool,
     ) -> None:
-        """`last` gives the number of the last call of this rank. The communicator of the world has no steps 2 and 3."""
+        """`last` gives the number of the last call of this rank. The communicator of the world has no steps 2 and 3.
+
+        `keeps_messages`: sends and receives under way may be waited for after `close`.
+        """
         self._member = member
         self._calls = calls
         self._backend = backend
         self._last = last
         self._parts: tuple[Part, ...] = (calls, backend)
         self.is_world = is_world
-        self.keeps_messages = True  # sends and receives under way may be waited for after `close`
+        self._keeps_messages = keeps_messages
         self.serves = False  # other ranks may still ask for something of this one: it is never through
         self._is_left = False  # by this rank
         self._leaving: set[int] = set()  # world ranks whose Leave has come
@@ -133,14 +143,14 @@ class Lifetime:
         if self.serves or member.ports or not self._is_left or not self.is_idle():
             return
         for part in self._parts:
-            part.depart()
+            part.finished()
         self._tell(Unused(member.communicator))
         self._is_through(member.endpoint.rank)
 
     def _end_messages(self) -> None:
         """End the sends and receives under way if nobody may wait for them, and no rank makes their counterparts."""
         group, gone = self._member.group, self._leaving | self._through | {self._member.endpoint.rank}
-        if self.keeps_messages or len(gone) < group.size or not self._calls.has_only_messages():
+        if self._keeps_messages or len(gone) < group.size or not self._calls.has_only_messages():
             return
         if self._backend.is_idle(self._wake):
             self._member.endpoint.failures.fail(Closed(), group.communicator)

@@ -171,7 +171,7 @@ class PendingCalls:
     def retire(self) -> None:
         """Without effect: calls in progress go on."""
 
-    def depart(self) -> None:
+    def finished(self) -> None:
         """There are no more calls: stop the timer. Questions of other ranks are still answered."""
         self._patience_s = math.inf
         if self._timer is not None:

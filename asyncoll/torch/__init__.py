@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-_NAME = "asyncoll"
+from asyncoll.torch.name import NAME
+
 _OLDEST = (2, 7)  # before it, C++ code loses the Python part of the works that it gets, and waits for them forever
 
 
@@ -20,12 +21,12 @@ def register() -> None:
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
+    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
     try:
-        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     except Exception as error:
-        text = f"torch has not taken the backend {_NAME}, so that init_process_group will not know it: {error!r}"
+        text = f"torch has not taken the backend {NAME}, so that init_process_group will not know it: {error!r}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
@@ -38,7 +39,7 @@ def _create(options: Any, _: Any) -> Any:
     version: Any = torch.__version__  # compares with tuples
     if version < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
-        text = f"the backend {_NAME} needs torch {oldest} or newer, and this is torch {version}"
+        text = f"the backend {NAME} needs torch {oldest} or newer, and this is torch {version}"
         raise of_torch(UsageError(f"{text}: pip install 'torch>={oldest}'"))
     from asyncoll.torch.group import make_group
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.torch.errors import of_torch
 from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, outputs_of, reducible, row_of, writable
 from asyncoll.torch.reductions import contribution
 
@@ -157,3 +159,10 @@ class Arguments:
             raise UsageError(f"{total} rows cannot be split into {list(rows) or f'{self.size} equal parts'}")
         each = x.nbytes // total if total else 0
         return [count * each for count in rows or [total // self.size] * self.size]
+
+
+def check_timeout(timeout: timedelta) -> None:
+    """Raise UsageError unless the timeout of a group is above 0."""
+    if timeout <= timedelta(0):
+        text = "must be above 0, and torch makes those of 292,000 years negative"
+        raise of_torch(UsageError(f"the argument timeout of a process group {text}: got {timeout!r}"))

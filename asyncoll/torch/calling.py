@@ -21,11 +21,11 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
-from asyncoll.torch.arguments import Arguments, only
+from asyncoll.torch.arguments import Arguments, check_timeout, only
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.devices import add_backend
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.options import check_timeout, read
+from asyncoll.torch.options import read
 from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d
 
 from asyncoll.errors import UsageError
+from asyncoll.torch.name import NAME
 
-NAME = "asyncoll"
 _c10d: Any = dist.distributed_c10d  # its types do not show all that it has
 
 

@@ -14,14 +14,13 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import membership
-from asyncoll.torch.arguments import integer
+from asyncoll.torch.arguments import check_timeout, integer
 from asyncoll.torch.calling import message
 from asyncoll.torch.collectives import Collectives
-from asyncoll.torch.devices import NAME
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.memory import copyable, writable
 from asyncoll.torch.monitored import MonitoredBarriers
-from asyncoll.torch.options import check_timeout
+from asyncoll.torch.name import NAME
 from asyncoll.torch.reducers import keep_works
 from asyncoll.torch.registered_pool import RegisteredPool
 from asyncoll.torch.uncompiled import uncompiled

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import strategies
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 Register = Callable[[DistributedDataParallel, Sequence[Optimizer]], object]
+_BROADCAST = "_broadcast_sigterm_tensor"
 _Base: Any = strategies.DDPStrategy  # whether or not Lightning is installed for mypy
 
 
@@ -27,24 +29,31 @@ class DDPStrategy(_Base):  # type: ignore[misc]
         process_group_backend: str = "asyncoll",
         ddp_comm_hook: Any = None,
         ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable[[Any], Any] | None = None,
         register_hook: Register | None = None,
         **settings: Any,
     ) -> None:
         """The `settings` go to Lightning's strategy.
 
-        `ddp_comm_hook` and `ddp_comm_state` go to the model's `register_comm_hook`. For a state that is made from the
-        wrapped model, or from its optimizers, there is `register_hook` instead: it is called with both when fitting
-        begins, and registers the hook itself.
+        `ddp_comm_hook` and `ddp_comm_state` go to the model's `register_comm_hook`, with a `ddp_comm_wrapper` the hook
+        that it makes of `ddp_comm_hook`. For a state that is made from the wrapped model, or from its optimizers, there
+        is `register_hook` instead: it is called with both when fitting begins, and registers the hook itself.
 
         With a hook, a step of an optimizer evaluates its closure first, in which Lightning computes the gradients, and
         only once: not for LBFGS. Lightning's exchange before each batch, whether rank 0 has received SIGTERM, is left
         out: ranks would wait for each other. A rank that ends by SIGTERM is lost for the others.
+
+        Raises ValueError for both kinds of hook, and for a state or a wrapper without `ddp_comm_hook`.
         """
-        super().__init__(process_group_backend=process_group_backend, **settings)
+        # Lightning averages models on any device, if it gets the state of that hook.
+        super().__init__(process_group_backend=process_group_backend, ddp_comm_state=ddp_comm_state, **settings)
         if ddp_comm_hook is not None and register_hook is not None:
             raise ValueError("a model has one communication hook: give ddp_comm_hook or register_hook")
         if ddp_comm_hook is not None:
-            register_hook = lambda model, _: model.register_comm_hook(ddp_comm_state, ddp_comm_hook)  # noqa: E731
+            hook = ddp_comm_hook if ddp_comm_wrapper is None else ddp_comm_wrapper(ddp_comm_hook)
+            register_hook = lambda model, _: model.register_comm_hook(ddp_comm_state, hook)  # noqa: E731
+        elif ddp_comm_state is not None or ddp_comm_wrapper is not None:
+            raise ValueError("ddp_comm_state and ddp_comm_wrapper are those of ddp_comm_hook: give it, too")
         self._register_hook = register_hook
 
     def setup(self, trainer: Any) -> None:
@@ -54,7 +63,18 @@ class DDPStrategy(_Base):  # type: ignore[misc]
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(_evaluate_closure)  # before those of the communication hook
             self._register_hook(self.model, self.optimizers)
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+            _leave_out_broadcast(trainer)
+
+
+def _leave_out_broadcast(trainer: Any) -> None:
+    """Leave out the exchange before each batch, whether rank 0 has received SIGTERM."""
+    loop = trainer.fit_loop.epoch_loop
+    if not hasattr(loop, _BROADCAST):
+        raise RuntimeError(
+            f"this strategy replaces {_BROADCAST} of Lightning, which Lightning {lightning.__version__} has not, so "
+            "its ranks may wait for each other before each batch: install lightning==2.6.6 to train with a hook"
+        )
+    setattr(loop, _BROADCAST, lambda: None)
 
 
 def _evaluate_closure(

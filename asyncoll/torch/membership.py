@@ -110,8 +110,7 @@ def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
     comm = world.comm
     context = digest(comm._core.member.communicator, "torch", name, turn, *ranks)
     group = Group(tuple(ranks), list(ranks).index(comm.rank), context)
-    core = comm._core.split(group)
-    core.lifetime.keeps_messages = False
+    core = comm._core.split(group, keeps_messages=False)
     return BlockingCommunicator(core, tuple(comm.hosts[rank] for rank in ranks))
 
 

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from asyncoll.errors import UsageError
-from asyncoll.torch.errors import of_torch
-
 _NAMES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _REDUCTIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
@@ -54,10 +51,3 @@ def read(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             raise TypeError(f"{name} is no option of a call: use one of {', '.join(_NAMES)}")
         found[_NAMES[name]] = value
     return Options(**found)
-
-
-def check_timeout(timeout: timedelta) -> None:
-    """Raise UsageError unless the timeout of a group is above 0."""
-    if timeout <= timedelta(0):
-        text = "must be above 0, and torch makes those of 292,000 years negative"
-        raise of_torch(UsageError(f"the argument timeout of a process group {text}: got {timeout!r}"))

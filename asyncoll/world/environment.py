@@ -61,18 +61,18 @@ class Environment:
         A call has no time limit but its own, unless ASYNCOLL_DEADLINE_S is set.
         """
         address, port = _place(store)
-        address = address or environ.get("MASTER_ADDR", "")  # of a file there is none
-        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: "", "MASTER_ADDR": "none"}
+        place = address or environ.get("MASTER_ADDR", ""), port  # of a file there is none
+        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", _RUN: ""}
         limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
-        environment = cls.read({**environ, **given, **limit}, port)
+        environment = cls.read({**environ, **given, **limit}, place)
         assert environment is not None
-        return replace(environment, store=store, master_addr=address)
+        return replace(environment, store=store)
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ, port: int | None = None) -> Environment | None:
+    def read(cls, environ: Mapping[str, str] = os.environ, place: tuple[str, int] | None = None) -> Environment | None:
         """Read `environ`. None if it describes no world. An empty variable counts as not set.
 
-        `port` replaces MASTER_PORT: that of a given store, 0 if it has none.
+        `place` replaces MASTER_ADDR and MASTER_PORT: that of a given store; empty, and 0, as far as it has none.
 
         Raises UsageError if it describes a part of a world, or an impossible one.
         """
@@ -87,13 +87,16 @@ class Environment:
         if not 0 <= rank < size:
             raise UsageError(f"RANK={rank} is not between 0 and WORLD_SIZE-1={size - 1}")
         folder = environ.get("ASYNCOLL_FOLDER", "")
-        meets_in_store = size > 1 and not folder
+        if place is None:
+            place = environ.get("MASTER_ADDR", ""), 0
+            if size > 1 and not folder:  # the ranks meet in a store
+                place = _text(environ, "MASTER_ADDR"), _port(environ)
         return cls(
             rank,
             size,
             folder,
-            master_addr=environ.get("MASTER_ADDR", "") if not meets_in_store else _text(environ, "MASTER_ADDR"),
-            master_port=port if port is not None else _port(environ) if meets_in_store else 0,
+            master_addr=place[0],
+            master_port=place[1],
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run="/".join(environ.get(name, "") for name in (_RUN, "TORCHELASTIC_RESTART_COUNT")),
             freeze_s=freeze_s(environ),

@@ -6,21 +6,13 @@ from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
+from raising import caught
 from torch.distributed import ReduceOp
 
 import asyncoll
 
 SECONDS = timedelta(seconds=60)
 BY_MESSAGE = os.environ.get("ASYNCOLL_TRANSPORT") == "zmq"
-
-
-def caught(kind, act):
-    """The exception of this kind that `act` raises."""
-    try:
-        act()
-    except kind as error:
-        return error
-    raise AssertionError(f"{act} has raised no {kind}")
 
 
 def ones(count=4, dtype=torch.float32):

@@ -20,6 +20,7 @@ from torch_tests import frameworks
 from torch_tests.features.sabotage import named
 
 seen: list[int] = []  # buckets, by `hook`
+by_wrapper: list[int] = []
 states: list[Any] = []  # of the hooks of asyncoll
 
 
@@ -50,6 +51,16 @@ def hook(state, bucket):  # type: ignore[no-untyped-def]
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0] / size)
 
 
+def counted(wrapped):  # type: ignore[no-untyped-def]
+    """A wrapper of hooks, as torch's fp16_compress_wrapper."""
+
+    def wrapper(state, bucket):  # type: ignore[no-untyped-def]
+        by_wrapper.append(bucket.index())
+        return wrapped(state, bucket)
+
+    return wrapper
+
+
 def register(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     (optimizer,) = optimizers
     assert optimizer.param_groups[0]["lr"] == frameworks.RATE
@@ -70,6 +81,7 @@ def register_eager_sgd(model: DistributedDataParallel, optimizers: Sequence[torc
 
 HOOKS: dict[str, dict[str, Any]] = {
     "hook": {"ddp_comm_hook": hook},
+    "wrapped_hook": {"ddp_comm_hook": hook, "ddp_comm_wrapper": counted},
     "registered_hook": {"register_hook": register},
     "oktopk": {"register_hook": register_oktopk},
     "eager_sgd": {"register_hook": register_eager_sgd},
@@ -105,6 +117,7 @@ def main(backend: str, ranks: int, settings: dict[str, Any]) -> None:
     assert trainer.global_step == frameworks.steps(ranks)
     assert all(state.round == trainer.global_step for state in states)
     assert bool(seen or states) == bool(settings)
+    assert by_wrapper == (seen if "ddp_comm_wrapper" in settings else [])
     assert torch.isfinite(trainer.callback_metrics["loss_epoch"])
     assert dist.get_backend() == backend
 

@@ -26,6 +26,7 @@ def programs(backend: str, size: int) -> dict[str, list[str]]:
     return {
         "lightning": lightning,
         "lightning_with_hook": [*lightning, "hook"],
+        "lightning_with_wrapped_hook": [*lightning, "wrapped_hook"],
         "lightning_with_registered_hook": [*lightning, "registered_hook"],
         "lightning_with_oktopk": [*lightning, "oktopk"],
         "lightning_with_eager_sgd": [*lightning, "eager_sgd"],
