@@ -22,6 +22,7 @@ from asyncoll.torch import hooks
 from asyncoll.training.dc_s3gd import compensate
 
 with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.script
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
     from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 torch.set_num_threads(1)
@@ -560,6 +561,8 @@ def refusals():
 
     module = nn.Linear(2, 2, dtype=torch.complex64)
     refused("complex", hooks.DCS3GDState, wrap(module), optimizer_of(module))
+    refused("complex", hooks.OkTopkState, wrap(module))
+    refused("complex", eager_state, module=module)
     # The second state of a name, or of an optimizer.
     refused("a training named 'static' has used", hooks.OkTopkState, wrap(model()), name="static")
     refused("a training named 'no buffers' has used", eager_state, options={"name": "no buffers"})
@@ -629,6 +632,10 @@ def refusals():
     state, ddp, _ = fresh()
     assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
     refused("has failed", state.finish)
+    ddp = wrap(model())
+    state = hooks.EagerSGDState(ddp, optimizer_of(ddp), name="compressed")
+    ddp.register_comm_hook(state, fp16_compress_wrapper(hooks.eager_sgd))
+    refused("bucket is in torch.float16", backward, ddp, batch)
     ddp, other = wrap(model()), wrap(model())
     ddp.register_comm_hook(hooks.OkTopkState(other, name="of another model"), hooks.oktopk)
     refused("made for another model", backward, ddp, batch)

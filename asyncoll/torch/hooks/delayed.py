@@ -16,7 +16,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Layout
+from asyncoll.torch.hooks.buckets import Layout, trained
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
@@ -51,9 +51,7 @@ class DCS3GDState(HookState):
         refusals.check_one_operation(ddp)
         refusals.check_optimizer(ddp, optimizer)
         self._lambda0 = lambda0
-        self._layout = Layout([p for p in ddp._module_parameters if p.requires_grad])
-        if self._layout.dtype.is_complex:
-            raise UsageError("the correction of a gradient squares it, which needs real parameters, not complex ones")
+        self._layout = Layout(trained(ddp))
         self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)

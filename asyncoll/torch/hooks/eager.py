@@ -18,7 +18,7 @@ from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Buckets, Layout
+from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked, complete
@@ -94,7 +94,7 @@ class EagerSGDState(HookState):
         self._clip_norm = clip_norm
         self._schedule = Schedule(optimizer, scheduler)
         self._optimizer = optimizer
-        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Buckets, Layout
+from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.state import HookState, checked, complete
 from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
@@ -71,7 +71,7 @@ class OkTopkState(HookState):
             "regions_every": regions_every,
             "feedback": feedback,
         }
-        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
         self._claim(name)
 

@@ -20,6 +20,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import trained
 
 T = TypeVar("T")
 S = TypeVar("S", bound="HookState")
@@ -126,12 +127,12 @@ class HookState(ABC):
         if bucket.buffer().layout is not torch.strided:
             raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
         parameters = bucket.parameters()
-        trained = [parameter for parameter in self._model()._module_parameters if parameter.requires_grad]
-        if not self._is_registered and not any(parameters[0] is parameter for parameter in trained):
+        expected = trained(self._model())
+        if not self._is_registered and not any(parameters[0] is parameter for parameter in expected):
             raise UsageError("the state of this hook was made for another model: make one for each model")
         self._is_registered = True
         self._gathered = len(parameters) + (0 if bucket.index() == 0 else self._gathered)
-        if bucket.is_last() and self._gathered < len(trained):
+        if bucket.is_last() and self._gathered < len(expected):
             raise refusals.changed_parameters()
 
     def _claim(self, name: str) -> None:
