@@ -437,7 +437,9 @@ def checkpoints():
     """A training that goes on from a checkpoint ends with the same bits as one without a break."""
     makers = {
         hooks.allreduce: lambda ddp, optimizer: hooks.AllreduceState(ddp),
-        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, sync_every=1),
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(
+            ddp, optimizer, sync_every=1, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        ),
         hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp, density=0.1),
         hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
     }
@@ -546,6 +548,7 @@ def refusals():
     refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
     refused("history", eager_state, options={"history": 0})
     refused("partial is", eager_state, options={"partial": "group"})
+    refused("op is", eager_state, options={"op": ReduceOp.SUM})
     refused("clip_norm is", eager_state, options={"clip_norm": 0.0})
     other = torch.optim.lr_scheduler.StepLR(optimizer_of(model()), 1)
     refused("another optimizer", eager_state, options={"scheduler": other})
@@ -582,6 +585,19 @@ def refusals():
         state = hooks.EagerSGDState(ddp, optimizer, name=f"refused {next(names)}", **dict(options))
         ddp.register_comm_hook(state, hooks.eager_sgd)
         return state, ddp, optimizer
+
+    # In the first step all ranks learn of options that differ.
+    first = dist.get_rank() == 0
+    for option in ({"clip_norm": 1.0 + first}, {"history": 64 + first}, {"partial": "solo" if first else "quorum"}):
+        _, ddp, _ = fresh(options=option)
+        refused(f"different values of {next(iter(option))}", backward, ddp, batch)
+    _, ddp, optimizer = fresh()
+    optimizer.param_groups[0]["lr"] = 0.1 + first
+    refused("different values of options of the optimizer", backward, ddp, batch)
+    ddp = wrap(model())
+    state = hooks.DCS3GDState(ddp, optimizer_of(ddp), lambda0=0.5 * first)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    refused("different values of lambda0", backward, ddp, batch)
 
     for change in (
         lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Layout, trained
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked, complete
@@ -50,12 +50,13 @@ class DCS3GDState(HookState):
         super().__init__(ddp)
         refusals.check_one_operation(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        self._lambda0 = lambda0
+        self._lambda0 = float(lambda0)
         self._layout = Layout(trained(ddp))
         self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)
         self._averaged: Handle[Tensor] | None = None
+        self._has_begun = False
         self._is_resumed = False
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
@@ -64,10 +65,17 @@ class DCS3GDState(HookState):
         refusals.check_join(self._model())
         if bucket.index() == 0:
             self._steps.expect()
+            self._begin()
             self._resume()
         future = torch.futures.Future[Tensor]()
         future.set_result(bucket.buffer())
         return future
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            with self._limit():
+                agreement.check_same(self._comm, self.round, {"lambda0": self._lambda0})
+            self._has_begun = True
 
     @torch.no_grad()
     def _before_step(self) -> None:

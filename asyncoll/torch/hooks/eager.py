@@ -17,7 +17,7 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
@@ -57,8 +57,8 @@ class EagerSGDState(HookState):
     three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
-    optimizer of one rank are those of all. A checkpoint of another moment lacks the gradients that are staged and in no
-    round yet. All ranks load the same round.
+    optimizer of one rank are those of all. `state_dict()` has the scheduler. A checkpoint of another moment lacks the
+    gradients that are staged and in no round yet. All ranks load the same round.
 
     Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
     each result of the history.
@@ -84,14 +84,14 @@ class EagerSGDState(HookState):
         refusals.check_one_operation(ddp)
         refusals.check_without_lockstep(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        _check_options(partial, history, clip_norm)
+        _check_options(partial, history, op, clip_norm)
         self._partial = partial
         self._draw: dict[str, Any] = {}  # what decides when a round starts
         if partial != "solo":
             chosen = {"candidates": candidates} if partial == "majority" else {"quorum": quorum}
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
-        self._clip_norm = clip_norm
+        self._clip_norm = None if clip_norm is None else float(clip_norm)
         self._schedule = Schedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
@@ -139,7 +139,7 @@ class EagerSGDState(HookState):
     def _exchange(self) -> Reduction:
         """One round. Its number counts the rounds of this training, and those of a checkpoint."""
         if self._reduction is None:
-            self._check_same_round()
+            agreement.check_same(self._comm, self.round, self._options())
         # DDP's forward pass makes all ranks wait for each other once, to make the final buckets. A rank that waited for
         # a round meanwhile would wait for ranks that wait for it. So all steps before are in lockstep.
         if not self._model()._has_rebuilt_buckets:
@@ -150,10 +150,15 @@ class EagerSGDState(HookState):
         reduction = self._call().wait()
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
-    def _check_same_round(self) -> None:
-        rounds = self._comm.allgather(torch.tensor(self.round)).wait().tolist()
-        if len(set(rounds)) > 1:
-            raise UsageError(f"the ranks have loaded the rounds {rounds}: load the state of one round at every rank")
+    def _options(self) -> dict[str, Any]:
+        """What all ranks must have in common, by name."""
+        draw = {"partial": self._partial, **self._draw}
+        return self._rules | {
+            ", ".join(draw): draw,
+            "clip_norm": self._clip_norm,
+            "scheduler": self._schedule.kind(),
+            "options of the optimizer": self._schedule.values(),
+        }
 
     def _together(self) -> Reduction:
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
@@ -231,6 +236,12 @@ class EagerSGDState(HookState):
             self.round += 1
             self._schedule.step()
 
+    def _own_state(self) -> dict[str, Any]:
+        return {"scheduler": self._schedule.state()}
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        self._schedule.load(own["scheduler"])
+
     # -- the end ----------------------------------------------------------------------------------
 
     def _resynchronise(self) -> None:
@@ -265,11 +276,14 @@ def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[
 def _check_options(
     partial: str,
     history: int,
+    op: ReduceOp,
     clip_norm: float | None,
 ) -> None:
     if partial not in ("solo", "majority", "quorum"):
         raise UsageError(f"partial is solo, majority or quorum, not {partial!r}")
     if history < 1:
         raise UsageError(f"a rank applies the results that history has kept: it is a number above 0, not {history}")
+    if op not in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE):
+        raise UsageError(f"op is asyncoll.AVG or asyncoll.AVG_ACTIVE, not {op}: a step takes a mean of gradients")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is a norm above 0, or None, not {clip_norm}")
