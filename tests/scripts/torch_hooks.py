@@ -489,20 +489,32 @@ def checkpoints():
 
 def dies():
     """Rank 1 dies in a backward pass, and all others name it in theirs, or in the step of the optimizer."""
-    module = model()
-    ddp, optimizer = wrap(module), optimizer_of(module)
-    state = hooks.EagerSGDState(ddp, optimizer, partial="majority", candidates=1, name="dies")
-    ddp.register_comm_hook(state, hooks.eager_sgd)
-    for batch in batches(1, STEPS):
-        step(ddp, optimizer, batch)
+    makers = {
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, partial="majority"),
+        hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp),
+        hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
+    }
+    (batch,) = batches(1, 1)
+    trainings = []
+    for hook, make in makers.items():
+        module = model()
+        ddp, optimizer = wrap(module, process_group=dist.new_group()), optimizer_of(module)
+        state = make(ddp, optimizer)
+        ddp.register_comm_hook(state, hook)
+        for _ in range(STEPS):
+            step(ddp, optimizer, batch)
+        trainings.append((hook, ddp, optimizer, state))
     if dist.get_rank() == 1:
-        module.wide.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        trainings[0][1].module.wide.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
 
-    def train():
+    def train(ddp, optimizer):
         while True:
             step(ddp, optimizer, batch)
 
-    print("lost", caught(PeerLostError, train).rank)
+    for hook, ddp, optimizer, _ in trainings:
+        error = caught(dist.DistBackendError, train, ddp, optimizer)
+        assert isinstance(error, PeerLostError), error
+        print(hook.__name__, "lost", error.rank)
     sys.exit()
 
 

@@ -17,8 +17,9 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Layout, trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
@@ -73,7 +74,7 @@ class DCS3GDState(HookState):
 
     def _begin(self) -> None:
         if not self._has_begun:
-            with self._limit():
+            with self._calls():
                 agreement.check_same(self._comm, self.round, {"lambda0": self._lambda0})
             self._has_begun = True
 
@@ -95,7 +96,8 @@ class DCS3GDState(HookState):
         if self._averaged is None:
             return False
         averaged, self._averaged = self._averaged, None
-        averaged.wait()
+        with self._calls():
+            averaged.wait()
         self._distance.copy_(self._mean)
         parameters = self._layout.parameters
         torch._foreach_sub_(self._layout.parts(self._distance), list(parameters))  # D_i = mean - w_i (equation 9)
@@ -104,7 +106,7 @@ class DCS3GDState(HookState):
 
     def _start_average(self) -> None:
         torch._foreach_copy_(self._layout.parts(self._mean), [p.detach() for p in self._layout.parameters])
-        with self._limit():
+        with self._calls():
             self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
             self._averaged.when_done(_ignore)  # the runtime goes on with it at once
 
@@ -121,7 +123,7 @@ class DCS3GDState(HookState):
         self._steps.check_done()
         self._resume()
         self._take_average()
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()
 
 

@@ -19,9 +19,10 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
@@ -119,7 +120,7 @@ class EagerSGDState(HookState):
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
             self._check_gradient()
-            with self._limit():
+            with self._calls():
                 self._reduction = self._exchange()
             self._buckets.scatter()
             self._untouched.note_after_backward()
@@ -209,7 +210,7 @@ class EagerSGDState(HookState):
         assert reduction is not None
         self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
-            with self._limit():
+            with self._calls():
                 self._resynchronise()
         self._schedule.note()
 
@@ -246,7 +247,7 @@ class EagerSGDState(HookState):
 
     def _resynchronise(self) -> None:
         parameters = [parameter.detach() for parameter in self._model().module.parameters()]
-        complete(replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
+        complete(self._comm, replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
         self._lost = 0
 
     def _finish(self) -> None:
@@ -264,7 +265,7 @@ class EagerSGDState(HookState):
                 self._apply(result)
             self._skip_to(reduction.round)
         self._resynchronise()
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()
 
 

@@ -15,7 +15,8 @@ from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.completion import complete
+from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
 
@@ -80,7 +81,7 @@ class OkTopkState(HookState):
         refusals.check_join(self._model())
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._limit():
+            with self._calls():
                 self._exchange()
             self._buckets.scatter()
             self.round += 1
@@ -121,7 +122,7 @@ class OkTopkState(HookState):
             self._comm.load_sparse_state(name, state)
 
     def _finish(self) -> None:
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
 
 
 def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
