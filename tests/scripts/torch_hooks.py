@@ -657,6 +657,25 @@ def refusals():
                 optimizer.step()
             else:
                 refused("changed the learning rate", optimizer.step)
+    # Parameters that the program changes.
+    for sync_every in (1, 0):
+        _, ddp, optimizer = fresh(options={"sync_every": sync_every})
+        for _ in range(2):
+            step(ddp, optimizer, batch)
+        with torch.no_grad():
+            ddp.module.out.weight.clamp_(-0.1, 0.1)
+        backward(ddp, batch)
+        if sync_every:
+            optimizer.step()
+        else:
+            refused("changed parameters", optimizer.step)
+    ddp = wrap(model())
+    optimizer = optimizer_of(ddp)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    step(ddp, optimizer, batch)
+    ddp.load_state_dict(ddp.state_dict())
+    refused("changed parameters", state.finish)
     state, ddp, _ = fresh()
     assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
     refused("has failed", state.finish)

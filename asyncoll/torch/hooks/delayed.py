@@ -20,6 +20,7 @@ from asyncoll.torch.hooks.buckets import Layout, trained
 from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
@@ -57,6 +58,7 @@ class DCS3GDState(HookState):
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)
         self._averaged: Handle[Tensor] | None = None
+        self._unchanged = Unchanged(self._layout.parameters)
         self._has_begun = False
         self._is_resumed = False
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
@@ -89,12 +91,14 @@ class DCS3GDState(HookState):
     @torch.no_grad()
     def _after_step(self) -> None:
         self.round += 1
+        self._unchanged.note()
         self._start_average()  # the model is free for the next gradient
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
         if self._averaged is None:
             return False
+        self._unchanged.check()
         averaged, self._averaged = self._averaged, None
         with self._calls():
             averaged.wait()

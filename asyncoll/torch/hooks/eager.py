@@ -23,6 +23,7 @@ from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
@@ -97,6 +98,7 @@ class EagerSGDState(HookState):
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
+        self._unchanged = Unchanged(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
@@ -116,6 +118,7 @@ class EagerSGDState(HookState):
             self._steps.expect()
             if self._reduction is None or self._reduction.synchronous:  # no rank has results to catch up with
                 self._schedule.note()
+                self._unchanged.note()
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
@@ -192,6 +195,7 @@ class EagerSGDState(HookState):
         reduction = self._reduction
         assert reduction is not None
         self._untouched.check()
+        self._unchanged.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
             raise overrun(self._comm.rank, self._rules["history"], reduction)
@@ -213,6 +217,7 @@ class EagerSGDState(HookState):
             with self._calls():
                 self._resynchronise()
         self._schedule.note()
+        self._unchanged.note()
 
     def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
