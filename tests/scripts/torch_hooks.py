@@ -635,6 +635,7 @@ def refusals():
     backward(ddp, batch)
     refused("closure", optimizer.step, lambda: 0.0)
     refused("had no step", state.finish)
+    refused("had no step", state.state_dict)
     assert "two backward passes" in str(caught(UsageError, backward, ddp, batch))
     _, ddp, optimizer = fresh()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -659,16 +660,17 @@ def refusals():
                 refused("changed the learning rate", optimizer.step)
     # Parameters that the program changes.
     for sync_every in (1, 0):
-        _, ddp, optimizer = fresh(options={"sync_every": sync_every})
-        for _ in range(2):
+        state, ddp, optimizer = fresh(options={"sync_every": sync_every})
+        for _ in range(3):
             step(ddp, optimizer, batch)
         with torch.no_grad():
             ddp.module.out.weight.clamp_(-0.1, 0.1)
-        backward(ddp, batch)
         if sync_every:
-            optimizer.step()
+            state.state_dict()
+            step(ddp, optimizer, batch)
         else:
-            refused("changed parameters", optimizer.step)
+            refused("gradients that are staged", state.state_dict)
+            refused("changed parameters", step, ddp, optimizer, batch)
     ddp = wrap(model())
     optimizer = optimizer_of(ddp)
     state = hooks.DCS3GDState(ddp, optimizer)
@@ -686,6 +688,10 @@ def refusals():
     ddp, other = wrap(model()), wrap(model())
     ddp.register_comm_hook(hooks.OkTopkState(other, name="of another model"), hooks.oktopk)
     refused("made for another model", backward, ddp, batch)
+    module = model()
+    ddp, other = wrap(module), wrap(module)
+    ddp.register_comm_hook(hooks.OkTopkState(other, name="of another wrapper"), hooks.oktopk)
+    refused("another DistributedDataParallel", backward, ddp, batch)
     for changes_before in (True, False):
         module = model()
         ddp = wrap(module)

@@ -119,6 +119,10 @@ class DCS3GDState(HookState):
             self._is_resumed = False
             self._start_average()
 
+    def _own_state(self) -> dict[str, Any]:
+        self._steps.check_done()
+        return {}
+
     def _load_own_state(self, own: dict[str, Any]) -> None:
         self._is_resumed = True
 

@@ -59,8 +59,8 @@ class EagerSGDState(HookState):
     three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
-    optimizer of one rank are those of all. `state_dict()` has the scheduler. A checkpoint of another moment lacks the
-    gradients that are staged and in no round yet. All ranks load the same round.
+    optimizer of one rank are those of all. `state_dict()` has the scheduler. At another moment it is a UsageError,
+    because gradients are staged that are in no round yet. All ranks load the same round.
 
     Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
     each result of the history.
@@ -243,6 +243,12 @@ class EagerSGDState(HookState):
             self._schedule.step()
 
     def _own_state(self) -> dict[str, Any]:
+        self._steps.check_done()
+        if self._reduction is not None and not self._reduction.synchronous and not self._has_ended:
+            raise UsageError(
+                "a checkpoint of this round would lack gradients that are staged: save after a round for which "
+                "state.reduction.synchronous is true, such as every sync_every-th one, or after finish()"
+            )
         return {"scheduler": self._schedule.state()}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
@@ -262,6 +268,9 @@ class EagerSGDState(HookState):
                 f"rank {self._comm.rank} ends the training in its first steps, and the rounds of the other ranks may "
                 "wait for it: make at least three steps at every rank"
             )
+        assert self._reduction is not None
+        if not self._reduction.synchronous:
+            self._unchanged.check()
         # No round waits for this rank any more.
         reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
         if reduction is not None:

@@ -53,7 +53,8 @@ class HookState(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
 
-        Call it after a step of the optimizer, and before the next `backward()`.
+        Call it after a step of the optimizer, and before the next `backward()`. `eager_sgd` and `dc_s3gd` raise
+        UsageError elsewhere, and `eager_sgd` after a round that is not synchronous.
         """
         return {
             "hook": type(self).__name__,
@@ -129,9 +130,14 @@ class HookState(ABC):
         if bucket.buffer().layout is not torch.strided:
             raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
         parameters = bucket.parameters()
-        expected = trained(self._model())
-        if not self._is_registered and not any(parameters[0] is parameter for parameter in expected):
-            raise UsageError("the state of this hook was made for another model: make one for each model")
+        ddp = self._model()
+        expected = trained(ddp)
+        is_of_another = not ddp._comm_hooks or not any(parameters[0] is parameter for parameter in expected)
+        if not self._is_registered and is_of_another:
+            raise UsageError(
+                "the state of this hook was made for another model, or another DistributedDataParallel around it: make "
+                "the state, and register the hook, for one"
+            )
         self._is_registered = True
         self._gathered = len(parameters) + (0 if bucket.index() == 0 else self._gathered)
         if bucket.is_last() and self._gathered < len(expected):
