@@ -560,6 +560,12 @@ def refusals():
     refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
     refused("history", eager_state, options={"history": 0})
     refused("partial is", eager_state, options={"partial": "group"})
+    for option in ({"partial": "quorum", "quorum": 99}, {"partial": "majority", "candidates": 0}, {"sync_every": -1}):
+        refused([*option][-1], eager_state, options=option)
+    for option in ({"algorithm": "none"}, {"thresholds_every": 0}, {"regions_every": 0}, {"feedback": 1}):
+        refused(next(iter(option)), hooks.OkTopkState, wrap(model()), warm_up=9, **option)
+    refused("wrap the model", hooks.OkTopkState, model())
+    refused("optimizer that trains the model", hooks.DCS3GDState, wrap(model()), None)
     refused("op is", eager_state, options={"op": ReduceOp.SUM})
     refused("clip_norm is", eager_state, options={"clip_norm": 0.0})
     other = torch.optim.lr_scheduler.StepLR(optimizer_of(model()), 1)

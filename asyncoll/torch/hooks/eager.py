@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.runtime.handles import Handle
@@ -97,6 +98,7 @@ class EagerSGDState(HookState):
         self._schedule = Schedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
+        self._check_operation()
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
         self._unchanged = Unchanged(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
@@ -105,6 +107,12 @@ class EagerSGDState(HookState):
         self._lost = 0  # results that this rank has lost since all replicas were equal
         self._claim(name)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+
+    def _check_operation(self) -> None:
+        layout = ((str(self._buckets.layout.dtype).removeprefix("torch."), self._buckets.layout.count),)
+        draw = {option: value for option, value in self._draw.items() if value is not None}
+        operation = Operation(layout=layout, opening=Opening(self._partial), **draw, **self._rules)
+        check_operation(operation, self._comm.size)
 
     @property
     def reduction(self) -> Reduction | None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncoll.algorithms.sparse.oktopk import Rules
+from asyncoll.algorithms.sparse.operations import Specification
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.torch.hooks import refusals
@@ -59,8 +61,6 @@ class OkTopkState(HookState):
         super().__init__(ddp)
         refusals.check_one_operation(ddp)
         refusals.check_all_used(ddp)
-        if not 0 < density <= 1:
-            raise UsageError(f"density is above 0 and at most 1, not {density}")
         if warm_up < 0:
             raise UsageError(f"warm_up is a number of rounds, not {warm_up}")
         self._algorithm = algorithm
@@ -73,6 +73,9 @@ class OkTopkState(HookState):
             "feedback": feedback,
         }
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
+        dtype = str(self._buckets.layout.dtype).removeprefix("torch.")
+        rules = Rules(thresholds_every, regions_every, feedback)
+        Specification(algorithm, density, dtype, (self._buckets.layout.count,), rules).check()
         self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
         self._claim(name)
 

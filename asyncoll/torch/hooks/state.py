@@ -33,6 +33,7 @@ class HookState(ABC):
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
+        refusals.check_wrapped(ddp)
         group = ddp.process_group
         if not isinstance(group, ProcessGroup):
             raise UsageError(
