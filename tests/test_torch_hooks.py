@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from asyncoll import deadline
 from asyncoll.runtime.deadlines import remaining_s
-from asyncoll.torch.hooks.state import complete
+from asyncoll.runtime.handles import HandleRunner
+from asyncoll.torch.hooks.completion import complete
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
 CASES = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints", "refusals")
@@ -36,12 +39,30 @@ def test_hooks(forked_world, size, cases, more):
 def test_a_death_in_backward_is_named_by_all_others(forked_world):
     ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"}, 3, SCRIPT, "dies")
     lost = [each.end()[:2] for each in ranks]
-    assert lost == [(0, "lost 1\n"), (-signal.SIGKILL, ""), (0, "lost 1\n")]
+    named = "eager_sgd lost 1\noktopk lost 1\ndc_s3gd lost 1\n"
+    assert lost == [(0, named), (-signal.SIGKILL, ""), (0, named)]
 
 
-def test_collectives_of_several_calls_obey_the_deadline_of_the_group():
+@pytest.fixture
+def comm():
+    """What `complete` needs of a communicator."""
+    runner = HandleRunner()
+    yield SimpleNamespace(_core=SimpleNamespace(member=SimpleNamespace(runner=runner)))
+    runner.stop()
+
+
+def test_collectives_of_several_calls_obey_the_deadline_of_the_group(comm):
     async def left_s():
         return remaining_s()
 
     with deadline(60.0):
-        assert 0 < complete(left_s()) <= 60.0
+        assert 0 < complete(comm, left_s()) <= 60.0
+
+
+def test_an_interrupt_ends_the_wait_for_several_calls_at_once(comm):
+    async def waits_for_another_rank():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        complete(comm, waits_for_another_rank())

@@ -22,6 +22,7 @@ from asyncoll.torch import hooks
 from asyncoll.training.dc_s3gd import compensate
 
 with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.script
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
     from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 torch.set_num_threads(1)
@@ -436,7 +437,9 @@ def checkpoints():
     """A training that goes on from a checkpoint ends with the same bits as one without a break."""
     makers = {
         hooks.allreduce: lambda ddp, optimizer: hooks.AllreduceState(ddp),
-        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, sync_every=1),
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(
+            ddp, optimizer, sync_every=1, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        ),
         hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp, density=0.1),
         hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
     }
@@ -486,20 +489,32 @@ def checkpoints():
 
 def dies():
     """Rank 1 dies in a backward pass, and all others name it in theirs, or in the step of the optimizer."""
-    module = model()
-    ddp, optimizer = wrap(module), optimizer_of(module)
-    state = hooks.EagerSGDState(ddp, optimizer, partial="majority", candidates=1, name="dies")
-    ddp.register_comm_hook(state, hooks.eager_sgd)
-    for batch in batches(1, STEPS):
-        step(ddp, optimizer, batch)
+    makers = {
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, partial="majority"),
+        hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp),
+        hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
+    }
+    (batch,) = batches(1, 1)
+    trainings = []
+    for hook, make in makers.items():
+        module = model()
+        ddp, optimizer = wrap(module, process_group=dist.new_group()), optimizer_of(module)
+        state = make(ddp, optimizer)
+        ddp.register_comm_hook(state, hook)
+        for _ in range(STEPS):
+            step(ddp, optimizer, batch)
+        trainings.append((hook, ddp, optimizer, state))
     if dist.get_rank() == 1:
-        module.wide.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        trainings[0][1].module.wide.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
 
-    def train():
+    def train(ddp, optimizer):
         while True:
             step(ddp, optimizer, batch)
 
-    print("lost", caught(PeerLostError, train).rank)
+    for hook, ddp, optimizer, _ in trainings:
+        error = caught(dist.DistBackendError, train, ddp, optimizer)
+        assert isinstance(error, PeerLostError), error
+        print(hook.__name__, "lost", error.rank)
     sys.exit()
 
 
@@ -545,6 +560,13 @@ def refusals():
     refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
     refused("history", eager_state, options={"history": 0})
     refused("partial is", eager_state, options={"partial": "group"})
+    for option in ({"partial": "quorum", "quorum": 99}, {"partial": "majority", "candidates": 0}, {"sync_every": -1}):
+        refused([*option][-1], eager_state, options=option)
+    for option in ({"algorithm": "none"}, {"thresholds_every": 0}, {"regions_every": 0}, {"feedback": 1}):
+        refused(next(iter(option)), hooks.OkTopkState, wrap(model()), warm_up=9, **option)
+    refused("wrap the model", hooks.OkTopkState, model())
+    refused("optimizer that trains the model", hooks.DCS3GDState, wrap(model()), None)
+    refused("op is", eager_state, options={"op": ReduceOp.SUM})
     refused("clip_norm is", eager_state, options={"clip_norm": 0.0})
     other = torch.optim.lr_scheduler.StepLR(optimizer_of(model()), 1)
     refused("another optimizer", eager_state, options={"scheduler": other})
@@ -560,6 +582,8 @@ def refusals():
 
     module = nn.Linear(2, 2, dtype=torch.complex64)
     refused("complex", hooks.DCS3GDState, wrap(module), optimizer_of(module))
+    refused("complex", hooks.OkTopkState, wrap(module))
+    refused("complex", eager_state, module=module)
     # The second state of a name, or of an optimizer.
     refused("a training named 'static' has used", hooks.OkTopkState, wrap(model()), name="static")
     refused("a training named 'no buffers' has used", eager_state, options={"name": "no buffers"})
@@ -579,6 +603,19 @@ def refusals():
         state = hooks.EagerSGDState(ddp, optimizer, name=f"refused {next(names)}", **dict(options))
         ddp.register_comm_hook(state, hooks.eager_sgd)
         return state, ddp, optimizer
+
+    # In the first step all ranks learn of options that differ.
+    first = dist.get_rank() == 0
+    for option in ({"clip_norm": 1.0 + first}, {"history": 64 + first}, {"partial": "solo" if first else "quorum"}):
+        _, ddp, _ = fresh(options=option)
+        refused(f"different values of {next(iter(option))}", backward, ddp, batch)
+    _, ddp, optimizer = fresh()
+    optimizer.param_groups[0]["lr"] = 0.1 + first
+    refused("different values of options of the optimizer", backward, ddp, batch)
+    ddp = wrap(model())
+    state = hooks.DCS3GDState(ddp, optimizer_of(ddp), lambda0=0.5 * first)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    refused("different values of lambda0", backward, ddp, batch)
 
     for change in (
         lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
@@ -604,6 +641,7 @@ def refusals():
     backward(ddp, batch)
     refused("closure", optimizer.step, lambda: 0.0)
     refused("had no step", state.finish)
+    refused("had no step", state.state_dict)
     assert "two backward passes" in str(caught(UsageError, backward, ddp, batch))
     _, ddp, optimizer = fresh()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -626,12 +664,40 @@ def refusals():
                 optimizer.step()
             else:
                 refused("changed the learning rate", optimizer.step)
+    # Parameters that the program changes.
+    for sync_every in (1, 0):
+        state, ddp, optimizer = fresh(options={"sync_every": sync_every})
+        for _ in range(3):
+            step(ddp, optimizer, batch)
+        with torch.no_grad():
+            ddp.module.out.weight.clamp_(-0.1, 0.1)
+        if sync_every:
+            state.state_dict()
+            step(ddp, optimizer, batch)
+        else:
+            refused("gradients that are staged", state.state_dict)
+            refused("changed parameters", step, ddp, optimizer, batch)
+    ddp = wrap(model())
+    optimizer = optimizer_of(ddp)
+    state = hooks.DCS3GDState(ddp, optimizer)
+    ddp.register_comm_hook(state, hooks.dc_s3gd)
+    step(ddp, optimizer, batch)
+    ddp.load_state_dict(ddp.state_dict())
+    refused("changed parameters", state.finish)
     state, ddp, _ = fresh()
     assert "holds NaN" in str(caught(NonFiniteError, backward, ddp, batch * float("inf")))
     refused("has failed", state.finish)
+    ddp = wrap(model())
+    state = hooks.EagerSGDState(ddp, optimizer_of(ddp), name="compressed")
+    ddp.register_comm_hook(state, fp16_compress_wrapper(hooks.eager_sgd))
+    refused("bucket is in torch.float16", backward, ddp, batch)
     ddp, other = wrap(model()), wrap(model())
     ddp.register_comm_hook(hooks.OkTopkState(other, name="of another model"), hooks.oktopk)
     refused("made for another model", backward, ddp, batch)
+    module = model()
+    ddp, other = wrap(module), wrap(module)
+    ddp.register_comm_hook(hooks.OkTopkState(other, name="of another wrapper"), hooks.oktopk)
+    refused("another DistributedDataParallel", backward, ddp, batch)
     for changes_before in (True, False):
         module = model()
         ddp = wrap(module)

@@ -17,7 +17,8 @@
 | `dc_s3gd` | `DCS3GDState` | all ranks, one step later |
 
 The process group is one of the backend asyncoll. Every rank makes the state, and registers the hook, with the same
-options. Errors of a hook leave `backward()`, the step of the optimizer, or `finish()`.
+options. Errors of a hook leave `backward()`, the step of the optimizer, or `finish()`. Those of its calls are errors of
+torch, too (`torch.distributed.DistBackendError`).
 """
 
 from __future__ import annotations

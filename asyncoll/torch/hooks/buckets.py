@@ -7,10 +7,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
 from asyncoll.torch.hooks import refusals
+
+
+def trained(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that have gradients, in the order of the model."""
+    return [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
 
 
 class Layout:
@@ -25,6 +31,11 @@ class Layout:
             names = ", ".join(sorted(map(str, kinds)))
             raise UsageError(f"the parameters have the dtypes {names}, and one operation has one: train in one dtype")
         (self.dtype,) = kinds
+        if self.dtype.is_complex:
+            raise UsageError(
+                "DDP gives hooks complex gradients as real ones of twice the length, and this hook needs one element "
+                "for each of the parameter: use the hook allreduce, or real parameters"
+            )
         self.parameters = parameters
         self.starts = dict(zip(parameters, accumulate((p.numel() for p in parameters), initial=0), strict=False))
         self.count = sum(parameter.numel() for parameter in parameters)
@@ -88,6 +99,11 @@ class Buckets:
         start, count = self.layout.starts.get(parameter), parameter.numel()  # type: ignore[call-overload]
         if start is None:
             raise refusals.changed_parameters()
+        if buffer.dtype is not self.layout.dtype:
+            raise UsageError(
+                f"the bucket is in {buffer.dtype}, and its parameters are in {self.layout.dtype}: register the hook "
+                "without a wrapper that compresses, such as fp16_compress_wrapper"
+            )
         offset = gradient.storage_offset() - buffer.storage_offset()
         return self.flat[start : start + count], buffer[offset : offset + count]
 

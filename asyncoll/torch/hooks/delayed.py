@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Layout
+from asyncoll.torch.hooks import agreement, refusals
+from asyncoll.torch.hooks.buckets import Layout, trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
@@ -50,14 +52,14 @@ class DCS3GDState(HookState):
         super().__init__(ddp)
         refusals.check_one_operation(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        self._lambda0 = lambda0
-        self._layout = Layout([p for p in ddp._module_parameters if p.requires_grad])
-        if self._layout.dtype.is_complex:
-            raise UsageError("the correction of a gradient squares it, which needs real parameters, not complex ones")
+        self._lambda0 = float(lambda0)
+        self._layout = Layout(trained(ddp))
         self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)
         self._averaged: Handle[Tensor] | None = None
+        self._unchanged = Unchanged(self._layout.parameters)
+        self._has_begun = False
         self._is_resumed = False
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
@@ -66,10 +68,17 @@ class DCS3GDState(HookState):
         refusals.check_join(self._model())
         if bucket.index() == 0:
             self._steps.expect()
+            self._begin()
             self._resume()
         future = torch.futures.Future[Tensor]()
         future.set_result(bucket.buffer())
         return future
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            with self._calls():
+                agreement.check_same(self._comm, self.round, {"lambda0": self._lambda0})
+            self._has_begun = True
 
     @torch.no_grad()
     def _before_step(self) -> None:
@@ -82,14 +91,17 @@ class DCS3GDState(HookState):
     @torch.no_grad()
     def _after_step(self) -> None:
         self.round += 1
+        self._unchanged.note()
         self._start_average()  # the model is free for the next gradient
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
         if self._averaged is None:
             return False
+        self._unchanged.check()
         averaged, self._averaged = self._averaged, None
-        averaged.wait()
+        with self._calls():
+            averaged.wait()
         self._distance.copy_(self._mean)
         parameters = self._layout.parameters
         torch._foreach_sub_(self._layout.parts(self._distance), list(parameters))  # D_i = mean - w_i (equation 9)
@@ -98,7 +110,7 @@ class DCS3GDState(HookState):
 
     def _start_average(self) -> None:
         torch._foreach_copy_(self._layout.parts(self._mean), [p.detach() for p in self._layout.parameters])
-        with self._limit():
+        with self._calls():
             self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
             self._averaged.when_done(_ignore)  # the runtime goes on with it at once
 
@@ -106,6 +118,10 @@ class DCS3GDState(HookState):
         if self._is_resumed:  # the model is one step away from the average that was under way
             self._is_resumed = False
             self._start_average()
+
+    def _own_state(self) -> dict[str, Any]:
+        self._steps.check_done()
+        return {}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         self._is_resumed = True
@@ -115,7 +131,7 @@ class DCS3GDState(HookState):
         self._steps.check_done()
         self._resume()
         self._take_average()
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()
 
 

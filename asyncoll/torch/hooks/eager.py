@@ -13,15 +13,18 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Buckets, Layout
+from asyncoll.torch.hooks import agreement, refusals
+from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
 from asyncoll.torch.hooks.schedule import Schedule
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
@@ -57,8 +60,8 @@ class EagerSGDState(HookState):
     three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
-    optimizer of one rank are those of all. A checkpoint of another moment lacks the gradients that are staged and in no
-    round yet. All ranks load the same round.
+    optimizer of one rank are those of all. `state_dict()` has the scheduler. At another moment it is a UsageError,
+    because gradients are staged that are in no round yet. All ranks load the same round.
 
     Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
     each result of the history.
@@ -84,24 +87,32 @@ class EagerSGDState(HookState):
         refusals.check_one_operation(ddp)
         refusals.check_without_lockstep(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        _check_options(partial, history, clip_norm)
+        _check_options(partial, history, op, clip_norm)
         self._partial = partial
         self._draw: dict[str, Any] = {}  # what decides when a round starts
         if partial != "solo":
             chosen = {"candidates": candidates} if partial == "majority" else {"quorum": quorum}
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
-        self._clip_norm = clip_norm
+        self._clip_norm = None if clip_norm is None else float(clip_norm)
         self._schedule = Schedule(optimizer, scheduler)
         self._optimizer = optimizer
-        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._buckets = Buckets(self._comm, Layout(trained(ddp)))
+        self._check_operation()
         self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
+        self._unchanged = Unchanged(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
         self._lost = 0  # results that this rank has lost since all replicas were equal
         self._claim(name)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+
+    def _check_operation(self) -> None:
+        layout = ((str(self._buckets.layout.dtype).removeprefix("torch."), self._buckets.layout.count),)
+        draw = {option: value for option, value in self._draw.items() if value is not None}
+        operation = Operation(layout=layout, opening=Opening(self._partial), **draw, **self._rules)
+        check_operation(operation, self._comm.size)
 
     @property
     def reduction(self) -> Reduction | None:
@@ -115,11 +126,12 @@ class EagerSGDState(HookState):
             self._steps.expect()
             if self._reduction is None or self._reduction.synchronous:  # no rank has results to catch up with
                 self._schedule.note()
+                self._unchanged.note()
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
             self._check_gradient()
-            with self._limit():
+            with self._calls():
                 self._reduction = self._exchange()
             self._buckets.scatter()
             self._untouched.note_after_backward()
@@ -139,7 +151,7 @@ class EagerSGDState(HookState):
     def _exchange(self) -> Reduction:
         """One round. Its number counts the rounds of this training, and those of a checkpoint."""
         if self._reduction is None:
-            self._check_same_round()
+            agreement.check_same(self._comm, self.round, self._options())
         # DDP's forward pass makes all ranks wait for each other once, to make the final buckets. A rank that waited for
         # a round meanwhile would wait for ranks that wait for it. So all steps before are in lockstep.
         if not self._model()._has_rebuilt_buckets:
@@ -150,10 +162,15 @@ class EagerSGDState(HookState):
         reduction = self._call().wait()
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
-    def _check_same_round(self) -> None:
-        rounds = self._comm.allgather(torch.tensor(self.round)).wait().tolist()
-        if len(set(rounds)) > 1:
-            raise UsageError(f"the ranks have loaded the rounds {rounds}: load the state of one round at every rank")
+    def _options(self) -> dict[str, Any]:
+        """What all ranks must have in common, by name."""
+        draw = {"partial": self._partial, **self._draw}
+        return self._rules | {
+            ", ".join(draw): draw,
+            "clip_norm": self._clip_norm,
+            "scheduler": self._schedule.kind(),
+            "options of the optimizer": self._schedule.values(),
+        }
 
     def _together(self) -> Reduction:
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
@@ -186,6 +203,7 @@ class EagerSGDState(HookState):
         reduction = self._reduction
         assert reduction is not None
         self._untouched.check()
+        self._unchanged.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
             raise overrun(self._comm.rank, self._rules["history"], reduction)
@@ -204,9 +222,10 @@ class EagerSGDState(HookState):
         assert reduction is not None
         self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
-            with self._limit():
+            with self._calls():
                 self._resynchronise()
         self._schedule.note()
+        self._unchanged.note()
 
     def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
@@ -231,11 +250,23 @@ class EagerSGDState(HookState):
             self.round += 1
             self._schedule.step()
 
+    def _own_state(self) -> dict[str, Any]:
+        self._steps.check_done()
+        if self._reduction is not None and not self._reduction.synchronous and not self._has_ended:
+            raise UsageError(
+                "a checkpoint of this round would lack gradients that are staged: save after a round for which "
+                "state.reduction.synchronous is true, such as every sync_every-th one, or after finish()"
+            )
+        return {"scheduler": self._schedule.state()}
+
+    def _load_own_state(self, own: dict[str, Any]) -> None:
+        self._schedule.load(own["scheduler"])
+
     # -- the end ----------------------------------------------------------------------------------
 
     def _resynchronise(self) -> None:
         parameters = [parameter.detach() for parameter in self._model().module.parameters()]
-        complete(replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
+        complete(self._comm, replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
         self._lost = 0
 
     def _finish(self) -> None:
@@ -245,6 +276,9 @@ class EagerSGDState(HookState):
                 f"rank {self._comm.rank} ends the training in its first steps, and the rounds of the other ranks may "
                 "wait for it: make at least three steps at every rank"
             )
+        assert self._reduction is not None
+        if not self._reduction.synchronous:
+            self._unchanged.check()
         # No round waits for this rank any more.
         reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
         if reduction is not None:
@@ -253,7 +287,7 @@ class EagerSGDState(HookState):
                 self._apply(result)
             self._skip_to(reduction.round)
         self._resynchronise()
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
         self._steps.remove()
 
 
@@ -265,11 +299,14 @@ def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[
 def _check_options(
     partial: str,
     history: int,
+    op: ReduceOp,
     clip_norm: float | None,
 ) -> None:
     if partial not in ("solo", "majority", "quorum"):
         raise UsageError(f"partial is solo, majority or quorum, not {partial!r}")
     if history < 1:
         raise UsageError(f"a rank applies the results that history has kept: it is a number above 0, not {history}")
+    if op not in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE):
+        raise UsageError(f"op is asyncoll.AVG or asyncoll.AVG_ACTIVE, not {op}: a step takes a mean of gradients")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is a norm above 0, or None, not {clip_norm}")

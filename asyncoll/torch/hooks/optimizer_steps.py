@@ -40,7 +40,7 @@ class OptimizerSteps:
     def check_done(self) -> None:
         """Raise UsageError if the step of the last backward pass is missing."""
         if self._is_expected:
-            raise UsageError("the last backward pass had no step of the optimizer: step before finish()")
+            raise UsageError("the last backward pass had no step of the optimizer: step first")
 
     def make(self) -> None:
         """Take one step more, without `before` and `after`."""

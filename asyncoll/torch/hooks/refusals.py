@@ -13,6 +13,12 @@ from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 _Refusal = tuple[bool, str]  # whether the feature is used, and what to do instead
 
 
+def check_wrapped(ddp: object) -> None:
+    """Raise UsageError for what is no DistributedDataParallel."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise UsageError(f"a hook belongs to a DistributedDataParallel, not to a {type(ddp).__name__}: wrap the model")
+
+
 def check_always(ddp: DistributedDataParallel) -> None:
     """Raise UsageError for features that bypass every hook."""
     _raise_first(
@@ -88,6 +94,10 @@ def check_join(ddp: DistributedDataParallel) -> None:
 
 def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError unless this optimizer, and nothing else, trains all parameters of the model, by itself."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"give the state the optimizer that trains the model, not a {type(optimizer).__name__}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UsageError(f"a {type(optimizer).__name__} takes no hooks: give the state the optimizer that it wraps")
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p not in trained]
     others = trained - set(ddp.module.parameters())

@@ -48,7 +48,7 @@ class AllreduceState(HookState):
         if bucket.is_last():
             self.round += 1
         buffer.mul_(1 / self._comm.size)  # before the sum, as DDP does
-        with self._limit():
+        with self._calls():
             return _future(self._comm.allreduce(buffer), lambda: buffer)
 
     def _finish(self) -> None:

@@ -38,6 +38,31 @@ class Schedule:
         if self._scheduler is not None:
             self._scheduler.step()
 
+    def kind(self) -> str:
+        """The class of the scheduler, and how many steps it has made."""
+        return "none" if self._scheduler is None else f"{type(self._scheduler).__name__} {self._scheduler.last_epoch}"
+
+    def values(self) -> list[dict[str, Any]]:
+        """The options of each group, as values that print in full."""
+        return [
+            {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in _plain_options_of(self._optimizer)
+        ]
+
+    def state(self) -> dict[str, Any] | None:
+        """The state of the scheduler, for a checkpoint."""
+        return None if self._scheduler is None else self._scheduler.state_dict()
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on with the scheduler where `state` was saved. Raises UsageError if one of the two has no scheduler."""
+        if (state is None) is not (self._scheduler is None):
+            saved, here = ("none", "one") if state is None else ("one", "none")
+            raise UsageError(
+                f"the state was saved with {saved} for the option scheduler, and this one has {here}: make both alike"
+            )
+        if self._scheduler is not None and state is not None:
+            self._scheduler.load_state_dict(state)
+
     def note(self) -> None:
         """All ranks have these options now, or get them with the result of this round."""
         self._options = _options_of(self._optimizer)
@@ -57,13 +82,18 @@ class Schedule:
             )
 
 
+def _plain_options_of(optimizer: torch.optim.Optimizer) -> _Options:
+    """The options of all groups that can be compared."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, _PLAIN)} for group in optimizer.param_groups
+    ]
+
+
 def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
     """A copy of the options of all groups, and the identities of their parameters."""
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if isinstance(value, _PLAIN)}
-        | {"params": [id(parameter) for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    members = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    options = copy.deepcopy(_plain_options_of(optimizer))
+    return [group | {"params": ids} for group, ids in zip(options, members, strict=True)]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncoll.algorithms.sparse.oktopk import Rules
+from asyncoll.algorithms.sparse.operations import Specification
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.torch.hooks import refusals
-from asyncoll.torch.hooks.buckets import Buckets, Layout
-from asyncoll.torch.hooks.state import HookState, checked, complete
+from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
+from asyncoll.torch.hooks.completion import complete
+from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
 
@@ -58,8 +61,6 @@ class OkTopkState(HookState):
         super().__init__(ddp)
         refusals.check_one_operation(ddp)
         refusals.check_all_used(ddp)
-        if not 0 < density <= 1:
-            raise UsageError(f"density is above 0 and at most 1, not {density}")
         if warm_up < 0:
             raise UsageError(f"warm_up is a number of rounds, not {warm_up}")
         self._algorithm = algorithm
@@ -71,7 +72,10 @@ class OkTopkState(HookState):
             "regions_every": regions_every,
             "feedback": feedback,
         }
-        self._buckets = Buckets(self._comm, Layout([p for p in ddp._module_parameters if p.requires_grad]))
+        self._buckets = Buckets(self._comm, Layout(trained(ddp)))
+        dtype = str(self._buckets.layout.dtype).removeprefix("torch.")
+        rules = Rules(thresholds_every, regions_every, feedback)
+        Specification(algorithm, density, dtype, (self._buckets.layout.count,), rules).check()
         self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
         self._claim(name)
 
@@ -80,7 +84,7 @@ class OkTopkState(HookState):
         refusals.check_join(self._model())
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._limit():
+            with self._calls():
                 self._exchange()
             self._buckets.scatter()
             self.round += 1
@@ -121,7 +125,7 @@ class OkTopkState(HookState):
             self._comm.load_sparse_state(name, state)
 
     def _finish(self) -> None:
-        complete(replicas.share_buffers(self._comm, self._model().module))
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
 
 
 def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

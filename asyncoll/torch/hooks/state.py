@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +13,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.blocking import BlockingCommunicator
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
+from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import trained
 
-T = TypeVar("T")
 S = TypeVar("S", bound="HookState")
 
 _names: weakref.WeakKeyDictionary[BlockingCommunicator, set[str]] = weakref.WeakKeyDictionary()  # of operations
@@ -35,6 +33,7 @@ class HookState(ABC):
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
+        refusals.check_wrapped(ddp)
         group = ddp.process_group
         if not isinstance(group, ProcessGroup):
             raise UsageError(
@@ -55,7 +54,8 @@ class HookState(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
 
-        Call it after a step of the optimizer, and before the next `backward()`.
+        Call it after a step of the optimizer, and before the next `backward()`. `eager_sgd` and `dc_s3gd` raise
+        UsageError elsewhere, and `eager_sgd` after a round that is not synchronous.
         """
         return {
             "hook": type(self).__name__,
@@ -95,7 +95,7 @@ class HookState(ABC):
             raise UsageError(
                 "the training of this hook has failed, so it has no model to end with: go back to a checkpoint"
             )
-        with self._limit():
+        with self._calls():
             self._finish()
         self._has_ended = True
 
@@ -115,9 +115,14 @@ class HookState(ABC):
             raise UsageError("the model of this hook is gone")
         return ddp
 
-    def _limit(self) -> AbstractContextManager[None]:
-        """The deadline of calls: the timeout of the process group."""
-        return deadline(self._group.get_timeout().total_seconds())
+    @contextmanager
+    def _calls(self) -> Iterator[None]:
+        """For calls: their deadline is the timeout of the process group, and their errors are torch's, too."""
+        try:
+            with deadline(self._group.get_timeout().total_seconds()):
+                yield
+        except AsyncollError as error:
+            raise of_torch(error) from None
 
     def _check_bucket(self, bucket: GradBucket) -> None:
         """Raise UsageError unless this bucket belongs to the training, and all buckets of a step to all parameters."""
@@ -126,12 +131,17 @@ class HookState(ABC):
         if bucket.buffer().layout is not torch.strided:
             raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
         parameters = bucket.parameters()
-        trained = [parameter for parameter in self._model()._module_parameters if parameter.requires_grad]
-        if not self._is_registered and not any(parameters[0] is parameter for parameter in trained):
-            raise UsageError("the state of this hook was made for another model: make one for each model")
+        ddp = self._model()
+        expected = trained(ddp)
+        is_of_another = not ddp._comm_hooks or not any(parameters[0] is parameter for parameter in expected)
+        if not self._is_registered and is_of_another:
+            raise UsageError(
+                "the state of this hook was made for another model, or another DistributedDataParallel around it: make "
+                "the state, and register the hook, for one"
+            )
         self._is_registered = True
         self._gathered = len(parameters) + (0 if bucket.index() == 0 else self._gathered)
-        if bucket.is_last() and self._gathered < len(trained):
+        if bucket.is_last() and self._gathered < len(expected):
             raise refusals.changed_parameters()
 
     def _claim(self, name: str) -> None:
@@ -150,10 +160,3 @@ def checked(state: object, kind: type[S]) -> S:
     if not isinstance(state, kind):
         raise UsageError(f"this hook has a state of the class {kind.__name__}, and not of {type(state).__name__}")
     return state
-
-
-def complete(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that awaits handles. This thread may run an event loop, but not that of the work."""
-    limited = contextvars.copy_context()  # the deadline
-    with ThreadPoolExecutor(1, "asyncoll-hook") as thread:
-        return thread.submit(limited.run, asyncio.run, work).result()
