@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from torch_tests import launching
 from torch_tests.features import feature
 
 AGENT = """
@@ -71,13 +72,8 @@ def elastic_agent(backend: str) -> None:
     with open(script, "w") as file:
         file.write(textwrap.dedent(AGENT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    ended = subprocess.run(
-        [*command, "--max-restarts=1", "--monitor-interval=0.1", script, backend, done],
-        timeout=100,
-        env=_plain_environment(),
-        capture_output=True,
-        text=True,
-    )
+    command += ["--max-restarts=1", "--monitor-interval=0.1", script, backend, done]
+    ended = launching.run(command, _plain_environment(), limit_s=80)
     assert not ended.returncode, ended.stderr
     with open(done) as file:
         assert file.read() == "done"

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from torch_tests import launching
+
 FOLDER = Path(__file__).parent
 LIMIT_S = 180  # of each program
 
@@ -53,7 +55,7 @@ def main(backend: str, size: int, path: str, names: list[str]) -> None:
         for name in names or commands:
             began = time.monotonic()
             try:
-                done = subprocess.run(commands[name], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+                done = launching.run(commands[name], environment, LIMIT_S)
                 outcome, text = ("failed", done.stderr) if done.returncode else ("passed", "")
             except subprocess.TimeoutExpired:
                 outcome, text = "failed", f"Error: not done after {LIMIT_S} s"
