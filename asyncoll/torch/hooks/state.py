@@ -118,8 +118,9 @@ class HookState(ABC):
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """For calls: their deadline is the timeout of the process group, their errors are torch's, too, and name the
-        user's line.
+        """For calls: the timeout of the process group is their deadline, and errors are torch's, too.
+
+        The errors name the line of the user's code that leads here.
         """
         try:
             with deadline(self._group.get_timeout().total_seconds()), reported_at_user():

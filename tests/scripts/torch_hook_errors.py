@@ -1,4 +1,4 @@
-"""A rank whose communication hooks fail: prints the files of the lines that the errors name."""
+"""A rank whose communication hooks fail: prints whose the errors are, and the files of the lines that they name."""
 
 import os
 import re
@@ -12,6 +12,7 @@ from raising import caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncoll.errors import AsyncollError
 from asyncoll.torch import hooks
 
 torch.set_num_threads(1)
@@ -37,8 +38,8 @@ class Training:
         self.state = STATES[hook](self.ddp, self.optimizer)
         self.ddp.register_comm_hook(self.state, hook)
 
-    def step(self):
-        self.ddp(torch.ones(5, 4)).square().mean().backward()
+    def step(self, scale=1.0):
+        self.ddp(scale * torch.ones(5, 4)).square().mean().backward()
         self.optimizer.step()
 
     def steps(self):
@@ -52,9 +53,11 @@ class Training:
         dist.all_gather(list(torch.empty(dist.get_world_size(), 7)), torch.ones(7), group=self.group)
 
     def show(self, act):
-        """Print the files of the lines that the error of `act` names."""
-        error = caught(RuntimeError, act)
-        print(self.name, *sorted(set(re.findall(r"(\S+\.py):\d+", str(error)))))
+        """Print the libraries that have the error of `act`, and the files of the lines that it names."""
+        error = caught((AsyncollError, RuntimeError), act)
+        kinds = {"asyncoll": AsyncollError, "torch": dist.DistBackendError}
+        libraries = [name for name, kind in kinds.items() if isinstance(error, kind)]
+        print(self.name, *libraries, *sorted(set(re.findall(r"(\S+\.py):\d+", str(error)))))
 
 
 def mismatches():
@@ -65,6 +68,13 @@ def mismatches():
     training = Training(hooks.dc_s3gd)
     training.step()
     training.show(training.gather if dist.get_rank() == 0 else training.finish)
+
+
+def not_finite():
+    """The gradient of all ranks is NaN."""
+    for hook in (hooks.eager_sgd, hooks.oktopk):
+        training = Training(hook)
+        training.show(lambda training=training: training.step(torch.nan))
 
 
 def deaths():
@@ -79,7 +89,8 @@ def deaths():
         training.show(training.steps)
 
 
-CASES = {case.__name__: case for case in (mismatches, deaths)}
+CASES = {case.__name__: case for case in (mismatches, not_finite, deaths)}
 dist.init_process_group("asyncoll", timeout=timedelta(seconds=60))
-CASES[sys.argv[1]]()
+for name in sys.argv[1:]:
+    CASES[name]()
 sys.exit()
