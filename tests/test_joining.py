@@ -93,7 +93,7 @@ def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
 
 @pytest.mark.slow
 def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks():
-    cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (2, "start")], deadline_s=1)
+    cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (1, "hello"), (2, "start")], deadline_s=1)
     cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
     cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
     assert_named(cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may be missing, too

@@ -225,7 +225,7 @@ static int is_of_library(ShortCalls *self, PyObject *file, PyObject *inside)
 }
 
 /* The entry of a call for reports: its plan, its number, and the place of the call, as
- * asyncoll/runtime/signature.py::caller_outside finds it. The frame on top is that of the public method. */
+ * asyncoll/runtime/signature.py::place_outside finds it on the stack. The frame on top is that of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *entry = NULL, *inside = NULL;

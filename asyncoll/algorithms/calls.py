@@ -93,13 +93,16 @@ class Calls:
         Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
         aborts the communicator.
         """
-        try:
+
+        def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(call, call.number)
-            self.unstarted = None  # inside the try: from here on an interruption is reported below
+            self.unstarted = None  # not before: from here on an interruption is reported below
             work = self._carry_out(call, self._backend.collectives(call), body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
+
+        try:
+            return self._begin(call, begin)
         except BaseException as error:
-            self._pending.drop(call)
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
 
@@ -116,7 +119,7 @@ class Calls:
         if way is None or (operand is not None and not way.takes(operand.flat, may_block)):
             return self.start(call, body, nbytes)
         try:
-            self.unstarted = None  # inside the try, as in `start`
+            self.unstarted = None  # inside the try: from here on an interruption is reported below
             short = ShortCall(self, way, way.plan(call, op, nbytes), call, body, operand, result)
             return self._member.runner.drive(short)
         except BaseException as error:
@@ -158,21 +161,21 @@ class Calls:
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
         context = pair_context(self._member.communicator, source, dest, tag)
-        try:
+
+        def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
             return self._member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
-        except BaseException:
-            self._pending.drop(call)
-            raise
+
+        return self._begin(call, begin)
 
     def start_receive(self, call: Signature, source: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop."""
-        try:
+
+        def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, self._member.group.rank)
             return self._member.runner.start(self._receive(call, source, tag, body, pending))
-        except BaseException:
-            self._pending.drop(call)
-            raise
+
+        return self._begin(call, begin)
 
     def start_receive_from_any(
         self, call: Callable[[int | None, int], Signature], tag: int, into: Array, result: Callable[[int], T]
@@ -183,17 +186,25 @@ class Calls:
         """
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
-        def taken(source: int, number: int) -> Signature:
-            self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
-            return call(source, number)
-
-        receive = FromAny(self._member, taken, tag, into)
-        try:
+        def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(unserved, from_any=True)
+
+            def taken(source: int, number: int) -> Signature:
+                self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
+                return call(source, number)
+
+            receive = FromAny(self._member, taken, tag, into)
             work = self._receive_from_any(receive, unserved, pending, result)
             return self._member.runner.start(work, partial(self._receives.discard, receive))
+
+        return self._begin(unserved, begin)
+
+    def _begin(self, call: Signature, begin: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        """`begin()`, which enters and starts `call`. If a signal handler raises meanwhile, the call is not pending."""
+        try:
+            return begin()
         except BaseException:
-            self._pending.drop(unserved)
+            self._pending.drop(call)
             raise
 
     def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:

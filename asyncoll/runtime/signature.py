@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
+
+Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
+_reported: ContextVar[Place | None] = ContextVar("asyncoll_place", default=None)
 
 
 class Site(NamedTuple):
@@ -29,24 +35,38 @@ class Site(NamedTuple):
 
 def site_outside(folder: str) -> Site:
     """The place of the call in the user's code: the first frame outside the modules in `folder`, which call this."""
-    frame = _first_outside(folder, sys._getframe(1))
-    return Site(frame.f_code, frame.f_lasti)
+    return Site(*_place_outside(folder, sys._getframe(1)))
 
 
-def caller_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> FrameType:
-    """The first frame outside the folder of the module of `frame`, which that frame returns to.
+def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
+    """The place of the first frame outside the folder of the module of `frame`, which that frame returns to.
 
-    Files whose names begin with one of `libraries` are left out, too.
+    Files whose names begin with one of `libraries` are left out, too. In a context of `reported_at` it is that place.
     """
-    return _first_outside(_folder_of(frame.f_code.co_filename), frame, libraries)
+    return _place_outside(_folder_of(frame.f_code.co_filename), frame, libraries)
 
 
-def _first_outside(folder: str, frame: FrameType, libraries: tuple[str, ...] = ()) -> FrameType:
+@contextlib.contextmanager
+def reported_at(place: Place) -> Iterator[None]:
+    """Calls that a library makes in the `with` block for its user are reported at `place`, a line of the user's.
+
+    Tasks that are created inside inherit it. They run apart from the user's code, so no frame leads there.
+    """
+    token = _reported.set(place)
+    try:
+        yield
+    finally:
+        _reported.reset(token)
+
+
+def _place_outside(folder: str, frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
+    if (place := _reported.get()) is not None:
+        return place
     file = frame.f_code.co_filename
     while (_folder_of(file) == folder or file.startswith(libraries)) and frame.f_back is not None:
         frame = frame.f_back
         file = frame.f_code.co_filename
-    return frame
+    return frame.f_code, frame.f_lasti
 
 
 @lru_cache(maxsize=256)

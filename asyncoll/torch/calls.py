@@ -7,34 +7,24 @@ cannot know the sizes of all blocks, the ranks first tell each other.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch
-import typing_extensions
 
 from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe
 from asyncoll.runtime.handles import Handle
-from asyncoll.runtime.signature import Signature, Site, caller_outside
+from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.torch.memory import Block, Row, overlap, row_of
+from asyncoll.torch.places import LIBRARIES, site_of_user
 
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
-_deprecated: Any = typing_extensions.deprecated
-_LIBRARIES = (  # what the names of files begin with that are not the user's
-    *(os.path.dirname(file) + "/" for file in (__file__, str(torch.__file__))),
-    _deprecated.__call__.__code__.co_filename,  # of the wrappers around functions that torch has renamed
-    contextlib.__file__,  # of torch's context managers
-)
 
 
 class Calls:
@@ -47,7 +37,7 @@ class Calls:
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
         if self._short is not None:
-            self._short.libraries = _LIBRARIES
+            self._short.libraries = LIBRARIES
         self._order = comm._order
         self._runner = cast(Any, comm._core.member.runner)  # a `HandleRunner`
         self.waiting: Any = self._runner.waiting  # of the calling thread: `now` if it waits for the call that it makes
@@ -217,7 +207,7 @@ class Calls:
             (word,) = _words(1)
             await collectives.exchange(word, others, _words(len(others)), others)
 
-        site = _site()._replace(remark=reason)
+        site = site_of_user()._replace(remark=reason)
         with self._in_order():
             self._handle(self._calls.start(self._calls.number(operation, "", -1, "refused", site), body))
 
@@ -265,7 +255,7 @@ class Calls:
             block.write_back()
             return source
 
-        site = _site()
+        site = site_of_user()
         with self._in_order():
             self._core.member.check_caller()
             handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
@@ -283,7 +273,7 @@ class Calls:
         return handle
 
     def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:
-        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or _site())
+        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or site_of_user())
 
     def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
         """Start a call of two ranks."""
@@ -311,7 +301,7 @@ class Calls:
         core = self._core
         if core.memory.unused:
             core.memory.give_back()
-        return self._calls.number(name, dtype, elements, detail, _site())
+        return self._calls.number(name, dtype, elements, detail, site_of_user())
 
     def _compare(
         self, call: Signature, sources: Iterable[int], told: Sequence[Array], expected: Sequence[Array]
@@ -342,12 +332,6 @@ def _described(rows: Sequence[Row]) -> str:
     if len({row.dtype for row in rows}) > 1:
         text += " of " + ", ".join(row.dtype for row in rows)
     return f"{text} bytes" if len(text) <= _SHOWN else f"sizes {digest(text):x}"
-
-
-def _site() -> Site:
-    """The line of the user's code that makes this call: the first frame outside of this package and torch's."""
-    frame = caller_outside(sys._getframe(1), _LIBRARIES)
-    return Site(frame.f_code, frame.f_lasti)
 
 
 def _nothing() -> None:

@@ -36,6 +36,7 @@ PHASES = {  # in their order: where a rank is when it enters this function
     "folder": (rendezvous, "check_folder"),
     "listen": (fd_passing, "_listen"),
     "connect": (fd_passing, "_connect"),
+    "hello": (fd_passing._Link, "send"),
     "collect": (fd_passing, "_receive_segments"),
     "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),

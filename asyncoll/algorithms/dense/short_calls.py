@@ -19,7 +19,7 @@ from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import CALLS_PER_TURN, Runner
-from asyncoll.runtime.signature import caller_outside
+from asyncoll.runtime.signature import place_outside
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 _KINDS_MAX = 192
@@ -101,8 +101,7 @@ class PythonShortCalls:
         rendezvous = staging.rendezvous(number, 0, plan.fingerprint)
         if not rendezvous.is_free_now():
             return None
-        frame = caller_outside(sys._getframe(_PUBLIC), self.libraries)
-        entry = plan, number, frame.f_code, frame.f_lasti
+        entry = plan, number, *place_outside(sys._getframe(_PUBLIC), self.libraries)
         if self.last + 1 != number:  # another thread has made a call meanwhile
             return None
         self.last = number

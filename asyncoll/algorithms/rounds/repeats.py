@@ -19,7 +19,7 @@ from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
-from asyncoll.runtime.signature import Site, caller_outside
+from asyncoll.runtime.signature import Site, place_outside
 from asyncoll.tensors.operands import Bundle, Single, bundle
 
 
@@ -79,11 +79,11 @@ class Repeat:
             or not all(map(is_, arguments, self._arguments))
         ):
             return None
-        frame = caller_outside(sys._getframe(1))
+        code, instruction = place_outside(sys._getframe(1))
         call = self._call
-        if call is None or frame.f_code is not self._code or frame.f_lasti != self._instruction:
-            self._code, self._instruction = frame.f_code, frame.f_lasti
-            call = self._call = RoundCall(self._operation, Site(frame.f_code, frame.f_lasti))
+        if call is None or code is not self._code or instruction != self._instruction:
+            self._code, self._instruction = code, instruction
+            call = self._call = RoundCall(self._operation, Site(code, instruction))
         self._member.check_caller()
         answer = self._at_once(x)  # may raise the exception of a signal handler, which breaks nothing here
         if isinstance(answer, Exception):

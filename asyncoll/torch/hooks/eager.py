@@ -130,8 +130,8 @@ class EagerSGDState(HookState):
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
-            self._check_gradient()
             with self._calls():
+                self._check_gradient()
                 self._reduction = self._exchange()
             self._buckets.scatter()
             self._untouched.note_after_backward()

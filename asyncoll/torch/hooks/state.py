@@ -19,6 +19,7 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import trained
+from asyncoll.torch.places import reported_at_user
 
 S = TypeVar("S", bound="HookState")
 
@@ -117,9 +118,12 @@ class HookState(ABC):
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """For calls: their deadline is the timeout of the process group, and their errors are torch's, too."""
+        """For calls: the timeout of the process group is their deadline, and errors are torch's, too.
+
+        The errors name the line of the user's code that leads here.
+        """
         try:
-            with deadline(self._group.get_timeout().total_seconds()):
+            with deadline(self._group.get_timeout().total_seconds()), reported_at_user():
                 yield
         except AsyncollError as error:
             raise of_torch(error) from None

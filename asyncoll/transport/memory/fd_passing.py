@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,6 @@ _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
 _REASON_CHARACTERS = 1000
 _BATCH = 240  # descriptors in one message; the limit of the kernel is 253
-_GREETING_TIMEOUT_S = 30.0  # between the connection of a rank and its hello
 _PAUSE_S = 0.02  # between two looks at the other ranks
 _HELLO_FIELDS = ("magic", "layout", "version", "rank", "boot", "capacity", "failure")  # of `_Member`
 _NO_RANK = -1  # in place of a rank
@@ -104,13 +104,21 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -
 
 
 class _Link:
-    """A connection to another rank. `stack` closes it, and the descriptors that it has received."""
+    """A connection to another rank. `close`, or at last `stack`, closes it and the descriptors that it has received."""
 
     def __init__(self, stack: contextlib.ExitStack, connection: socket.socket) -> None:
-        self._stack = stack
-        self._connection = stack.enter_context(connection)
+        self._stack = stack.enter_context(contextlib.ExitStack())
+        self._connection = self._stack.enter_context(connection)
         if (uid := user_of(connection)) != os.getuid():
+            self.close()
             raise ProtocolError(f"a process of user {uid} is at the other end")
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._connection.fileno()
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self._connection, [msgpack.packb(message)], list(descriptors))
@@ -161,26 +169,33 @@ def _join_as_first(
 def _gather(
     stack: contextlib.ExitStack, path: Path, ranks: tuple[int, ...], links: dict[int, _Link], joining: Joining
 ) -> dict[int, _Member]:
-    """Accept the other ranks and return their identities, by rank. `links` gets each link as soon as it exists."""
+    """Accept the other ranks and return their identities, by rank. `links` gets each link as soon as its rank is known.
+
+    A connection that sends no hello, because its process is stopped, keeps no other rank waiting.
+    """
     members: dict[int, _Member] = {}
-    with _listen(path, len(ranks)) as listener:
-        listener.settimeout(_PAUSE_S)
-        while missing := [rank for rank in ranks[1:] if rank not in members]:
-            check = partial(joining.check, lambda missing=missing: missing, _NOT_HERE)  # type: ignore[misc]
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                check()
-                continue
-            with contextlib.ExitStack() as undo:
+
+    def missing() -> list[int]:
+        return [rank for rank in ranks[1:] if rank not in members]
+
+    with _listen(path, len(ranks)) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing():
+            ready = selector.select(_PAUSE_S)
+            if not ready:
+                joining.check(missing, _NOT_HERE)
+            for key, _ in ready:
                 try:
-                    link = _Link(undo, connection)
-                    member = _greet(link, missing, check)
+                    if key.fileobj is listener:
+                        arrived = _Link(stack, listener.accept()[0])
+                        selector.register(arrived, selectors.EVENT_READ, arrived)
+                    else:
+                        link: _Link = key.data
+                        selector.unregister(link)
+                        member = _greet(link, missing())
+                        links[member.rank], members[member.rank] = link, member
                 except (OSError, ProtocolError) as error:
                     logger.warning("rejected an unauthenticated connection to %s: %s", path, error)
-                    continue
-                links[member.rank], members[member.rank] = link, member
-                stack.push(undo.pop_all())
     return members
 
 
@@ -211,18 +226,18 @@ def _unready(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def _greet(link: _Link, missing: Sequence[int], check: Callable[[], None]) -> _Member:
-    """Receive the hello of a rank. Raises OSError or ProtocolError if it is none of the missing ranks."""
-    expires_s = _now() + _GREETING_TIMEOUT_S
+def _greet(link: _Link, missing: Sequence[int]) -> _Member:
+    """Receive the hello of a rank, which is there.
 
-    def check_both() -> None:
-        check()
-        if _now() > expires_s:
-            raise ProtocolError(f"it has sent no hello within {_GREETING_TIMEOUT_S:.0f} s")
-
-    hello, descriptors = link.receive(check_both, len(Segment._fields))
-    if not isinstance(hello, list) or len(hello) < 4 or hello[0] != _MAGIC or hello[3] not in missing:
-        raise ProtocolError("it is none of the ranks that are expected here")
+    Raises OSError or ProtocolError, and closes the link, if it is none of the missing ranks.
+    """
+    try:
+        hello, descriptors = link.receive(lambda: None, len(Segment._fields))
+        if not isinstance(hello, list) or len(hello) < 4 or hello[0] != _MAGIC or hello[3] not in missing:
+            raise ProtocolError("it is none of the ranks that are expected here")
+    except (OSError, ProtocolError):
+        link.close()
+        raise
     if len(hello) != len(_HELLO_FIELDS):
         return _Member(*hello[:4])  # of another version of asyncoll; `_examine` says so
     segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
@@ -365,7 +380,3 @@ def _make_arena(own: _Member, ranks: tuple[int, ...], segments: Sequence[Segment
         return HostArena(ranks.index(own.rank), ranks, segments, _core.of_rank())
     except (OSError, AttributeError) as error:
         raise ArenaUnavailable(f"rank {own.rank} cannot map the memory of the ranks of its host: {error}") from error
-
-
-def _now() -> float:
-    return time.monotonic()  # noqa: TID251 (no loop runs yet)

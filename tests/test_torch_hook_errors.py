@@ -1,0 +1,34 @@
+"""Errors of communication hooks are those of both libraries, and name the user's line: in worlds of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "torch_hook_errors.py"
+BOTH = "asyncoll torch"
+PLACED = f"""allreduce {SCRIPT.name}
+eager_sgd {BOTH} {SCRIPT.name}
+oktopk {BOTH} {SCRIPT.name}
+dc_s3gd {BOTH} {SCRIPT.name}
+"""  # C++ code makes an error of its own of that of `allreduce`
+IN_FINISH = f"dc_s3gd {BOTH} {SCRIPT.name}\n"
+NOT_FINITE = f"eager_sgd {BOTH}\noktopk {BOTH}\n"
+
+
+@pytest.mark.slow
+def test_an_error_at_all_ranks(forked_world):
+    first, *others = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"}, 3, SCRIPT, "mismatches", "not_finite")
+    said = PLACED + IN_FINISH + NOT_FINITE
+    assert first.end()[:2] == (0, said.replace("allreduce", f"allreduce {BOTH}"))  # whose call was no hook's
+    for rank in others:
+        assert rank.end()[:2] == (0, said)
+
+
+@pytest.mark.slow
+def test_a_death(forked_world):
+    ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"}, 3, SCRIPT, "deaths")
+    assert [rank.end()[:2] for rank in ranks] == [(0, PLACED), (-signal.SIGKILL, ""), (0, PLACED)]
