@@ -36,10 +36,10 @@ LENT = 1 << 14  # elements of float32: a registered array of this length is show
 LONG = 1 << 18  # one of this length is too long to be copied
 
 
-def withdraw(rendezvous: Rendezvous, nbytes: int) -> None:
+def withdraw(rendezvous: Rendezvous) -> None:
     """Withdraw the memory that was shown there; fails if that has to wait."""
     with pytest.raises(StopIteration):
-        rendezvous.withdraw(nbytes, lambda rank: False).send(None)
+        rendezvous.withdraw(lambda rank: False).send(None)
 
 
 @cores
@@ -50,7 +50,7 @@ def test_the_last_rank_does_not_use_memory_that_was_withdrawn(natives, count):
     with ranks(2, natives) as (first, second):
         x, y = (rank.array(np.full(count, 1.0), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        withdraw(first.staging.rendezvous(1, 0, 5), x.nbytes)
+        withdraw(first.staging.rendezvous(1, 0, 5))
         assert second.arrive(1, y) == WAITING  # for the failure of the communicator
         assert x.tolist() == y.tolist() == [1.0] * x.size
 
@@ -62,7 +62,7 @@ def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives
         rendezvous._cells[rendezvous._part(second.staging.rank) + 2] = 3
         x = first.array(np.ones(1 << 10), True)
         assert first.arrive(1, x) == WAITING
-        withdraw(rendezvous, x.nbytes)
+        withdraw(rendezvous)
 
 
 @shared

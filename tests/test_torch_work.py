@@ -1,10 +1,12 @@
-"""Futures of calls that are over, and what monitored barriers say. Without ranks."""
+"""Futures of calls that are over, what monitored barriers say, and the memory of calls. Without ranks."""
 
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from asyncoll.torch.memory import reducible
 from asyncoll.torch.monitored import MonitoredBarriers
 from asyncoll.torch.work import Work
 
@@ -39,3 +41,12 @@ def test_a_monitored_barrier_names_ranks_as_gloo_does(size, wait_all_ranks, said
     barrier = MonitoredBarriers(dist.HashStore(), 0, size, "barrier", lambda: None)
     with pytest.raises(dist.DistBackendError, match=f"^{said}failed to pass monitoredBarrier in 1 ms$"):
         barrier(timedelta(milliseconds=1), wait_all_ranks=wait_all_ranks)
+
+
+def test_a_call_keeps_its_memory_when_the_tensor_gets_another_storage():
+    x = torch.ones(1000)
+    block = reducible(x)
+    x.data = torch.zeros(1)
+    others = [torch.full((1000,), 7.0) for _ in range(100)]
+    assert (block.flat == 1).all()
+    assert len(others) == 100

@@ -1,7 +1,8 @@
 """The memory of torch tensors as flat numpy arrays.
 
 `Tensor.numpy` makes the storage of a tensor unresizable for ever, and FSDP resizes the storages of its parameters. So
-the arrays here are made from the address of a tensor. They do not keep the tensor alive: `Block` does.
+the arrays here are made from the address of a tensor. They keep its storage alive: a program may give the tensor
+another one (`x.data = y`) during a call.
 """
 
 from __future__ import annotations
@@ -157,4 +158,5 @@ def _array(x: Tensor, dtype: np.dtype[Any]) -> Array:
     if not address:
         raise UsageError(f"this {type(x).__name__} has no memory: its storage was resized to 0, or it is fake")
     memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    memory.storage = x.untyped_storage()
     return np.frombuffer(memory, dtype)

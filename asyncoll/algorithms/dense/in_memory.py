@@ -48,20 +48,20 @@ class SharedCall:
         self.number = number
         self._fingerprint = signed(fingerprint)
         self._count = 0  # the number of rendezvous so far
-        # The rendezvous at which other ranks use the caller's memory, with the number of bytes to reduce there. The
-        # last two are enough: a rendezvous begins when all ranks have left the one two before, whose record it uses.
-        self._lent: deque[tuple[Rendezvous, int]] = deque(maxlen=2)
+        # The last two are enough: a rendezvous begins when all have left the one two before, whose record it uses.
+        self._rendezvous: deque[Rendezvous] = deque(maxlen=2)
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
         """After a failure, wait until no living rank uses the caller's memory, and invalidate what others have read.
 
-        `is_lost` says of a group rank whether it is lost.
+        A rank that comes later does not complete the call without this one: it waits for the failure. `is_lost` says of
+        a group rank whether it is lost.
         """
-        for rendezvous, total in self._lent:
-            await rendezvous.withdraw(total, is_lost)
+        for rendezvous in self._rendezvous:
+            await rendezvous.withdraw(is_lost)
 
     async def _leave(self, rendezvous: Rendezvous) -> None:
-        """Leave the rendezvous. If a rank has withdrawn its memory there, wait for the failure, which is raised.
+        """Leave the rendezvous. If a rank has withdrawn from it, wait for the failure, which is raised.
 
         The data that this rank has read may be wrong then, and that rank ends the communicator.
         """
@@ -91,7 +91,6 @@ class SharedCall:
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(x.ctypes.data, total, private=True)
-            self._lend(rendezvous, 0, total)
         elif address is None:
             rendezvous = await self._come_with_slot(what)
         else:
@@ -103,7 +102,6 @@ class SharedCall:
         rendezvous = await self._next()
         self.traffic.sent(total)
         rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
-        self._lend(rendezvous, address, total)  # if all ranks have arrived, they may write into it from now on
         return rendezvous
 
     async def _reduce_copy(self, what: Operand, copy: Copy) -> None:
@@ -123,8 +121,7 @@ class SharedCall:
             await self._reduce_privately(rendezvous, what)
             return
         if rendezvous.is_partly_own():
-            self._lent.clear()  # no rank has used the memory that was shown
-            rendezvous.leave()
+            rendezvous.leave()  # no rank has used the memory that was shown
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
@@ -134,20 +131,11 @@ class SharedCall:
         peers = self._staging.peers
         return peers is not None and what.kernel > 0 and peers.can_read()
 
-    def _lend(self, rendezvous: Rendezvous, address: int | None, total: int) -> None:
-        """Note that the caller's own memory is shown at this rendezvous, with `total` bytes to reduce.
-
-        Without effect if `address` is None.
-        """
-        if address is not None:
-            self._lent.append((rendezvous, total))
-
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Allreduce of a short array (`meetings`)."""
         rendezvous = await self._next()
         what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
-        self._lend_shortly(rendezvous, x)
         if is_last and not rendezvous.is_shown(x.nbytes):
             rendezvous.reduce_copies(x, what.reduce, what.divisor)
             self.traffic.sent(x.nbytes)
@@ -158,16 +146,14 @@ class SharedCall:
             await self._reduce_chunks(rendezvous, what)
         await self._receive_shortly(rendezvous, x, x.nbytes)
 
-    def rejoin(self, x: Array | None) -> None:
-        """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
-        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
+    def rejoin(self) -> None:
+        """This rank has arrived at the rendezvous of a short allreduce, or of a barrier."""
+        self._rendezvous.append(self._staging.rendezvous(self.number, 0, self._fingerprint))
         self._count = 1
-        if x is not None:
-            self._lend_shortly(rendezvous, x)
 
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
         """The rest of that call, at a rank that was not the last."""
-        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
+        rendezvous = self._rendezvous[-1]
         if x is None or plan.reduce is None or x.nbytes <= self._staging.sizes.short:
             await self._receive_shortly(rendezvous, x, plan.done)
         else:
@@ -177,10 +163,6 @@ class SharedCall:
                 await rendezvous.all_left()
             else:
                 await self._reduce_shown(rendezvous, what)
-
-    def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
-        if rendezvous.is_lent(x):
-            self._lent.append((rendezvous, x.nbytes))
 
     async def _receive_shortly(self, rendezvous: Rendezvous, x: Array | None, done: int) -> None:
         await rendezvous.reduced(done)
@@ -219,7 +201,7 @@ class SharedCall:
         sent, received = pieces.traffic(total, piece, self.rank, self.size, is_wanted=what.is_wanted)
         self.traffic.sent(sent)
         self.traffic.received(received)
-        rendezvous.leave()  # its answer does not matter: all ranks show slots, which are never withdrawn
+        await self._leave(rendezvous)
 
     def _helpers(self, total: int) -> int:
         """How many ranks the last one to arrive wakes to reduce `total` bytes with it.
@@ -411,7 +393,6 @@ class SharedCall:
             else:
                 self.traffic.sent(max(0, min(window, shown - start)))
                 rendezvous.arrive(address + start, shown, direct=True)
-                self._lend(rendezvous, address, 0)
             await rendezvous.all_arrived()
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
@@ -420,7 +401,7 @@ class SharedCall:
             await self._leave(rendezvous)
             start += window
         if address is not None:
-            await self._quiet(rendezvous)
+            await self._quiet()
 
     def _show_piece(self, rendezvous: Rendezvous, mine: Array | None, start: int) -> None:
         """Copy the window of `mine` from byte `start` into a slot, and arrive with the slot."""
@@ -457,7 +438,7 @@ class SharedCall:
                 address, length, _ = table[source]
                 mine = address + self.rank * max(0, min(window, length - start))  # `apart` of `source`
                 await self._take(rendezvous, take, source, mine, start, min(start + window, size))
-            rendezvous.leave()  # its answer does not matter: all ranks show slots, which are never withdrawn
+            await self._leave(rendezvous)
             start += window
 
     async def _take(self, rendezvous: Rendezvous, take: Take, source: int, address: int, start: int, end: int) -> None:
@@ -468,15 +449,10 @@ class SharedCall:
             if source != self.rank:
                 self.traffic.received(end - start)
 
-    async def _quiet(self, last: Rendezvous) -> None:
-        """Wait until no rank reads the memory that this call has shown. `last` is its last rendezvous.
-
-        Only the last two matter: a rendezvous begins when all ranks have left the one two before.
-        """
-        await last.all_left()
-        if self._count > 1:
-            before = self._staging.rendezvous(self.number, self._count - 2, self._fingerprint)
-            await before.all_left()
+    async def _quiet(self) -> None:
+        """Wait until no rank reads the memory that this call has shown."""
+        for rendezvous in self._rendezvous:
+            await rendezvous.all_left()
 
     async def _next(self) -> Rendezvous:
         """The next rendezvous of the call. Waits until its record is free."""
@@ -487,6 +463,7 @@ class SharedCall:
             if self._count == 1:
                 await staging.wait_for(self.number - staging.sizes.calls)  # that call uses the same records
             await rendezvous.free()
+        self._rendezvous.append(rendezvous)
         return rendezvous
 
 

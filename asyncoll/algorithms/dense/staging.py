@@ -38,7 +38,7 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 #   DONE         the bytes that ranks have reduced
 #   LEFT         the number of ranks that have left
 #   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
-#   WITHDRAWN    1 if a rank has withdrawn the memory that it showed
+#   WITHDRAWN    1 if a rank has withdrawn from it
 #   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE or LEFT
 #   PRIVATE      the number of ranks that show private memory, which the others read through the kernel (`peers`)
 _TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS, _PRIVATE = range(11)
@@ -307,8 +307,7 @@ class Rendezvous:
     `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
-    must then end the communicator, because the other ranks wait for this one, and call `withdraw` if it has shown its
-    caller's own memory.
+    must then end the communicator, because the other ranks wait for this one, and call `withdraw`.
     """
 
     __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
@@ -397,17 +396,18 @@ class Rendezvous:
         cells[base + _FIRST] = self._staging.rank
 
     async def all_arrived(self) -> None:
-        """Wait until all ranks have arrived."""
+        """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone."""
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
-        await until(self.control_block, lambda: cells[arrived] == size)
+        withdrawn = self._base + _WITHDRAWN
+        await until(self.control_block, lambda: cells[arrived] == size and not cells[withdrawn])
 
     # -- short arrays (`meetings`) --------------------------------------------------------------------
 
     def arrive_shortly(self, x: Array | None, address: int = 0) -> bool:
         """Show a copy of `x`, or `x` itself if it is registered at `address`; nothing for None, in a barrier.
 
-        Returns True at the last rank to arrive, which reduces. It returns False there, too, if a rank
-        has withdrawn its memory: the communicator has failed.
+        Returns True at the last rank to arrive, which reduces. It returns False there, too, if a rank has withdrawn:
+        the communicator has failed.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
@@ -631,7 +631,7 @@ class Rendezvous:
         return self._cells[self._part(self._staging.rank) + 2] == _CANNOT_READ
 
     def is_withdrawn(self) -> bool:
-        """Whether a rank has withdrawn its memory."""
+        """Whether a rank has withdrawn."""
         with self.control_block:
             return self._cells[self._base + _WITHDRAWN] != 0
 
@@ -648,19 +648,19 @@ class Rendezvous:
         """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
         return self._cells[self._base + _DONE] == total
 
-    async def withdraw(self, total: int, is_lost: Callable[[int], bool]) -> None:
-        """Withdraw the memory that this rank showed, after a failure.
+    async def withdraw(self, is_lost: Callable[[int], bool]) -> None:
+        """Withdraw, after a failure, with the memory that this rank showed.
 
-        From now on no rank claims a chunk, and `leave` returns False at the ranks that have read the memory. Waits
-        until each rank that has claimed a chunk is done with it, or is lost, as `is_lost` says of a group rank. The
-        memory is then the caller's again. `total` is the number of bytes to reduce.
+        From now on no rank claims a chunk, `leave` returns False at the ranks that have read the memory, and no rank
+        goes on that arrives later. Waits until each rank that has claimed a chunk is done with it, or is lost, as
+        `is_lost` says of a group rank. The memory is then the caller's again.
         """
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
             if cells[self._base + _TAG] != self.tag:  # all ranks have left, and a later rendezvous uses the record
                 return
             cells[self._base + _WITHDRAWN] = 1
-            cells[self._base + _CLAIMED] = total
+            cells[self._base + _CLAIMED] = sys.maxsize
             cells[first + _PART * self._staging.rank] = 0
 
         def is_busy(rank: int) -> bool:
@@ -674,8 +674,8 @@ class Rendezvous:
         """Leave: this rank reads the memory of the others no longer.
 
         A rank that has reduced a short array for all gives its number of bytes as `reduced`: to report the result and
-        to leave then take the lock once. Returns False if a rank has withdrawn its memory. The data that was read may
-        then be wrong, because its owner may have overwritten it meanwhile.
+        to leave then take the lock once. Returns False if a rank has withdrawn. The data that was read may then be
+        wrong, because its owner may have overwritten it meanwhile.
         """
         staging, cells, left = self._staging, self._cells, self._base + _LEFT
         with staging.control_block as control_block:
