@@ -150,17 +150,22 @@ def test_a_process_may_join_one_world_after_another(play):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["launch", "torchrun"])
-def test_launched_ranks_may_join_one_world_after_another(forked, how):
+def test_launched_ranks_may_join_one_world_after_another(how):
     """Also from one program after another, as entries of a world stay in the store of torchrun's agent."""
-    if how == "launch":
-        command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", SCRIPTS / "worlds.py", "again"]
-        done = subprocess.run(
-            command, env=environment(**LIGHT), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        code, out, err = forked(environment(), SCRIPTS / "elastic.py", 2, 0, SCRIPTS / "worlds.py", "again")
-    assert (code, out.count("three worlds")) == (0, 4), err
+    command = {
+        "launch": [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2"],
+        "torchrun": [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"],
+    }[how]
+    done = subprocess.run(
+        [*command, SCRIPTS / "worlds.py", "again"],
+        env=environment(**LIGHT),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("three worlds")) == (0, 4), done.stderr
 
 
 async def nest(comm):

@@ -81,14 +81,15 @@ def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, tra
     cases = [draw(kind, 5, seed) for seed in range(20)]
     expected = {"that waits long", "beside another"}
     expected |= {"not included", "later than its aim"} if kind != "full" else set()
-    expected |= {"that missed a round"} if kind in ("solo", "majority", "quorum") else set()
-    expected |= {"cancelled"} if kind != "group" else set()
+    sometimes = {"that missed a round": kind in ("solo", "majority", "quorum"), "cancelled": kind != "group"}
+    expected |= {what for what, is_of_kind in sometimes.items() if is_of_kind}
     found = set()
     for number, case in enumerate(cases, 1):
         found |= what_happens(tell(case, transport))
         if number >= 8 and found >= expected:
             break
-    assert found == expected
+    assert found >= expected
+    assert found & {*sometimes} == expected & {*sometimes}
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
     assert any(case.network.faults for case in cases)

@@ -1,6 +1,7 @@
 """Forks ranks that know of no launcher: one import of torch serves all of them.
 
-Each line on the standard input orders one rank as JSON: its program, its environment, and files for its output. The
+Each line on the standard input orders one rank as JSON: its program (as the arguments of an interpreter), its
+environment, and files for its output. The
 answer is its pid. A line with a pid waits for the end of that rank; the answer is its exit code.
 """
 
@@ -37,6 +38,12 @@ def serve() -> list[str]:
 
 
 assert preload()
-sys.argv = serve()
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+command = serve()
+if command[0] == "-m":
+    sys.argv = command[1:]
+    sys.path[0] = os.getcwd()
+    runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+else:
+    sys.argv = command
+    sys.path[0] = os.path.dirname(command[0])
+    runpy.run_path(command[0], run_name="__main__")
