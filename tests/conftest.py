@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ service_protocol.FREEZE_S = FREEZE_S  # a service outside of a world reads no en
 uvloop.new_event_loop().close()
 
 LIGHT = {"ASYNCOLL_PRELOAD": "numpy,asyncoll"}  # for launched ranks without torch, whose import takes two seconds
+# The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
+TRAINING = {"ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
 DEBUG = {"PYTHONASYNCIODEBUG": "1"}  # makes loops check that calls from other threads are safe
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 SIZES = [*range(1, 10), 13, 17]  # numbers of ranks: bugs hide behind powers of two
@@ -173,9 +176,9 @@ class ForkedRank:
 
 @pytest.fixture(scope="session")
 def template():
-    """A process that has imported numpy, torch and asyncoll, and forks ranks."""
+    """A process that has imported numpy, torch and asyncoll, and forks ranks and other programs."""
     command = [sys.executable, "-W", "error", Path(__file__).parent / "scripts" / "template.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | TRAINING
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*map(str, command)], env=environment, **pipes) as process:
         yield process
@@ -202,6 +205,23 @@ def forked_world(template, tmp_path):
             return ranks
 
         yield start
+
+
+@pytest.fixture
+def forked(template, tmp_path):
+    """Runs a program that needs torch, without the import: `forked(env, program, ...)`.
+
+    Returns its exit code, its output and its errors.
+    """
+
+    def run(env, *command):
+        process = ForkedRank(template, command, env, Path(tempfile.mkdtemp(dir=tmp_path)))
+        try:
+            return process.end()
+        finally:
+            process.kill()
+
+    return run
 
 
 def failures(size, act, run, survivors=0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,16 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvloop
-from conftest import PATIENCE_S
+from cancelling import cancelled_in_turn, interrupt, nothing_is_pending
+from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
 from asyncoll.testing import Network, run_ranks, simulate
-from asyncoll.testing.faults.calls import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
-WAIT_AVOIDING = ("solo", "majority", "quorum", "group", "synchronous_solo", "eager_step")
-SYNCHRONOUS = [name for name in OPERATIONS if name not in (*WAIT_AVOIDING, "rpc")]
 THOUSAND = 1000
 TIMES = 20  # calls in one world of virtual time; real worlds take longer to start and to end
 REAL_TIMES = 120
@@ -46,34 +43,6 @@ async def cancelled(call, delay_s: float) -> bool:
 def delay_s(random) -> float:
     """A random delay in seconds, from the first steps of a call to well after its end."""
     return float(10 ** random.uniform(-7, -3))
-
-
-async def nothing_is_pending(comm: Communicator) -> None:
-    async def look() -> list[str]:
-        return comm._core.member.endpoint.waiting() + list(map(str, comm._calls._pending._pending))
-
-    # On the runtime's loop: its state changes while another thread reads it.
-    assert await comm._core.member.runner.start(look()) == []
-
-
-async def interrupt(comm: Communicator, seed: int, times: int, cancel) -> int:
-    """Make `times` collectives, each cancelled at one rank. Returns how many this rank has cancelled in time.
-
-    A cancelled collective ends its communicator, and no other.
-    """
-    count, common = 0, np.random.default_rng(seed)
-    for _ in range(times):
-        part = await comm.split(0, key=comm.rank)
-        operation = OPERATIONS[str(common.choice(SYNCHRONOUS))]
-        elements = int(common.choice([6, 600, 300_000]))
-        if common.integers(comm.size) == comm.rank:
-            count += await cancel(operation(part, elements))
-        else:
-            with contextlib.suppress(AbortedError):
-                await operation(part, elements)
-        assert (await comm.allreduce(np.ones(3)) == comm.size).all()
-        await nothing_is_pending(comm)
-    return count
 
 
 @memory
@@ -137,17 +106,6 @@ def test_after_a_cancelled_wait_the_round_continues_and_the_next_call_is_right(m
         total += check_contributions(world.results)
 
 
-async def cancelled_in_turn(call, turns: int) -> bool:
-    """Cancel `call` after `turns` turns of the loop; return False if it was over by then."""
-    task = asyncio.ensure_future(call)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, AbortedError):
-        await task
-    return task.cancelled()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_awaited", [True, False], ids=["cancelled", "never awaited"])
 def test_the_next_call_tells_of_an_answer_that_was_there_at_once_and_lost(is_awaited):
@@ -194,10 +152,14 @@ def test_collectives_are_cancelled_across_threads_and_processes(transport, loop,
     program = [str(Path(__file__).parent / "scripts" / "cancellations.py"), loop, "200"]
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout"]
     launch.append(str(PATIENCE_S))
-    environment = os.environ | {
-        "TMPDIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
+    environment = (
+        os.environ
+        | LIGHT
+        | {
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }
+    )
     done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.count("all right") == 3, done.stdout + done.stderr
     assert done.returncode == 0

@@ -6,8 +6,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE_S, looped
+from conftest import ForkedRank, looped
 from torch.optim.lr_scheduler import LambdaLR
 from training_loops import ALGORITHMS, DETERMINISTIC, momentum, network, on_batches, state, trained, whole
 
@@ -25,7 +23,6 @@ from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.training import DCS3GD, DPSGD, SGP, AllreduceSGD, Checkpoints, LocalSGD, OkTopkSGD, WagmaSGD
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
-PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
 ROUNDS = 11
 
 
@@ -66,28 +63,21 @@ def test_a_training_that_is_killed_and_goes_on_ends_with_the_bits_of_an_unbroken
 
 
 @pytest.mark.slow
-def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_bits(
+    tmp_path: Path, forked_world: Callable[..., list[ForkedRank]]
+) -> None:
     size, algorithm = 3, "dc_s3gd"  # its averages are under way between steps
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT), algorithm]
 
-    def run(folder: str, killed: int = 0) -> str:
-        """The output. The process that begins round `killed` first is killed, wherever it is when that is read."""
-        output = ""
-        command = [*launch, str(tmp_path / folder)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=PRELOADED
-        ) as job:
-            assert job.stdout is not None
-            for line in job.stdout:
-                output += line
-                begun = re.search(r"process (\d+) begins round (\d+)", line)
-                if killed and begun and int(begun[2]) == killed:
-                    os.kill(int(begun[1]), signal.SIGKILL)
-                    killed = 0
-        return output
+    def run(killed: int = 0) -> str:
+        """The output. When the middle rank begins round `killed`, it is killed, wherever it is by then."""
+        ranks = forked_world(dict(os.environ), size, SCRIPT, algorithm, tmp_path / "killed")
+        for line in ranks[1].stdout if killed else ():
+            if f"begins round {killed}" in line:
+                os.kill(ranks[1].pid, signal.SIGKILL)
+        return "".join(rank.end()[1] for rank in ranks)
 
-    assert "ended with" not in run("killed", killed=17)
-    resumed = run("killed")
+    assert "ended with" not in run(killed=17)
+    resumed = run()
     assert min(int(round_) for round_ in re.findall(r"begins round (\d+)", resumed)) > 10
     main = runpy.run_path(str(SCRIPT))["main"]
     unbroken = run_ranks(size, lambda comm: main(comm, algorithm, tmp_path / "unbroken", tell=len), "shm")
@@ -95,16 +85,15 @@ def test_real_processes_that_are_killed_at_a_random_moment_go_on_with_the_same_b
 
 
 @pytest.mark.slow
-def test_real_processes_have_the_bits_of_ranks_on_one_loop(tmp_path: Path) -> None:
+def test_real_processes_have_the_bits_of_ranks_on_one_loop(
+    tmp_path: Path, forked_world: Callable[..., list[ForkedRank]]
+) -> None:
     size, algorithm = 3, "sgp with overlap"
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT), algorithm]
-    done = subprocess.run(
-        [*launch, str(tmp_path / "own")], env=PRELOADED, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    ended = [rank.end() for rank in forked_world(dict(os.environ), size, SCRIPT, algorithm, tmp_path / "own")]
     main = runpy.run_path(str(SCRIPT))["main"]
     expected = run_ranks(size, lambda comm: main(comm, algorithm, tmp_path / "one loop", tell=len), "shm")
     assert len(set(expected)) == size  # the states of the optimizers differ
-    assert sorted(re.findall(r"ended with (\w+)", done.stdout)) == sorted(expected), done.stderr
+    assert [re.findall(r"ended with (\w+)", out) for _, out, _ in ended] == [[bits] for bits in expected], ended
 
 
 # -- the state of a trainer ----------------------------------------------------------------------

@@ -6,15 +6,15 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
-from conftest import PATIENCE_S, looped
+from conftest import TRAINING, looped
 from rich.console import Console
 
 from trainers.__main__ import main as cli
@@ -153,22 +153,19 @@ def test_runs_are_compared_at_equal_times() -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_run_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trainers", "compare", "--folder", str(tmp_path)),
-            *("--algorithms", "eager_sgd:partial=quorum:quorum=3,allreduce_sgd", "-n", "2"),
-            *("--seeds", "1", "--rounds", "3", "--compute", "1ms", "--imbalance", "one-random:2ms"),
-            *("--workload", "video", "--batch", "2"),  # needs no scikit-learn, which takes a second to import
-        ],
-        env={**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+def test_a_failing_run_is_reported_and_the_others_go_on(
+    tmp_path: Path, forked: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = forked(
+        os.environ | TRAINING,
+        *("-m", "trainers", "compare", "--folder", tmp_path),
+        *("--algorithms", "eager_sgd:partial=quorum:quorum=3,allreduce_sgd", "-n", "2"),
+        *("--seeds", "1", "--rounds", "3", "--compute", "1ms", "--imbalance", "one-random:2ms"),
+        *("--workload", "video", "--batch", "2"),  # needs no scikit-learn, which takes a second to import
     )
-    assert done.returncode == 1, done.stderr
-    assert "quorum 3 is not between 1 and" in done.stdout
-    assert "one-random:2ms" in done.stdout  # the table's title
+    assert code == 1, err
+    assert "quorum 3 is not between 1 and" in out
+    assert "one-random:2ms" in out  # the table's title
     read = json.loads((tmp_path / "compare.json").read_text())
     failed, finished = read["algorithms"]
     assert list(failed["failures"]) == ["0"]

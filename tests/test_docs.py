@@ -4,7 +4,7 @@
   is started by a shell block, or imported by another block. Otherwise it calls `asyncoll.run`, and runs here, among
   `RANKS` ranks on one loop.
 - A shell block runs in a folder with the page's files, with real processes (marked slow). Processes take seconds to
-  start: of the blocks of a page that only launch files which call `asyncoll.run`, all but the first run here, among as
+  start: after the first launch of a page, blocks that only launch files which call `asyncoll.run` run here, among as
   many ranks on one loop.
 - A block that says `# Not run by the tests: reason` is checked for its syntax only.
 - A text block with the title "Output" is what the block before it prints, in any order of its lines.
@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S, TRAINING
 from sybil import Document, Region
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
@@ -47,8 +47,6 @@ DESIGN = [ROOT / "DESIGN.md", *sorted((DOCS / "design").glob("*.md"))]  # they n
 PROSE = [*PAGES, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMARKS.md", "CONTRIBUTING.md"))]
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
-# Loaded once by the launcher, and not by each rank.
-PRELOADS = {"sklearn": "numpy,torch,torch._dynamo,sklearn.datasets,asyncoll", "-m trainers": trainers.runs.PRELOAD}
 LANGUAGES = {"python", "sh", "text", "diff"}  # `tests/test_examples.py` compares the differences with their files
 NOT_RUN = re.compile(r"^# Not run by the tests: \S", re.MULTILINE)
 REFERENCE = re.compile(
@@ -121,11 +119,20 @@ def folder(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, value in SHORT.items():
         monkeypatch.setenv(name, value)
-    for need, modules in PRELOADS.items():
-        if need in page.read_text():
-            monkeypatch.setenv("ASYNCOLL_PRELOAD", modules)
+    monkeypatch.setenv("ASYNCOLL_PRELOAD", preloaded(page))
     yield tmp_path
     forget(tmp_path)
+
+
+def preloaded(page: Path) -> str:
+    """What the programs that the page's shell blocks start will import: the launcher loads it once for all ranks."""
+    started = " ".join(block.source for block in blocks_of(page) if block.language == "sh" and block.runs)
+    if "-m trainers" in started:
+        return trainers.runs.PRELOAD
+    programs = " ".join(block.source for block in blocks_of(page) if block.name and block.name in started)
+    if "torch" not in programs:
+        return LIGHT["ASYNCOLL_PRELOAD"]
+    return TRAINING["ASYNCOLL_PRELOAD"] + (",sklearn.datasets" if "sklearn" in page.read_text() else "")
 
 
 def forget(folder: Path):
@@ -176,7 +183,7 @@ def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
         launches = _launches_of_worlds(block, folder)
         if not (launches and has_launched):
             printed = _run_shell(block, folder)
-            has_launched = has_launched or bool(launches)
+            has_launched = has_launched or "asyncoll launch" in block.source
             continue
         for launch in launches:
             forget(folder)

@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, looped
+from conftest import ForkedRank, looped
 from training_loops import (
     Digits,
     Optimizing,
@@ -41,7 +39,6 @@ SIZES = [1, 3, 4]
 PARTIALS = get_args(Partial)
 OPTIMIZERS = [momentum, adam]
 SCRIPT = Path(__file__).parent / "scripts" / "late_replica.py"
-PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,11 +254,14 @@ def test_on_real_sockets_a_rank_that_lost_results_ends_with_the_others_bits(opti
 
 
 @pytest.mark.slow
-def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits() -> None:
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", SCRIPT]
-    done = subprocess.run([*map(str, launch)], env=PRELOADED, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"weights and state (\w+), (\d+) results lost, (\d+) caught up", done.stdout)
+def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits(
+    forked_world: Callable[..., list[ForkedRank]],
+) -> None:
+    lines = []
+    for rank in forked_world(dict(os.environ), 3, SCRIPT):
+        code, out, err = rank.end()
+        assert code == 0, err
+        lines += re.findall(r"weights and state (\w+), (\d+) results lost, (\d+) caught up", out)
     assert len(lines) == 3
     assert len({digest for digest, _, _ in lines}) == 1
     assert max(int(lost) for _, lost, _ in lines) > 0

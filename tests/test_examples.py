@@ -10,7 +10,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ForkedRank
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training_loops import whole
@@ -77,14 +77,14 @@ def test_the_transformer_is_causal_and_small() -> None:
 
 
 @pytest.mark.slow
-def test_training_with_torch_alone_runs_and_saves_a_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", "--timeout", "200"]
-    command += [str(EXAMPLES / "train_ddp.py"), "--steps", "1", "--every", "1", "--folder", str(tmp_path)]
-    preloaded = {**os.environ, "ASYNCOLL_PRELOAD": "torch,torch._dynamo"}
-    shown = subprocess.run(command, env=preloaded, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    found = re.search(r"step 1: validation loss (\S+),", shown.stdout)
-    assert found, shown.stdout
+def test_training_with_torch_alone_runs_and_saves_a_checkpoint(
+    tmp_path: Path, forked_world: Callable[..., list[ForkedRank]]
+) -> None:
+    arguments = ["--steps", "1", "--every", "1", "--folder", tmp_path]
+    ended = [rank.end() for rank in forked_world(dict(os.environ), 2, EXAMPLES / "train_ddp.py", *arguments)]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    found = re.search(r"step 1: validation loss (\S+),", ended[0][1])
+    assert found, ended
     assert 4.0 < float(found[1]) < math.log(256) + 1.0
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert saved["step"] == 1

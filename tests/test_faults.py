@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, _core, cli
 from asyncoll.testing import (
@@ -270,7 +270,8 @@ def test_operations_pass_their_points_of_the_compiled_core():
     """The job runs into its timeout if an operation never passes one of them."""
     operations = {operation for operation, _ in PASSED} - WAIT_AVOIDING
     command = ["launch", "-n", "3", "--timeout", str(PATIENCE_S), str(SCRIPTS / "passing.py"), *operations]
-    done = subprocess.run([sys.executable, "-m", "asyncoll.cli", *command], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "asyncoll.cli", *command]
+    done = subprocess.run(command, env=os.environ | LIGHT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

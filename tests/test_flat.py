@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch.nn.utils.parametrizations
 import torch.nn.utils.prune
-from conftest import PATIENCE_S
 from torch import nn
 
 from asyncoll import Communicator
@@ -632,10 +632,9 @@ def test_parameters_that_are_disjoint_parts_of_one_tensor_are_accepted() -> None
 
 
 @pytest.mark.slow
-def test_sharded_models_are_refused() -> None:
-    script = Path(__file__).parent / "scripts" / "sharded.py"
-    shown = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert shown.stdout.split() == ["fsdp2", "part", "unsharded", "fsdp1", "original", "dtensor"], shown.stderr
+def test_sharded_models_are_refused(forked: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, err = forked(dict(os.environ), Path(__file__).parent / "scripts" / "sharded.py")
+    assert out.split() == ["fsdp2", "part", "unsharded", "fsdp1", "original", "dtensor"], err
 
 
 def test_sharding_is_looked_for_without_importing_it() -> None:

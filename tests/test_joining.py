@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S
 
 import asyncoll
 from asyncoll import testing
@@ -29,17 +29,19 @@ def environment(**more: str) -> dict[str, str]:
     return plain | {"ASYNCOLL_FREEZE_S": "20", "OMP_NUM_THREADS": "1"} | more
 
 
-def play(*cases):
-    """The output of each rank in each case; see the script."""
-    command = [sys.executable, SCRIPTS / "joiners.py", *map(json.dumps, cases)]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def play(forked):
+    """Gives the output of each rank in each case; see the script."""
+
+    def joined(*cases):
+        code, out, err = forked(environment(), SCRIPTS / "joiners.py", *map(json.dumps, cases))
+        assert code == 0, err
+        return json.loads(out)
+
+    return joined
 
 
-def assert_named(cases, error, names):
+def assert_named(play, cases, error, names):
     """In each case, all ranks but the faulty one raise `error`, which names the faulty one."""
     for case, ends in zip(cases, play(*cases), strict=True):
         ((faulty, _),) = case["faults"].items()
@@ -56,7 +58,7 @@ def faults(kind, phases, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["memory", "hosts"])
-def test_a_rank_that_dies_while_it_joins_is_named(place):
+def test_a_rank_that_dies_while_it_joins_is_named(play, place):
     cases = {
         "memory": faults("dies", [(0, "listen"), (0, "barrier"), (2, "host"), (2, "connect"), (2, "collect")])
         + faults("dies", [(0, "lock")], first=0)
@@ -64,13 +66,13 @@ def test_a_rank_that_dies_while_it_joins_is_named(place):
         + faults("dies", [(0, "start"), (2, "start")], env={"ASYNCOLL_TRANSPORT": "zmq"}),
         "hosts": faults("dies", [(0, "host"), (2, "start"), (0, "start"), (2, "barrier")], hosts=True),
     }[place]
-    assert_named(cases, "PeerLostError", lambda said: [said["rank"]])
+    assert_named(play, cases, "PeerLostError", lambda said: [said["rank"]])
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_join_is_named_with_the_reason():
+def test_a_rank_that_cannot_join_is_named_with_the_reason(play):
     cases = faults("refuses", [(0, "host"), (2, "host"), (1, "folder")]) + faults("refuses", [(0, "start")], hosts=True)
-    assert_named(cases, "PeerLostError", lambda said: [said["rank"]] if "no route at all" in said["text"] else [])
+    assert_named(play, cases, "PeerLostError", lambda said: [said["rank"]] if "no route at all" in said["text"] else [])
 
 
 @pytest.mark.slow
@@ -86,21 +88,21 @@ def test_ranks_with_different_settings_say_which(forked_world, variable, values)
 
 
 @pytest.mark.slow
-def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone():
+def test_a_dead_rank_is_named_if_the_folder_of_sockets_is_gone(play):
     slow = [faults("dies", [(1, "folder")], slow={"2": phase}) for phase in ("folder", "connect")]
-    assert_named([case for cases in slow for case in cases], "PeerLostError", lambda said: [said["rank"]])
+    assert_named(play, [case for cases in slow for case in cases], "PeerLostError", lambda said: [said["rank"]])
 
 
 @pytest.mark.slow
-def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks():
+def test_the_deadline_holds_while_ranks_join_and_names_the_missing_ranks(play):
     cases = faults("stops", [(0, "host"), (2, "host"), (2, "connect"), (1, "hello"), (2, "start")], deadline_s=1)
     cases += [{"size": 3, "faults": {rank: "absent"}, "deadline_s": 1} for rank in "02"]
     cases.append({"size": 2, "faults": {"1": "absent"}, "env": {"ASYNCOLL_DEADLINE_S": "1"}})
-    assert_named(cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may be missing, too
+    assert_named(play, cases, "DeadlineError", lambda said: said["missing"])  # a slow rank may be missing, too
 
 
 @pytest.mark.slow
-def test_a_waiting_rank_logs_the_missing_ranks():
+def test_a_waiting_rank_logs_the_missing_ranks(play):
     """Rank 2 joins after it has read that message."""
     (ends,) = play({"size": 3, "faults": {"2": "late"}})
     assert [end["said"] for end in ends] == [{"result": 3.0}] * 3, ends
@@ -109,7 +111,7 @@ def test_a_waiting_rank_logs_the_missing_ranks():
 
 
 @pytest.mark.slow
-def test_joining_can_be_cancelled():
+def test_joining_can_be_cancelled(play):
     cases = [{"size": 2, "faults": {rank: "absent"}, "program": "impatient"} for rank in "01"]
     for case, ends in zip(cases, play(*cases), strict=True):
         said = [end["said"] for rank, end in enumerate(ends) if str(rank) not in case["faults"]]
@@ -140,7 +142,7 @@ def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupte
 
 
 @pytest.mark.slow
-def test_a_process_may_join_one_world_after_another():
+def test_a_process_may_join_one_world_after_another(play):
     thrice, hasty = play({"size": 3, "program": "thrice"}, {"size": 2, "program": "hasty"})
     assert [end["said"] for end in thrice] == [{"result": [3.0] * 3}] * 3, thrice
     assert [end["said"] for end in hasty] == [{"result": 2.0}] * 2, hasty
@@ -156,7 +158,7 @@ def test_launched_ranks_may_join_one_world_after_another(how):
     }[how]
     done = subprocess.run(
         [*command, SCRIPTS / "worlds.py", "again"],
-        env=environment(),
+        env=environment(**LIGHT),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -186,7 +188,7 @@ def test_a_process_is_in_one_world_at_a_time(alone):
 
 
 @pytest.mark.slow
-def test_a_rank_is_in_one_world_at_a_time():
+def test_a_rank_is_in_one_world_at_a_time(play):
     (ends,) = play({"size": 2, "program": "nested"})
     assert ["this process is in a world already" in end["said"]["text"] for end in ends] == [True] * 2, ends
 
@@ -275,7 +277,7 @@ def test_rank_and_world_size_take_precedence_over_variables_of_launchers():
 
 
 @pytest.mark.slow
-def test_a_rank_raises_its_soft_limit_of_files_and_refuses_a_hard_limit_that_is_too_low():
+def test_a_rank_raises_its_soft_limit_of_files_and_refuses_a_hard_limit_that_is_too_low(play):
     raised, refused = play({"size": 3, "files": [60, 1000]}, {"size": 3, "files": [60, 60]})
     assert [end["said"] for end in raised] == [{"result": 3.0}] * 3, raised
     for end in refused:
@@ -285,7 +287,7 @@ def test_a_rank_raises_its_soft_limit_of_files_and_refuses_a_hard_limit_that_is_
 
 
 @pytest.mark.slow
-def test_a_folder_for_temporary_files_may_have_any_name(tmp_path):
+def test_a_folder_for_temporary_files_may_have_any_name(play, tmp_path):
     folder = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(folder)
     env = environment(XDG_RUNTIME_DIR="", ASYNCOLL_PRELOAD="numpy") | {"TMPDIR": os.fsdecode(folder)}
@@ -356,6 +358,6 @@ def test_a_world_ends_by_an_exception_without_a_text(how):
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_an_exception_without_a_text_is_named():
+def test_a_rank_that_raises_an_exception_without_a_text_is_named(play):
     ((first, _),) = play({"size": 2, "program": "unprintable"})
     assert first["said"]["text"] == "rank 1 aborted: MuteError: (its __str__ raised RuntimeError)"

@@ -27,13 +27,13 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
-SEEDS = 60  # worlds of each kind, over all sizes: less than half a minute on two cores
+SEEDS = 52  # worlds of each kind: four of each size
 
 # -- they hold -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, SEEDS // 3)])
+@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, 20)])
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds):
     """Runs the command, in two processes."""
     command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2"]
@@ -78,18 +78,35 @@ def test_laws_in_real_time():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, transport):
     """Worlds in which no rank is late would prove nothing."""
-    stories = [tell(draw(kind, 5, seed), transport) for seed in range(20)]
-    calls = [call for story in stories for mine in story.calls for call in mine]
-    assert any(not call.included for call in calls) or kind == "full"
-    assert any(call.round > call.aim for call in calls) or kind == "full"
-    assert any(call.wait_s > 500 for call in calls)
-    assert any(call.missed for call in calls) == (kind in ("solo", "majority", "quorum"))
-    assert any(story.cancelled for story in stories) == (kind != "group")
-    assert any(not call.alone for call in calls)
-    cases = [story.case for story in stories]
+    cases = [draw(kind, 5, seed) for seed in range(20)]
+    expected = {"that waits long", "beside another"}
+    expected |= {"not included", "later than its aim"} if kind != "full" else set()
+    sometimes = {"that missed a round": kind in ("solo", "majority", "quorum"), "cancelled": kind != "group"}
+    expected |= {what for what, is_of_kind in sometimes.items() if is_of_kind}
+    found = set()
+    for number, case in enumerate(cases, 1):
+        found |= what_happens(tell(case, transport))
+        if number >= 8 and found >= expected:
+            break
+    assert found >= expected
+    assert found & {*sometimes} == expected & {*sometimes}
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
     assert any(case.network.faults for case in cases)
+
+
+def what_happens(story):
+    """The kinds of calls in the story that the laws are about."""
+    calls = [call for mine in story.calls for call in mine]
+    happens = {
+        "not included": any(not call.included for call in calls),
+        "later than its aim": any(call.round > call.aim for call in calls),
+        "that waits long": any(call.wait_s > 500 for call in calls),
+        "that missed a round": any(call.missed for call in calls),
+        "cancelled": bool(story.cancelled),
+        "beside another": any(not call.alone for call in calls),
+    }
+    return {what for what, is_there in happens.items() if is_there}
 
 
 def test_same_seed_same_world():

@@ -10,8 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE_S, case, looped
+from conftest import PATIENCE_S, ForkedRank, case, looped
 
 import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
@@ -31,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(__file__).parent / "scripts" / "server.py"
 # Launched ranks load these once, and not each. The first step of an optimizer imports torch._dynamo.
-PRELOADED = {**os.environ, "ASYNCOLL_PRELOAD": "numpy,torch._dynamo,asyncoll.training"}
 SIZES = [1, 2, 3, 4, 5, 8]
 NETWORK = Network(latency_s=1e-3, jitter_s=1e-3)
 Optimizing = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -718,11 +715,12 @@ def test_the_loss_falls(trainer: str) -> None:
 
 
 @pytest.mark.slow
-def test_processes_end_with_one_model() -> None:
-    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", "3"]
-    done = subprocess.run([*command, SCRIPT], env=PRELOADED, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"model (\w+) after (\d+) rounds", done.stdout)
+def test_processes_end_with_one_model(forked_world: Callable[..., list[ForkedRank]]) -> None:
+    lines = []
+    for rank in forked_world(dict(os.environ), 3, SCRIPT):
+        code, out, err = rank.end()
+        assert code == 0, err
+        lines += re.findall(r"model (\w+) after (\d+) rounds", out)
     assert len(lines) == 3
     assert len(set(lines)) == 1
 

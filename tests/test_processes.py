@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
 OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
 KEPT = ("ASYNCOLL_FREEZE_S",)
 TORCH = {"ASYNCOLL_PRELOAD": "numpy,torch,asyncoll"}  # for scripts that use it: loaded once, and not by each rank
@@ -151,18 +150,20 @@ for address in "127.0.0.1", "127.0.0.2":
 """
 
 
-def test_the_store_listens_on_the_master_address_only(env):
+def test_the_store_listens_on_the_master_address_only(env, forked, tmp_path):
+    (tmp_path / "store.py").write_text(STORE_OF_RANK_0)
     with reserve_port() as holder:
         address, port = holder.getsockname()
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        told = run(env | place, sys.executable, "-c", STORE_OF_RANK_0)
-    assert told.split() == ["0", str(errno.ECONNREFUSED)]
+        code, out, err = forked(env | place, tmp_path / "store.py")
+    assert (code, out.split()) == (0, ["0", str(errno.ECONNREFUSED)]), err
 
 
-def test_a_master_address_of_another_host_is_explained(env):
+def test_a_master_address_of_another_host_is_explained(env, forked, tmp_path):
+    (tmp_path / "store.py").write_text(STORE_OF_RANK_0)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    with pytest.raises(AssertionError, match=r"rank 0 cannot listen on MASTER_ADDR=192\.0\.2\.1"):
-        run(env | place, sys.executable, "-c", STORE_OF_RANK_0)
+    code, _, err = forked(env | place, tmp_path / "store.py")
+    assert (code, "rank 0 cannot listen on MASTER_ADDR=192.0.2.1" in err) == (1, True), err
 
 
 def test_a_blocked_rank_takes_part_in_the_rounds_of_others(env, tmp_path):
@@ -174,11 +175,12 @@ def test_a_blocked_rank_answers_pairwise_averages(elements, env, tmp_path):
     assert launch(env, 2, "passive.py", tmp_path, elements) == "1: averaged meanwhile\n"
 
 
-def test_one_script_gives_the_same_sums_everywhere(env):
+def test_one_script_gives_the_same_sums_everywhere(env, forked):
     script = SCRIPTS / "sums.py"
     alone = run(env, sys.executable, script)
     assert alone == "sums 499500 499500\n"
-    assert run(env, TORCHRUN, "--standalone", "--nproc-per-node", 2, script) == alone
+    code, out, err = forked(env, SCRIPTS / "elastic.py", 2, 0, script)
+    assert (code, out) == (0, alone), err
     assert launch(env, 3, "sums.py") == f"0: {alone}"
 
 
@@ -249,9 +251,9 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_calls_between_ranks(env, transport):
-    out = launch(env | DEBUG | TORCH | {"ASYNCOLL_TRANSPORT": transport}, 3, "rpc.py")
-    assert sorted(line.partition(": ")[2] for line in out.splitlines()) == ["called 0", "called 1", "called 2"]
+def test_calls_between_ranks(world, transport):
+    ends = [rank.end() for rank in world(3, SCRIPTS / "rpc.py", ASYNCOLL_TRANSPORT=transport, **DEBUG)]
+    assert [end[:2] for end in ends] == [(0, f"called {rank}\n") for rank in range(3)], ends
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])

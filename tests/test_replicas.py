@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import PATIENCE_S, looped
+from conftest import ForkedRank, looped
 from training_loops import ALGORITHMS, Gradient, Optimizing, bits, state, train, trained, whole
 
 import asyncoll
@@ -497,10 +496,11 @@ def test_a_state_of_numbers_is_resynchronised_and_an_object_is_an_error() -> Non
 
 
 @pytest.mark.slow
-def test_in_real_processes_all_ranks_end_with_one_model() -> None:
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"(\w+) (\w+): model (\w+)", done.stdout)
+def test_in_real_processes_all_ranks_end_with_one_model(forked_world: Callable[..., list[ForkedRank]]) -> None:
+    lines = []
+    for rank in forked_world(dict(os.environ), 3, SCRIPT):
+        code, out, err = rank.end()
+        assert code == 0, err
+        lines += re.findall(r"(\w+) (\w+): model (\w+)", out)
     assert len(lines) == 18
     assert len(set(lines)) == 6

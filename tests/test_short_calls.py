@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S
 from test_meetings import cores, ranks
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
@@ -281,7 +281,7 @@ def test_a_call_keeps_its_promises_however_its_caller_treats_it(forked_world, co
 def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_arrays():
     """The runtime carries out those that an exception of the handler could leave half done."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", str(SCRIPTS / "short_calls.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, env=os.environ | LIGHT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all calls are over") == 2
 

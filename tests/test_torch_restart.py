@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-PATIENCE_S = 120
+ELASTIC = Path(__file__).parent / "scripts" / "elastic.py"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_restart.py"
 STEPS, EVERY, KILL_AT = 8, 3, 5
 
@@ -32,23 +31,15 @@ def trained_alone(size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_job_resumes_after_a_rank_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends the other ranks by SIGTERM. Here they ignore it, so that they always tell their error."""
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
+def test_a_job_resumes_after_a_rank_was_killed(
+    tmp_path: Path, forked: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["--steps", STEPS, "--every", EVERY, "--kill-at", KILL_AT, "--folder", tmp_path]
-    rank = ["--no-python", "sh", "-c", 'trap "" TERM; exec "$0" "$@"', sys.executable, EXAMPLE]
-    done = subprocess.run(
-        [str(part) for part in [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", *rank, *arguments]],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"PeerLostError: rank 1 \(host \S+, pid \d+\) is gone", done.stderr), done.stderr
-    said = re.findall(r"rank \d resumes at step \d+|\d+ steps done", done.stdout)  # ends of lines may change places
-    assert sorted(said) == ["8 steps done", *(f"rank {r} resumes at step 3" for r in range(2))], done.stdout
+    code, out, err = forked(os.environ | {"OMP_NUM_THREADS": "1"}, ELASTIC, 2, 1, EXAMPLE, *arguments)
+    assert code == 0, err
+    assert re.search(r"PeerLostError: rank 1 \(host \S+, pid \d+\) is gone", err), err
+    said = re.findall(r"rank \d resumes at step \d+|\d+ steps done", out)  # ends of lines may change places
+    assert sorted(said) == ["8 steps done", *(f"rank {r} resumes at step 3" for r in range(2))], out
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     assert saved["step"] == STEPS

@@ -6,15 +6,15 @@ import asyncio
 import inspect
 import json
 import math
-import subprocess
-import sys
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import PATIENCE_S, looped
+from conftest import looped
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
@@ -407,16 +407,10 @@ def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_plotted(tmp_path: Path) -> None:
+def test_a_run_is_plotted(tmp_path: Path, forked: Callable[..., tuple[int, str, str]]) -> None:
+    """In a process of its own, because matplotlib keeps its fonts open."""
     plot = tmp_path / "new" / "plot.png"
-    done = subprocess.run(  # in a process of its own, because matplotlib keeps its fonts open
-        [
-            *(sys.executable, "-m", "trainers", "eager_sgd", "--rounds", "2", "--plot", str(plot)),
-            *("--workload", "video", "--batch", "2"),  # needs no scikit-learn, which takes a second to import
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
+    video = ("--workload", "video", "--batch", "2")  # needs no scikit-learn, which takes a second to import
+    code, _, err = forked(dict(os.environ), "-m", "trainers", "eager_sgd", "--rounds", "2", "--plot", plot, *video)
+    assert code == 0, err
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -207,11 +207,11 @@ def test_statistics_count_rounds_and_traffic():
 
 
 def test_a_thousand_ranks():
-    """Twenty solo rounds of 1,024 ranks, one of them five times slower (BENCHMARKS.md has the wall time)."""
+    """Ten solo rounds of 1,024 ranks, one of them five times slower (BENCHMARKS.md has wall times)."""
 
     async def main(comm):
         newest, counts = 0, Counter()
-        while newest < 20:
+        while newest < 10:
             await asyncio.sleep(0.05 if comm.rank == 7 else 0.01)
             reduction = await comm.solo_allreduce(np.ones(1, np.int64))
             newest = reduction.round
@@ -219,8 +219,8 @@ def test_a_thousand_ranks():
         return counts
 
     results = simulate(1024, main, Network(jitter_s=1e-6), seed=1).results
-    assert all(sum(counts.values()) == 20 for rank, counts in enumerate(results) if rank != 7)
-    assert sum(results[7].values()) <= 6
+    assert all(sum(counts.values()) == 10 for rank, counts in enumerate(results) if rank != 7)
+    assert sum(results[7].values()) <= 3
 
 
 def test_overlapping_calls_of_one_rank_each_count_in_their_own_round(simulated):

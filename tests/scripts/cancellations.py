@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import uvloop
-from test_cancellation import cancelled_in_turn, interrupt
+from cancelling import cancelled_in_turn, interrupt
 
 import asyncoll
 

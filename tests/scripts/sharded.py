@@ -1,5 +1,7 @@
 """Sharded models, each of which `flatten` must refuse. Prints the names of those that it has refused."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +33,8 @@ refuse("part", model)
 model[0].unshard()
 refuse("unsharded", model)
 cpu = torch.device("cpu")
-refuse("fsdp1", FullyShardedDataParallel(perceptron(), device_id=cpu))
-refuse("original", FullyShardedDataParallel(perceptron(), device_id=cpu, use_orig_params=True))
+with warnings.catch_warnings(action="ignore"):  # torch's own, about a world of one rank
+    refuse("fsdp1", FullyShardedDataParallel(perceptron(), device_id=cpu))
+    refuse("original", FullyShardedDataParallel(perceptron(), device_id=cpu, use_orig_params=True))
 refuse("dtensor", distribute_module(perceptron(), mesh))
 dist.destroy_process_group()
