@@ -5,8 +5,6 @@ environment, and files for its output. The
 answer is its pid. A line with a pid waits for the end of that rank; the answer is its exit code.
 """
 
-import atexit
-import ctypes
 import json
 import os
 import runpy
@@ -39,21 +37,7 @@ def serve() -> list[str]:
     sys.exit()
 
 
-def leave_torch_loaded_at_exit() -> None:
-    """Have the end of a rank, which is regular otherwise, skip the objects of torch: to free them takes 0.3 s.
-
-    The same holds for all that is neither Python's nor ours, and for the destructors of the libraries loaded by now.
-    """
-    ours = {*sys.stdlib_module_names, "asyncoll", "__main__"}
-    others = {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in ours}
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(others))  # never freed
-    atexit.register(lambda: [sys.modules.pop(name, None) for name in others])  # registered first, so called last
-    libc = ctypes.CDLL(None)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-
-
 assert preload()
-leave_torch_loaded_at_exit()
 command = serve()
 if command[0] == "-m":
     sys.argv = command[1:]
