@@ -297,7 +297,7 @@ def ddp_gradient_clipping(backend: str) -> None:
 
 @feature()
 def ddp_compiled(backend: str) -> None:
-    """With the compiler that writes C++, in the graphs that DDP asks for: one for each bucket."""
+    """In the graphs that DDP asks for: one for each bucket."""
 
     class Own(nn.Module):
         """Below DDP, torch compiles no module of its own."""
@@ -310,9 +310,9 @@ def ddp_compiled(backend: str) -> None:
             return self.layers(x)
 
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 256):  # the default is more than the model has
-        net: Any = torch.compile(DistributedDataParallel(Own()))
+        net: Any = torch.compile(DistributedDataParallel(Own()), backend="aot_eager")
         train(net)
-    check(net, reference(), 1e-4)
+    check(net, reference())
     assert graphs_made() > 1
 
 
