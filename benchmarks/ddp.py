@@ -191,7 +191,7 @@ def train(
     ddp: DistributedDataParallel,
     rounds: int,
     late_s: Callable[[int], float],
-    state: hooks.EagerSGDState | None,
+    state: hooks.EagerSGDState | hooks.OkTopkState | None,
 ) -> tuple[list[tuple[int, float, float]], float]:
     """Returns (round, seconds, score) at some rounds of rank 0, and the seconds of the whole training."""
     workload.model = ddp
@@ -258,10 +258,11 @@ def sparse(question: dict[str, Any], gloo: dist.ProcessGroup) -> dict[str, Any]:
     for name in ("dense", "oktopk"):
         workload, optimizer = task(question["seed"], question["workload"])
         ddp = DistributedDataParallel(workload.model)
+        state = None
         if name == "oktopk":
             state = hooks.OkTopkState(ddp, density=question["density"], warm_up=question["warm_up"])
             ddp.register_comm_hook(state, hooks.oktopk)
-        found, _ = train(workload, optimizer, ddp, question["rounds"], lambda made: 0.0, None)
+        found, _ = train(workload, optimizer, ddp, question["rounds"], lambda made: 0.0, state)
         rows[name] = found
         lines.append([name, f"{found[-1][2]:.4f}", str(are_equal(ddp.module))])
     return {"rows": rows, "lines": lines}

@@ -40,19 +40,10 @@ class Name(str):
 
 def load(backend: str, selection: str, ranks: int) -> type[unittest.TestCase]:
     """The wheel's tests, with the decorators that select those of `selection`, to be run by `backend`."""
-    os.environ |= {
-        "BACKEND": selection,
-        "WORLD_SIZE": str(ranks),
-        "TEMP_DIR": tempfile.mkdtemp(),
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT_S),
-    }
-    os.environ.setdefault("INIT_METHOD", f"file://{os.environ['TEMP_DIR']}/shared_init_file")
-    for folder in ("barrier", "test_dir", "init_dir"):
-        os.makedirs(os.path.join(os.environ["TEMP_DIR"], folder))
+    _set_environment(selection, ranks)
 
     import torch
     import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
     from torch.testing._internal import common_distributed
 
     from torch_tests.cpu import map_cuda
@@ -71,15 +62,7 @@ def load(backend: str, selection: str, ranks: int) -> type[unittest.TestCase]:
     name.alias = selection
     wheel.BACKEND = name
     wheel.Barrier.sync.__func__.__defaults__ = (None, LIMIT_S)  # seconds
-    new_group = dist.new_group
-    dist.new_group = lambda ranks=None, timeout=None, backend=None, **settings: new_group(
-        ranks, timeout, name if backend == "nccl" else backend, **settings
-    )
-    # torch.distributed.monitored_barrier refuses any name but Gloo's before it calls the group.
-    known = {**vars(c10d), "get_backend": lambda group=None: "gloo"}
-    dist.monitored_barrier = types.FunctionType(  # type: ignore[assignment]
-        c10d.monitored_barrier.__code__, known, argdefs=c10d.monitored_barrier.__defaults__
-    )
+    _replace_names(name)
 
     class Wheel(wheel.TestDistBackend, wheel.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
         def setUp(self) -> None:
@@ -94,6 +77,36 @@ def load(backend: str, selection: str, ranks: int) -> type[unittest.TestCase]:
                 assert set(statuses) == {0}, f"the exit statuses of the ranks are {statuses}"
 
     return Wheel
+
+
+def _set_environment(selection: str, ranks: int) -> None:
+    """Set what the wheel's tests read from the environment when they are imported, and make their folders."""
+    folder = tempfile.mkdtemp()
+    os.environ |= {
+        "BACKEND": selection,
+        "WORLD_SIZE": str(ranks),
+        "TEMP_DIR": folder,
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT_S),
+    }
+    os.environ.setdefault("INIT_METHOD", f"file://{folder}/shared_init_file")
+    for name in ("barrier", "test_dir", "init_dir"):
+        os.makedirs(os.path.join(folder, name))
+
+
+def _replace_names(name: Name) -> None:
+    """Let `name` take the place of the backends that the wheel's tests, or torch, ask for by name."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    new_group = dist.new_group
+    dist.new_group = lambda ranks=None, timeout=None, backend=None, **settings: new_group(
+        ranks, timeout, name if backend == "nccl" else backend, **settings
+    )
+    # torch.distributed.monitored_barrier refuses any name but Gloo's before it calls the group.
+    known = {**vars(c10d), "get_backend": lambda group=None: "gloo"}
+    dist.monitored_barrier = types.FunctionType(  # type: ignore[assignment]
+        c10d.monitored_barrier.__code__, known, argdefs=c10d.monitored_barrier.__defaults__
+    )
 
 
 class Recorder(unittest.TestResult):

@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from raising import caught
 
 import asyncoll
 import asyncoll.torch
@@ -29,12 +30,9 @@ def total(group=None):
     return int(x[0])
 
 
-def caught(act, *arguments):
-    try:
-        act(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError(f"{act} has raised nothing")
+def error_of(act, *arguments):
+    """The text of the exception that `act` raises."""
+    return str(caught(Exception, act, *arguments))
 
 
 def at_file(name):
@@ -48,7 +46,7 @@ def monitored(alone):
     if not alone:
         barrier(datetime.timedelta(seconds=60))
     elif RANK == 0:
-        assert "Rank 1 failed to pass" in caught(barrier, datetime.timedelta(seconds=0.05))
+        assert "Rank 1 failed to pass" in error_of(barrier, datetime.timedelta(seconds=0.05))
 
 
 def stores():
@@ -74,7 +72,7 @@ def stores():
         dist.destroy_process_group()
     if RANK:
         short = {"store": served, "timeout": datetime.timedelta(seconds=0.5)}
-        assert "missing: rank 0 (not in the store yet)" in caught(lambda: init(**given | short))
+        assert "missing: rank 0 (not in the store yet)" in error_of(lambda: init(**given | short))
         served.set(f"late {RANK}", "")
     else:
         served.wait([f"late {rank}" for rank in range(1, SIZE)])
@@ -88,6 +86,7 @@ def stores():
 
 def leaves():
     """A rank leaves while the others go on: its calls end, and only groups with it fail."""
+    outside = dist.FileStore(f"{FOLDER}/outside", SIZE)
     init()
     rest = dist.new_group(list(range(1, SIZE)))
     pairs = [dist.new_group([0, rank]) for rank in range(1, SIZE)]
@@ -102,12 +101,11 @@ def leaves():
         dist.barrier()
         dist.destroy_process_group()
         assert forgotten.is_completed()
-        with open(f"{FOLDER}/left", "w"):
-            return
+        outside.set("rank 0 has left", "")
+        return
     dist.all_reduce(torch.ones(1 << 16))
     dist.barrier()
-    while not os.path.exists(f"{FOLDER}/left"):
-        time.sleep(0.01)
+    outside.wait(["rank 0 has left"])
     x = torch.zeros(2)
     dist.recv(x, 0)
     assert x.tolist() == [7, 7]
@@ -115,12 +113,12 @@ def leaves():
         assert total(rest) == SIZE - 1
     for group in (None, whole, own[0]):
         for _ in range(2):
-            said = caught(total, group)
+            said = error_of(total, group)
             assert "rank 0 (host " in said, said
             assert LOST in said, said
     assert total(rest) == SIZE - 1
     late = dist.new_group(list(range(SIZE)))
-    assert LOST in caught(total, late)
+    assert LOST in error_of(total, late)
     another = dist.new_group(list(range(1, SIZE)), use_local_synchronization=True)
     assert total(another) == SIZE - 1
     dist.destroy_process_group()
@@ -137,7 +135,7 @@ def groups():
         dist.destroy_process_group(group)
     dist.barrier()
     if RANK == 0:
-        assert LOST in caught(total, made[0])  # rank 1 has destroyed it
+        assert LOST in error_of(total, made[0])  # rank 1 has destroyed it
     dist.barrier()
     for _ in range(3):
         again = dist.new_group(list(range(SIZE)), use_local_synchronization=True)
@@ -153,25 +151,25 @@ async def size(comm):
 
 def misuse():
     """Clear errors, and a world that still works after them."""
-    assert "initialize the default process group" in caught(lambda: lone_group())
+    assert "initialize the default process group" in error_of(lambda: lone_group())
     init()
     for act in (lambda: asyncoll.run(size), asyncoll.init):
-        assert "this process is in a world already" in caught(act)
+        assert "this process is in a world already" in error_of(act)
     world = dist.group.WORLD
     assert total() == SIZE
     dist.destroy_process_group()
-    assert "closed" in caught(world.allreduce, [torch.ones(1)])
+    assert "closed" in error_of(world.allreduce, [torch.ones(1)])
     world.shutdown()
     init(**at_file("again"))
     waiting = dist.irecv(torch.ones(1), (RANK + 1) % SIZE)
     if RANK == 0:
         thread = threading.Thread(target=dist.distributed_c10d._abort_process_group)
         thread.start()
-    assert "aborted" in caught(waiting.wait) or RANK == 0
+    assert "aborted" in error_of(waiting.wait) or RANK == 0
     if RANK == 0:
         thread.join()
     else:
-        assert "aborted" in caught(total)
+        assert "aborted" in error_of(total)
         dist.destroy_process_group()
     init(**at_file("after the abort"))
     assert total() == SIZE
@@ -202,8 +200,8 @@ def forks():
     held.wait()
     if os.fork() == 0:
         signal.alarm(60)
-        said = caught(total)
-        assert "forked child" in caught(world.monitored_barrier)
+        said = error_of(total)
+        assert "forked child" in error_of(world.monitored_barrier)
         dist.destroy_process_group()
         init(store=dist.HashStore(), rank=0, world_size=1)
         assert total() == 1
@@ -226,7 +224,7 @@ def ends():
         dist.irecv(torch.ones(1), 1)
         print("passed", flush=True)
         raise ValueError("enough of this")
-    said = caught(total)
+    said = error_of(total)
     assert "rank 0 (host " in said, said
     assert "its program has ended without destroy_process_group, after ValueError: enough of this" in said, said
     assert total(rest) == SIZE - 1
@@ -252,13 +250,13 @@ def dies():
             os.kill(os.getpid(), signal.SIGKILL)
 
         layers[3].weight.register_hook(strike)
-    said = caught(lambda: model(x).sum().backward())
+    said = error_of(lambda: model(x).sum().backward())
     now = time.monotonic()
     with open(f"{FOLDER}/at") as file:
         print(f"{1000 * (now - float(file.read())):.0f} ms", file=sys.stderr)
     assert "rank 1 (host " in said, said
     assert "is gone" in said, said
-    said = caught(dist.barrier)
+    said = error_of(dist.barrier)
     assert "rank 1 (host " in said, said
     dist.destroy_process_group()
 
@@ -267,7 +265,7 @@ def mixed():
     """One rank has chosen Gloo: an error at every rank, within the time limit."""
     backend = "gloo" if RANK == 1 else "asyncoll"
     limit = datetime.timedelta(seconds=1.5)
-    said = caught(lambda: dist.init_process_group(backend, timeout=limit))
+    said = error_of(lambda: dist.init_process_group(backend, timeout=limit))
     assert RANK == 1 or "rank 1 has initialized this process group with the backend gloo" in said, said
 
 
@@ -301,7 +299,7 @@ def alone():
         raise ValueError("interrupted")
 
     dist.distributed_c10d._update_default_pg = interrupt  # torch calls it once this rank has joined
-    assert "interrupted" in caught(init)
+    assert "interrupted" in error_of(init)
     init(store=dist.HashStore(), rank=0, world_size=1)
     assert total() == 1
     dist.destroy_process_group()

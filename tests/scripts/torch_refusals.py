@@ -29,20 +29,15 @@ def each(count, size=4):
 
 def calls(pg):
     """Of each kind of mistake: the right call, the wrong one, and what its error says."""
-    rank, size = pg.rank(), pg.size()
+    return [*reductions(pg), *copies(pg), *exchanges(pg)]
+
+
+def reductions(pg):
+    size = pg.size()
     root = size // 2
-    at_root = rank == root
     half = dist._make_nccl_premul_sum(0.5)
-    overlap = "its elements overlap"
-
-    def scattered(output, inputs):
-        return pg.scatter([output], [inputs] if at_root else [], root)
-
-    def gathered(outputs, x):
-        return pg.gather([outputs] if at_root else [], [x], root)
-
     return [
-        (lambda: pg.allreduce([ones()]), lambda: pg.allreduce([expanded()]), overlap),
+        (lambda: pg.allreduce([ones()]), lambda: pg.allreduce([expanded()]), "its elements overlap"),
         (lambda: pg.allreduce([ones()]), lambda: pg.allreduce([ones(), ones()]), "exactly one"),
         (lambda: pg.allreduce([ones()]), lambda: pg.allreduce([torch.ones(4, device="meta")]), "name a backend"),
         (lambda: pg.allreduce([ones(5)]), lambda: pg.allreduce([ones(5).to(torch.float8_e5m2)]), "cannot be reduced"),
@@ -74,6 +69,21 @@ def calls(pg):
             lambda: pg.reduce_scatter_single_coalesced(each(2), each(1, 4 * size)),
             "one for each other",
         ),
+    ]
+
+
+def copies(pg):
+    size = pg.size()
+    root = size // 2
+    at_root = pg.rank() == root
+
+    def scattered(output, inputs):
+        return pg.scatter([output], [inputs] if at_root else [], root)
+
+    def gathered(outputs, x):
+        return pg.gather([outputs] if at_root else [], [x], root)
+
+    return [
         (lambda: pg.broadcast([ones()], root), lambda: pg.broadcast([ones()], -1), "the root -1"),
         (
             lambda: pg.broadcast([ones()], root),
@@ -115,6 +125,12 @@ def calls(pg):
             lambda: scattered(ones() if at_root else expanded(), each(size - 1)),
             "",
         ),
+    ]
+
+
+def exchanges(pg):
+    size = pg.size()
+    return [
         (lambda: pg.alltoall(each(size), each(size)), lambda: pg.alltoall(each(size + 1), each(size)), "outputs for"),
         (
             lambda: pg.all_to_all_single(ones(size), ones(size), [], []),

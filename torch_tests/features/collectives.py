@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from datetime import timedelta
 from typing import Any
 
@@ -395,33 +394,40 @@ def initialised_again(backend: str) -> None:
 
 @feature(alone=True)
 def stores(backend: str) -> None:
-    """A TCP store that the program made; ranks leave at different times."""
+    """A TCP store that the program made; ranks leave one after the other."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path = os.path.join(os.environ["TORCH_TESTS_FOLDER"], "port")
+    shared = dist.FileStore(os.path.join(os.environ["TORCH_TESTS_FOLDER"], "shared"), size)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
-            file.write(str(store.port))
-        os.rename(file.name, path)
+        shared.set("port", str(store.port))
     else:
-        exchange = dist.FileStore(os.path.join(os.path.dirname(path), "exchange"), size)
-        exchange.set_timeout(timedelta(seconds=60))
-        while not os.path.exists(path):
-            os.sched_yield()
-        with open(path) as file:
-            store = dist.TCPStore("127.0.0.1", int(file.read()), size, is_master=False)
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), size, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     x = values(rank)
     dist.all_reduce(x)
     assert_close(x, each(size).sum(0))
     dist.barrier()
+    if rank:
+        shared.wait([f"rank {rank - 1} has left"])
     dist.destroy_process_group()
+    shared.set(f"rank {rank} has left", "")
 
 
 @feature(sabotage=None)
 def monitored_barriers(backend: str) -> None:
-    """Not torch.distributed.monitored_barrier: it refuses every name but Gloo's."""
-    dist.group.WORLD.monitored_barrier(timedelta(seconds=60))  # type: ignore[union-attr]
+    """All ranks pass, and rank 0 alone does not.
+
+    Not torch.distributed.monitored_barrier: it refuses every name but Gloo's.
+    """
+    barrier = dist.new_group().monitored_barrier  # a group of its own: the error ends Gloo's
+    barrier(timedelta(seconds=60))
+    if dist.get_rank() == 0:
+        said = ""
+        try:
+            barrier(timedelta(seconds=0.05))
+        except RuntimeError as error:
+            said = str(error)
+        assert "Rank 1 failed to pass" in said, said
 
 
 @feature()

@@ -10,10 +10,12 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -70,12 +72,15 @@ def train(net: nn.Module, steps: int = STEPS, make: Callable[[nn.Module], Any] =
         step(net, optimizer, mine(inputs), mine(targets))
 
 
-def trains_like_one(hook: Any = None, state: Any = None, tolerance: float = 1e-5, **settings: Any) -> None:
+def trains_like_one(
+    hook: Any = None, state: Any = None, tolerance: float = 1e-5, **settings: Any
+) -> DistributedDataParallel:
     net = DistributedDataParallel(model(seed=dist.get_rank()), **settings)  # rank 0's parameters become everyone's
     if hook is not None:
         net.register_comm_hook(state, hook)
     train(net)
     check(net, reference(), tolerance)
+    return net
 
 
 @feature()
@@ -85,7 +90,10 @@ def ddp(backend: str) -> None:
 
 @feature()
 def ddp_small_buckets(backend: str) -> None:
-    trains_like_one(bucket_cap_mb=0.0005)
+    """DDP makes them in the second step; the first one has a single bucket."""
+    net = trains_like_one(bucket_cap_mb=0.0005)
+    sizes = net._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    assert "," in sizes, f"one bucket of {sizes} bytes"
 
 
 @feature()
@@ -203,19 +211,47 @@ def ddp_hook_wrapped(backend: str) -> None:
 
 @feature()
 def ddp_hook_powersgd(backend: str) -> None:
-    """With full rank the approximation is exact."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
+    """With full rank the approximation is exact. It saves nothing, so the least compression is 0."""
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=16, start_powerSGD_iter=2, min_compression_rate=0
+    )
     trains_like_one(powerSGD_hook.powerSGD_hook, state, tolerance=1e-3)
+    assert all(factors.numel() for factors in state.p_memory_dict.values())
+    assert state.p_memory_dict
 
 
 @feature()
 def ddp_hook_post_local_sgd(backend: str) -> None:
-    """Two steps in step, then local ones; the average of models at the end is compared with each rank's own."""
+    """Two steps of all ranks, then two within each half of them. The models are averaged after the first of these."""
+    size = dist.get_world_size()
+    halves = [list(range(size))[::2], list(range(size))[1::2]]
+    half, _ = dist.new_subgroups_by_enumeration(halves)
     net = DistributedDataParallel(model())
-    state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
-    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    train(net, make=lambda net: PostLocalSGDOptimizer(sgd(net), PeriodicModelAverager(period=4, warmup_steps=100)))
-    check(net, reference())
+    net.register_comm_hook(
+        post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=half, start_localSGD_iter=2),
+        post_localSGD_hook.post_localSGD_hook,
+    )
+    train(net, make=lambda net: PostLocalSGDOptimizer(sgd(net), PeriodicModelAverager(period=2, warmup_steps=2)))
+    check(net, post_local_sgd(halves)[dist.get_rank() % 2])
+
+
+def post_local_sgd(halves: list[list[int]]) -> list[nn.Module]:
+    """The models of both halves of the ranks, trained in one process."""
+    every = [rank for half in halves for rank in half]
+    nets = [model() for _ in halves]
+    optimizers = [sgd(net) for net in nets]
+    for number in range(STEPS):
+        inputs, targets = (x.chunk(len(every)) for x in batch(number))
+        for net, optimizer, half in zip(nets, optimizers, halves, strict=True):
+            ranks = every if number < 2 else half
+            step(net, optimizer, torch.cat([inputs[r] for r in ranks]), torch.cat([targets[r] for r in ranks]))
+        if number == 2:
+            with torch.no_grad():
+                for parameters in zip(*(net.parameters() for net in nets), strict=True):
+                    mean = sum(x * len(half) / len(every) for x, half in zip(parameters, halves, strict=True))
+                    for x in parameters:
+                        x.copy_(mean)
+    return nets
 
 
 @feature()
@@ -261,13 +297,23 @@ def ddp_gradient_clipping(backend: str) -> None:
 
 @feature()
 def ddp_compiled(backend: str) -> None:
-    """With the compiler that writes C++, in the graphs that DDP asks for."""
-    net: Any = torch.compile(DistributedDataParallel(model()))
-    optimizer = sgd(net)
-    for number in range(STEPS):
-        inputs, targets = batch(number)
-        step(net, optimizer, mine(inputs), mine(targets))
-    check(net, reference(), 1e-4)
+    """In the graphs that DDP asks for: one for each bucket."""
+
+    class Own(nn.Module):
+        """Below DDP, torch compiles no module of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers(x)
+
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 256):  # the default is more than the model has
+        net: Any = torch.compile(DistributedDataParallel(Own()), backend="aot_eager")
+        train(net)
+    check(net, reference())
+    assert graphs_made() > 1
 
 
 @feature()
@@ -275,6 +321,12 @@ def ddp_compiled_inside(backend: str) -> None:
     net = DistributedDataParallel(torch.compile(model(), backend="aot_eager"))  # type: ignore[arg-type]
     train(net)
     check(net, reference())
+    assert graphs_made()
+
+
+def graphs_made() -> int:
+    """The number of graphs that torch.compile has made in this process."""
+    return counters["aot_autograd"]["ok"]
 
 
 @feature()

@@ -130,6 +130,7 @@ def named_by_device(backend: str) -> None:
 def a_group_of_gloo_beside(backend: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     other = dist.new_group(backend="gloo")
+    assert dist.get_backend(other) == "gloo"
     for group in (other, None):
         x = torch.tensor([rank + 1.0])
         dist.all_reduce(x, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.testing import assert_close
 
 from torch_tests.features import feature
-from torch_tests.features.ddp import batch, mine, model, reference, sgd, step, train
+from torch_tests.features.ddp import STEPS, batch, mine, model, reference, sgd, step, train
 
 
 def whole(net: nn.Module) -> list[torch.Tensor]:
@@ -116,12 +123,19 @@ def fsdp2_gradient_accumulation(backend: str) -> None:
 
 @feature()
 def fsdp2_memory_of_the_group(backend: str) -> None:
-    """The buffers of the all-gather and the reduce-scatter come from the process group, if it gives any."""
-    net = sharded(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    group = dist.group.WORLD
-    assert group is not None
-    net.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
-    train(net)
+    """Each layer's buffers of the all-gather and the reduce-scatter come from the process group. Gloo has none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    net = sharded(model(), mesh=mesh)
+    layers = [module for module in net.modules() if isinstance(module, FSDPModule) and module is not net]
+    for layer in layers:
+        layer.set_allocate_memory_from_process_group_for_comm(True)
+    if backend == "gloo":
+        train(net)
+    else:
+        group = mesh.get_group()
+        with mock.patch.object(group, "allocate_tensor", wraps=group.allocate_tensor) as allocate:
+            train(net)
+        assert allocate.call_count >= 2 * len(layers) * STEPS, allocate.call_count
     check(net, reference())
 
 
@@ -155,7 +169,7 @@ def checkpoint(backend: str) -> None:
 
 @feature(sabotage="bytes")
 def checkpoint_in_the_background(backend: str) -> None:
-    """The thread that writes uses a group of its own, while the main thread trains."""
+    """The thread that writes uses a group of its own, while the main thread makes calls."""
     group = dist.new_group()
 
     def save(state: Any, path: str) -> None:
