@@ -25,7 +25,7 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     ("size", "cases", "more"),
     [
         (3, (*TRAINING, *REFUSALS), {}),
-        (1, ("allreduce", "checkpoints"), {}),
+        (1, ("sparse", "checkpoints"), {}),
         (2, ("allreduce", "eager", "agreement"), {}),
         (5, ("sparse", "delayed", "checkpoints", "agreement"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),
