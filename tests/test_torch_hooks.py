@@ -26,8 +26,8 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     [
         (3, (*TRAINING, *REFUSALS), {}),
         (1, ("sparse", "checkpoints"), {}),
-        (2, ("allreduce", "eager"), {}),
-        (5, ("delayed", "checkpoints", "agreement"), {}),
+        (2, ("allreduce", "eager", "agreement"), {}),
+        (5, ("delayed", "checkpoints"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),
     ],
     ids=["all", "one rank", "two ranks", "five ranks", "by message"],

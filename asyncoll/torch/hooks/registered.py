@@ -24,6 +24,8 @@ class AllreduceState(HookState):
     gradients, and parameters that are unfrozen after the model was wrapped. Buckets with parameters that a step has not
     used stay where they are.
 
+    The first `backward()` raises UsageError at all ranks unless they have the same round.
+
     Memory: registered memory of the size of the gradients. DDP's own buckets are freed.
     """
 

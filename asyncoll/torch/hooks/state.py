@@ -71,7 +71,7 @@ class HookState(ABC):
         """Go on where `state` was saved, before the first `backward()`. Load the model and the optimizer, too.
 
         Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
-        training has begun.
+        training has begun. The first `backward()` raises UsageError at all ranks if they have loaded different rounds.
         """
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
