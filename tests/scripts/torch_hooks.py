@@ -440,7 +440,7 @@ def sparse():
     state, ddp, optimizer = new(hooks.oktopk)
     step(ddp, optimizer, batches(1, 1)[0])
     state._comm = SimpleNamespace(sparse_allreduce=interrupt)
-    caught(KeyboardInterrupt, state._exchange)
+    caught(KeyboardInterrupt, backward, ddp, batches(1, 1)[0])
     refused("no state to save", state.state_dict)
 
 

@@ -87,21 +87,20 @@ class OkTopkState(HookState):
         self._accept(bucket)
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._calls():
+            with self._all_or_nothing(), self._calls():  # the residual holds the gradient until the call has ended
                 self._exchange()
-            self._buckets.scatter()
-            self.round += 1
+                self._buckets.scatter()
+                self.round += 1
         return future
 
     def _exchange(self) -> None:
         """Replace the gradient in the buckets by the mean of what all ranks send."""
         gradient = self._buckets.flat
         method = self._algorithm if self.round >= self._warm_up else "dense"
-        with self._all_or_nothing():  # the residual holds the gradient until the call has ended
-            accumulator = self._residual.add_(gradient)  # acc = ε + G
-            total = self._comm.sparse_allreduce(
-                accumulator, algorithm=method, name=self._name_of(method), **self._rules
-            ).wait()  # u and idx; ε = acc, but 0 at idx
+        accumulator = self._residual.add_(gradient)  # acc = ε + G
+        total = self._comm.sparse_allreduce(
+            accumulator, algorithm=method, name=self._name_of(method), **self._rules
+        ).wait()  # u and idx; ε = acc, but 0 at idx
         mean = (total.values / self._comm.size).to(gradient.dtype)  # u / P
         gradient.zero_().index_add_(0, total.indices, mean)
 
