@@ -16,18 +16,21 @@ from asyncoll.runtime.handles import HandleRunner
 from asyncoll.torch.hooks.completion import complete
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
-CASES = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints", "refusals")
+TRAINING = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints")
+REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps", "refused_parameters")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "cases", "more"),
     [
-        (3, CASES, {}),
-        (2, ("allreduce", "eager"), {}),
+        (3, (*TRAINING, *REFUSALS), {}),
+        (1, ("sparse", "checkpoints"), {}),
+        (2, ("allreduce", "eager", "agreement"), {}),
+        (5, ("delayed", "checkpoints"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),
     ],
-    ids=["all", "two ranks", "by message"],
+    ids=["all", "one rank", "two ranks", "five ranks", "by message"],
 )
 def test_hooks(forked_world, size, cases, more):
     for rank, each in enumerate(forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"} | more, size, SCRIPT, *cases)):

@@ -65,6 +65,7 @@ def main(backend: str, hook: str) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,  # which the Trainer sets, and oktopk refuses
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=frameworks.RATE)
     trainer = InOrder(model, arguments, train_dataset=rows, optimizers=(optimizer, None))

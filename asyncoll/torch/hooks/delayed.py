@@ -17,10 +17,10 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Layout, trained
+from asyncoll.torch.hooks.changes import ParameterChanges
 from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
@@ -37,6 +37,9 @@ class DCS3GDState(HookState):
     out a step is a UsageError in the next `backward()`. Buffers are each rank's own, unless DDP broadcasts them in each
     forward pass, which makes every rank wait for rank 0.
 
+    The first `backward()` raises UsageError at all ranks unless they have the same `lambda0` and round, equal frozen
+    parameters, and at round 0 equal parameters.
+
     Besides the features that no hook supports, `join()`, complex parameters and those that DDP ignores, optimizers that
     step in `backward()` or send messages, and closures are refused. Gradients may be accumulated in `no_sync()`.
 
@@ -50,7 +53,7 @@ class DCS3GDState(HookState):
         if not 0 <= lambda0 < math.inf:
             raise UsageError(f"lambda0 is a share of the gradient, at least 0, not {lambda0}")
         super().__init__(ddp)
-        refusals.check_one_operation(ddp)
+        refusals.check_all_reduced(ddp)
         refusals.check_optimizer(ddp, optimizer)
         self._lambda0 = float(lambda0)
         self._layout = Layout(trained(ddp))
@@ -58,27 +61,26 @@ class DCS3GDState(HookState):
         self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
         self._distance = torch.empty_like(self._gradient)
         self._averaged: Handle[Tensor] | None = None
-        self._unchanged = Unchanged(self._layout.parameters)
-        self._has_begun = False
+        self._changes = ParameterChanges(self._layout.parameters)
         self._is_resumed = False
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     def _leave(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_bucket(bucket)
         refusals.check_join(self._model())
+        self._accept(bucket)
         if bucket.index() == 0:
             self._steps.expect()
-            self._begin()
             self._resume()
         future = torch.futures.Future[Tensor]()
         future.set_result(bucket.buffer())
         return future
 
-    def _begin(self) -> None:
-        if not self._has_begun:
-            with self._calls():
-                agreement.check_same(self._comm, self.round, {"lambda0": self._lambda0})
-            self._has_begun = True
+    def _options(self) -> dict[str, Any]:
+        return {"lambda0": self._lambda0}
+
+    def _contents(self) -> dict[str, Any]:
+        own = self._layout.parameters if self.round else []
+        return agreement.contents_of_model(self._model(), without=own)
 
     @torch.no_grad()
     def _before_step(self) -> None:
@@ -91,17 +93,17 @@ class DCS3GDState(HookState):
     @torch.no_grad()
     def _after_step(self) -> None:
         self.round += 1
-        self._unchanged.note()
+        self._changes.note()
         self._start_average()  # the model is free for the next gradient
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
         if self._averaged is None:
             return False
-        self._unchanged.check()
-        averaged, self._averaged = self._averaged, None
+        self._changes.check()
         with self._calls():
-            averaged.wait()
+            self._averaged.wait()
+        self._averaged = None  # not before: a wait that Ctrl-C has ended can be made again
         self._distance.copy_(self._mean)
         parameters = self._layout.parameters
         torch._foreach_sub_(self._layout.parts(self._distance), list(parameters))  # D_i = mean - w_i (equation 9)
@@ -115,7 +117,7 @@ class DCS3GDState(HookState):
             self._averaged.when_done(_ignore)  # the runtime goes on with it at once
 
     def _resume(self) -> None:
-        if self._is_resumed:  # the model is one step away from the average that was under way
+        if self._is_resumed and self.round:  # the model is one step away from the average that was under way
             self._is_resumed = False
             self._start_average()
 

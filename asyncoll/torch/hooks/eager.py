@@ -20,11 +20,11 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
+from asyncoll.torch.hooks.changes import GradientChanges, ParameterChanges
 from asyncoll.torch.hooks.completion import complete
-from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps, Untouched
+from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.torch.hooks.unchanged import Unchanged
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial, overrun
 from asyncoll.training.trainer import is_finite
@@ -63,6 +63,9 @@ class EagerSGDState(HookState):
     optimizer of one rank are those of all. `state_dict()` has the scheduler. At another moment it is a UsageError,
     because gradients are staged that are in no round yet. All ranks load the same round.
 
+    The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
+    bit, equal parameters, groups and state of the optimizer, and state of the scheduler.
+
     Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
     each result of the history.
     """
@@ -84,7 +87,7 @@ class EagerSGDState(HookState):
         name: str = "eager-sgd",
     ) -> None:
         super().__init__(ddp)
-        refusals.check_one_operation(ddp)
+        refusals.check_all_reduced(ddp)
         refusals.check_without_lockstep(ddp)
         refusals.check_optimizer(ddp, optimizer)
         _check_options(partial, history, op, clip_norm)
@@ -99,8 +102,8 @@ class EagerSGDState(HookState):
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()
-        self._untouched = Untouched(optimizer, self._buckets.layout.parameters)
-        self._unchanged = Unchanged(self._buckets.layout.parameters)
+        self._gradient_changes = GradientChanges(optimizer, self._buckets.layout.parameters)
+        self._parameter_changes = ParameterChanges(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
@@ -120,13 +123,13 @@ class EagerSGDState(HookState):
         return self._reduction
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_bucket(bucket)
+        refusals.check_join(self._model())
+        self._accept(bucket)
         if bucket.index() == 0:
-            refusals.check_join(self._model())
             self._steps.expect()
             if self._reduction is None or self._reduction.synchronous:  # no rank has results to catch up with
                 self._schedule.note()
-                self._unchanged.note()
+                self._parameter_changes.note()
         future = self._buckets.gather(bucket)
         # One call for all buckets: separate calls would be given different rounds.
         if bucket.is_last():
@@ -134,7 +137,7 @@ class EagerSGDState(HookState):
                 self._check_gradient()
                 self._reduction = self._exchange()
             self._buckets.scatter()
-            self._untouched.note_after_backward()
+            self._gradient_changes.note_after_backward()
         return future
 
     def _check_gradient(self) -> None:
@@ -150,8 +153,6 @@ class EagerSGDState(HookState):
 
     def _exchange(self) -> Reduction:
         """One round. Its number counts the rounds of this training, and those of a checkpoint."""
-        if self._reduction is None:
-            agreement.check_same(self._comm, self.round, self._options())
         # DDP's forward pass makes all ranks wait for each other once, to make the final buckets. A rank that waited for
         # a round meanwhile would wait for ranks that wait for it. So all steps before are in lockstep.
         if not self._model()._has_rebuilt_buckets:
@@ -163,13 +164,20 @@ class EagerSGDState(HookState):
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
     def _options(self) -> dict[str, Any]:
-        """What all ranks must have in common, by name."""
         draw = {"partial": self._partial, **self._draw}
         return self._rules | {
             ", ".join(draw): draw,
             "clip_norm": self._clip_norm,
             "scheduler": self._schedule.kind(),
             "options of the optimizer": self._schedule.values(),
+        }
+
+    def _contents(self) -> dict[str, Any]:
+        ddp = self._model()
+        return {
+            **agreement.contents_of_model(ddp),
+            **agreement.contents_of_optimizer(ddp, self._optimizer),
+            "the state of the scheduler": self._schedule.state(),
         }
 
     def _together(self) -> Reduction:
@@ -202,8 +210,8 @@ class EagerSGDState(HookState):
         """Apply all results since this rank's last step but the newest, and leave that one in the gradients."""
         reduction = self._reduction
         assert reduction is not None
-        self._untouched.check()
-        self._unchanged.check()
+        self._gradient_changes.check()
+        self._parameter_changes.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
             raise overrun(self._comm.rank, self._rules["history"], reduction)
@@ -225,7 +233,7 @@ class EagerSGDState(HookState):
             with self._calls():
                 self._resynchronise()
         self._schedule.note()
-        self._unchanged.note()
+        self._parameter_changes.note()
 
     def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
@@ -278,7 +286,7 @@ class EagerSGDState(HookState):
             )
         assert self._reduction is not None
         if not self._reduction.synchronous:
-            self._unchanged.check()
+            self._parameter_changes.check()
         # No round waits for this rank any more.
         reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
         if reduction is not None:

@@ -34,8 +34,8 @@ def check_always(ddp: DistributedDataParallel) -> None:
     )
 
 
-def check_one_operation(ddp: DistributedDataParallel) -> None:
-    """Raise UsageError for features that a hook with one operation for each step cannot serve."""
+def check_all_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError for features with which a gradient reaches the optimizer past the hook."""
     ignored = [
         name
         for name, parameter in ddp.module.named_parameters()
@@ -76,20 +76,18 @@ def check_without_lockstep(ddp: DistributedDataParallel) -> None:
 
 def check_all_used(ddp: DistributedDataParallel) -> None:
     """Raise UsageError for features with which DDP ignores what a hook returns for some parameters."""
-    _raise_first(
-        [
-            (
-                ddp.find_unused_parameters and not ddp.static_graph,
-                "find_unused_parameters leaves out the gradients of parameters that no rank has used in a step, and "
-                "residuals that are sent to them would be lost: use every parameter in each step, or freeze it",
-            )
-        ]
-    )
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        raise UsageError(
+            "find_unused_parameters leaves out the gradients of parameters that no rank has used in a step, and "
+            "residuals that are sent to them would be lost: use every parameter in each step, or freeze it, and wrap "
+            "the model with find_unused_parameters=False (the Trainer of transformers: ddp_find_unused_parameters)"
+        )
 
 
 def check_join(ddp: DistributedDataParallel) -> None:
     """Raise UsageError inside of `Join`: ranks without data would have to shadow rounds that do not wait for them."""
-    _raise_first([(ddp._join_config.enable, "join() shadows allreduces that this hook does not make: call finish()")])
+    if ddp._join_config.enable:
+        raise UsageError("join() shadows allreduces that this hook does not make: call finish()")
 
 
 def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,5 @@
 """The hook `allreduce`: DDP's buckets in memory that the ranks of the host share, reduced where they are."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -22,8 +20,11 @@ class AllreduceState(HookState):
     The results are those of DDP without a hook, to the bit. (DDP itself rounds in two ways if the number of ranks is no
     power of two: it multiplies new gradients by 1 / size, as this hook does, and divides those that it adds up in a
     bucket, after `no_sync()` or `zero_grad(set_to_none=False)`.) All features of DDP may be used but `mixed_precision`,
-    `delay_all_reduce_named_params` and sparse gradients. Buckets with parameters that a step has not used stay where
-    they are.
+    `delay_all_reduce_named_params`, `skip_all_reduce_unused_params`, the `python_reducer` of torch.compile, sparse
+    gradients, and parameters that are unfrozen after the model was wrapped. Buckets with parameters that a step has not
+    used stay where they are.
+
+    The first `backward()` raises UsageError at all ranks unless they have the same round.
 
     Memory: registered memory of the size of the gradients. DDP's own buckets are freed.
     """
@@ -38,7 +39,7 @@ class AllreduceState(HookState):
         self._moved: dict[int, list[Tensor]] = {}  # by index of the bucket: its buffer, and the gradients in it
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_bucket(bucket)
+        self._accept(bucket)
         buffer = bucket.buffer()
         ddp = self._model()
         are_final = ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
@@ -49,7 +50,7 @@ class AllreduceState(HookState):
             self.round += 1
         buffer.mul_(1 / self._comm.size)  # before the sum, as DDP does
         with self._calls():
-            return _future(self._comm.allreduce(buffer), lambda: buffer)
+            return _future(self._comm.allreduce(buffer), buffer)
 
     def _finish(self) -> None:
         self._moved.clear()
@@ -84,13 +85,13 @@ def _move(tensors: list[Tensor], memory: Tensor) -> None:
     buffer.set_(memory.untyped_storage(), memory.storage_offset(), buffer.size(), buffer.stride())
 
 
-def _future(handle: Handle[Tensor], result: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-    """The end of a call, as DDP waits for it."""
+def _future(handle: Handle[Tensor], result: Tensor) -> torch.futures.Future[Tensor]:
+    """The end of a call whose result is in `result`, as DDP waits for it."""
     ended = torch.futures.Future[None]()
 
     def deliver(_: object) -> Tensor:
         handle.wait()
-        return result()
+        return result
 
     future = ended.then(deliver)  # C++ takes what a callback raises for an error, but no exception that is set
     handle.when_done(lambda: ended.set_result(None))

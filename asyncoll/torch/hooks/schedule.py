@@ -39,8 +39,8 @@ class Schedule:
             self._scheduler.step()
 
     def kind(self) -> str:
-        """The class of the scheduler, and how many steps it has made."""
-        return "none" if self._scheduler is None else f"{type(self._scheduler).__name__} {self._scheduler.last_epoch}"
+        """The class of the scheduler."""
+        return "none" if self._scheduler is None else type(self._scheduler).__name__
 
     def values(self) -> list[dict[str, Any]]:
         """The options of each group, as values that print in full."""

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import Specification
 from asyncoll.algorithms.sparse.selection import Feedback
-from asyncoll.errors import NonFiniteError, UsageError
-from asyncoll.torch.hooks import refusals
+from asyncoll.errors import UsageError
+from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.state import HookState, checked
@@ -40,6 +40,9 @@ class OkTopkState(HookState):
     `backward()`, and `find_unused_parameters` without `static_graph` are refused. Gradients may be accumulated in
     `no_sync()`.
 
+    The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
+    bit, equal parameters.
+
     `state_dict()` has the residual, which is each rank's own, and thresholds and regions. `finish()` gives all ranks
     rank 0's buffers.
 
@@ -59,7 +62,7 @@ class OkTopkState(HookState):
         name: str = "oktopk",
     ) -> None:
         super().__init__(ddp)
-        refusals.check_one_operation(ddp)
+        refusals.check_all_reduced(ddp)
         refusals.check_all_used(ddp)
         if warm_up < 0:
             raise UsageError(f"warm_up is a number of rounds, not {warm_up}")
@@ -80,14 +83,14 @@ class OkTopkState(HookState):
         self._claim(name)
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._check_bucket(bucket)
         refusals.check_join(self._model())
+        self._accept(bucket)
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._calls():
+            with self._all_or_nothing(), self._calls():  # the residual holds the gradient until the call has ended
                 self._exchange()
-            self._buckets.scatter()
-            self.round += 1
+                self._buckets.scatter()
+                self.round += 1
         return future
 
     def _exchange(self) -> None:
@@ -95,25 +98,32 @@ class OkTopkState(HookState):
         gradient = self._buckets.flat
         method = self._algorithm if self.round >= self._warm_up else "dense"
         accumulator = self._residual.add_(gradient)  # acc = ε + G
-        try:
-            total = self._comm.sparse_allreduce(
-                accumulator, algorithm=method, name=self._name_of(method), **self._rules
-            ).wait()  # u and idx; ε = acc, but 0 at idx
-        except NonFiniteError:
-            self._has_failed = True  # the residual has the gradient
-            raise
+        total = self._comm.sparse_allreduce(
+            accumulator, algorithm=method, name=self._name_of(method), **self._rules
+        ).wait()  # u and idx; ε = acc, but 0 at idx
         mean = (total.values / self._comm.size).to(gradient.dtype)  # u / P
         gradient.zero_().index_add_(0, total.indices, mean)
+
+    def _options(self) -> dict[str, Any]:
+        return {"algorithm": self._algorithm, "warm_up": self._warm_up, "name": self._name, **self._rules}
+
+    def _contents(self) -> dict[str, Any]:
+        rounds = {name: state and state["round"] for name, state in self._operations().items()}
+        return {**agreement.contents_of_model(self._model()), "the rounds of the sparse allreduce": rounds}
+
+    def _operations(self) -> dict[str, Any]:
+        """The states of the sparse allreduces that the training makes, by name."""
+        names = sorted({self._name_of(method) for method in ("dense", self._algorithm)})
+        return {name: self._comm.sparse_state(name) for name in names}
 
     def _name_of(self, method: str) -> str:
         return f"{self._name}, {method}"
 
     def _own_state(self) -> dict[str, Any]:
-        names = sorted({self._name_of(method) for method in ("dense", self._algorithm)})
         return {
             "kind": [self._algorithm, self._name],
             "residual": self._residual.clone(),
-            "operations": {name: self._comm.sparse_state(name) for name in names},
+            "operations": self._operations(),
         }
 
     def _load_own_state(self, own: dict[str, Any]) -> None:

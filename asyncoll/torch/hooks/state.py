@@ -17,7 +17,7 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
-from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
 from asyncoll.torch.places import reported_at_user
 
@@ -49,15 +49,17 @@ class HookState(ABC):
         self._comm = group._comm
         self._has_ended = False
         self._has_failed = False
-        self._is_registered = False  # with its own model
+        self._has_begun = False  # with the first bucket, at all ranks
         self._gathered = 0  # parameters in the buckets of this step
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
 
         Call it after a step of the optimizer, and before the next `backward()`. `eager_sgd` and `dc_s3gd` raise
-        UsageError elsewhere, and `eager_sgd` after a round that is not synchronous.
+        UsageError elsewhere, and `eager_sgd` after a round that is not synchronous. So do all hooks after a step that
+        an error has ended, or Ctrl-C, if the state lacks what it held before the step.
         """
+        self._check_whole()
         return {
             "hook": type(self).__name__,
             "ranks": self._comm.size,
@@ -70,9 +72,9 @@ class HookState(ABC):
         """Go on where `state` was saved, before the first `backward()`. Load the model and the optimizer, too.
 
         Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
-        training has begun.
+        training has begun. The first `backward()` raises UsageError at all ranks if they have loaded different rounds.
         """
-        if self._is_registered or self._has_ended:
+        if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         expected = {"hook": type(self).__name__, "ranks": self._comm.size, "rank": self._comm.rank}
         for what, here in expected.items():
@@ -88,14 +90,11 @@ class HookState(ABC):
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
 
         A second call has no effect. A `backward()` after it is a UsageError, and so is this call after a
-        NonFiniteError.
+        NonFiniteError, or after Ctrl-C in the call of `oktopk`.
         """
         if self._has_ended:
             return
-        if self._has_failed:
-            raise UsageError(
-                "the training of this hook has failed, so it has no model to end with: go back to a checkpoint"
-            )
+        self._check_whole()
         with self._calls():
             self._finish()
         self._has_ended = True
@@ -103,6 +102,14 @@ class HookState(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Make all models equal, and release what the state holds."""
+
+    def _options(self) -> dict[str, Any]:
+        """The options that all ranks must have in common, by name."""
+        return {}
+
+    def _contents(self) -> dict[str, Any]:
+        """What else all ranks must have in common, by name: tensors and plain values, in dicts and lists."""
+        return {}
 
     def _own_state(self) -> dict[str, Any]:
         return {}
@@ -128,24 +135,48 @@ class HookState(ABC):
         except AsyncollError as error:
             raise of_torch(error) from None
 
-    def _check_bucket(self, bucket: GradBucket) -> None:
-        """Raise UsageError unless this bucket belongs to the training, and all buckets of a step to all parameters."""
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """For work that leaves the state without a meaning if an exception ends it."""
+        self._has_failed = True
+        yield
+        self._has_failed = False
+
+    def _check_whole(self) -> None:
+        if self._has_failed:
+            raise UsageError(
+                "the training of this hook has failed, so it has no state to save or to end with: go back to a "
+                "checkpoint"
+            )
+
+    def _accept(self, bucket: GradBucket) -> None:
+        """Each bucket passes here first. Raises UsageError unless it belongs to this training.
+
+        At the first one the ranks compare what they have. A difference is a UsageError at all of them.
+        """
         if self._has_ended or self._has_failed:
             raise UsageError("the training of this hook has ended: wrap the model again, and register a new hook")
         if bucket.buffer().layout is not torch.strided:
             raise UsageError("a sparse gradient has no bucket: use Embedding(sparse=False)")
-        parameters = bucket.parameters()
-        ddp = self._model()
-        expected = trained(ddp)
-        is_of_another = not ddp._comm_hooks or not any(parameters[0] is parameter for parameter in expected)
-        if not self._is_registered and is_of_another:
+        if not self._has_begun:
+            self._begin(bucket)
+        self._count(bucket)
+
+    def _begin(self, bucket: GradBucket) -> None:
+        ddp, first = self._model(), bucket.parameters()[0]
+        if not ddp._comm_hooks or not any(first is parameter for parameter in trained(ddp)):
             raise UsageError(
                 "the state of this hook was made for another model, or another DistributedDataParallel around it: make "
                 "the state, and register the hook, for one"
             )
-        self._is_registered = True
-        self._gathered = len(parameters) + (0 if bucket.index() == 0 else self._gathered)
-        if bucket.is_last() and self._gathered < len(expected):
+        with self._calls():
+            agreement.check_same(self._comm, self.round, self._options(), self._contents())
+        self._has_begun = True
+
+    def _count(self, bucket: GradBucket) -> None:
+        """Raise UsageError if the buckets of a step lack parameters."""
+        self._gathered = len(bucket.parameters()) + (0 if bucket.index() == 0 else self._gathered)
+        if bucket.is_last() and self._gathered < len(trained(self._model())):
             raise refusals.changed_parameters()
 
     def _claim(self, name: str) -> None:
