@@ -42,10 +42,11 @@ def named(backend: str) -> str:
 def sabotage(dtypes: str) -> None:
     """Every collective of asyncoll waits and then adds one to its outputs, and every message is sent with one added."""
     from asyncoll.torch.group import ProcessGroup
+    from asyncoll.torch.uncompiled import uncompiled
 
     group: Any = ProcessGroup
     for name in OUTPUTS_FIRST:
-        setattr(group, name, _spoiling(getattr(group, name), dtypes))
+        setattr(group, name, uncompiled(_spoiling(getattr(group, name), dtypes)))
     send = group.send
 
     def spoiled_send(self: Any, tensors: Any, *args: Any) -> Any:
@@ -54,7 +55,7 @@ def sabotage(dtypes: str) -> None:
         self.__dict__.setdefault("_spoiled", []).append(copies)  # kept as long as the group
         return send(self, copies, *args)
 
-    group.send = spoiled_send
+    group.send = uncompiled(spoiled_send)
 
 
 def _spoiling(method: Any, dtypes: str) -> Any:
