@@ -145,8 +145,8 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
         missing = " and ".join(name for name, value in wanted.items() if not value) or "RANK and WORLD_SIZE"
         raise UsageError(
             f"this is one of {several} processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are "
-            f"not both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, and "
-            "MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
+            f"not both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, "
+            "and MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
             "`asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
         )
     return None
