@@ -6,6 +6,7 @@ import it. It does if TORCH_DEVICE_BACKEND_AUTOLOAD is 0.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -41,8 +42,10 @@ def _create(options: Any, _: Any) -> Any:
         oldest = ".".join(map(str, _OLDEST))
         text = f"the backend {NAME} needs torch {oldest} or newer, and this is torch {version}"
         raise of_torch(UsageError(f"{text}: pip install 'torch>={oldest}'"))
+    from asyncoll.torch.devices import check_devices
     from asyncoll.torch.group import make_group
 
+    check_devices(sys._getframe(1).f_locals.get("backend_config"))  # torch does not pass it
     return make_group(options)
 
 

@@ -1,0 +1,61 @@
+"""What a process group of torch says to a program that uses it wrongly, in worlds of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from asyncoll.errors import AbortedError, ClosedError, UsageError
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+
+@contextlib.contextmanager
+def world(backend="asyncoll"):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def reduce(group):
+    group.allreduce([torch.ones(2)]).wait()
+
+
+def test_a_destroyed_group_is_closed():
+    with world() as whole:
+        part = dist.new_group([0])
+        dist.destroy_process_group(part)
+        with pytest.raises(ClosedError, match="closed: it takes no more calls"):
+            reduce(part)
+        reduce(whole)
+    for group in (whole, part):
+        with pytest.raises(ClosedError, match="closed"):
+            reduce(group)
+
+
+def test_an_aborted_group_says_so_in_all_later_calls():
+    with world() as whole:
+        part = dist.new_group([0])
+        part.abort()
+        for _ in range(2):
+            with pytest.raises(AbortedError, match="the process group was aborted"):
+                reduce(part)
+        reduce(whole)
+        whole.abort()
+        for group in (whole, part):
+            with pytest.raises(AbortedError, match="the process group was aborted"):
+                reduce(group)
+
+
+@pytest.mark.parametrize("backend", ["cuda:asyncoll", "cpu:asyncoll,cuda:asyncoll"])
+def test_the_backend_is_refused_for_other_devices(backend):
+    with pytest.raises(UsageError, match="takes tensors of the CPU: name another one for cuda, as in"):
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with world() as whole:
+        with pytest.raises(UsageError, match="takes tensors of the CPU"):
+            dist.new_group([0], backend=backend)
+        reduce(whole)
