@@ -59,3 +59,23 @@ def test_the_backend_is_refused_for_other_devices(backend):
         with pytest.raises(UsageError, match="takes tensors of the CPU"):
             dist.new_group([0], backend=backend)
         reduce(whole)
+
+
+def test_a_refused_call_has_the_name_of_the_call():
+    x, row = torch.ones(2), [torch.ones(3)]
+    with world() as whole:
+        refused = []
+        whole._calls.refuse = lambda name, _: refused.append(name)
+        for call in (
+            lambda: dist.all_reduce(x.expand(3, 2)),
+            lambda: dist.all_gather(row, x),
+            lambda: whole._allgather_base(row[0], x),
+            lambda: dist.reduce_scatter(x, row),
+            lambda: whole._reduce_scatter_base(row[0], x),
+            lambda: dist.all_to_all([x.expand(3, 2)], [x]),
+            lambda: dist.all_to_all_single(x.expand(3, 2), torch.ones(3, 2)),
+        ):
+            with pytest.raises(UsageError):
+                call()
+    scattered = ["reduce_scatter"] * 2
+    assert refused == ["allreduce", "allgather", "allgather", *scattered, "alltoall", "alltoall"]
