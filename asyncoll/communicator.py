@@ -1814,6 +1814,7 @@ class Communicator:
         of this communicator are free for others. Tensors of `empty` stay valid. Idempotent.
 
         `async with` closes at the end of its block. If the block raises an exception, it first aborts the communicator.
+        Later calls raise ClosedError, or AbortedError if this rank has aborted the communicator.
 
         Some communicators take no new calls, but keep their memory until the world ends: one whose `rpc` was used,
         because other ranks may call functions of this one; one with a gossip that was not closed; and one of several

@@ -11,7 +11,7 @@ import pytest
 from closing import different, footprint, measured, objects, settled, warmed
 from conftest import SIZES, case, looped
 
-from asyncoll import AbortedError, PeerLostError, UsageError
+from asyncoll import AbortedError, ClosedError, PeerLostError, UsageError
 from asyncoll.runtime.executions import WINDOW_BYTES
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -34,7 +34,7 @@ async def use(part, seed: int) -> None:
     part.close()
     for call in late:
         assert (await call == size).all()
-    with pytest.raises(UsageError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         part.allreduce(np.ones(5))
     part.close()
 
@@ -237,7 +237,7 @@ def test_memory_of_wait_avoiding_operations_comes_back():
                 await part.quorum_allreduce(np.ones(7), quorum=2, name="short")
             part.solo_allreduce(np.ones(7), name="under way").close()
             part.close()
-            with pytest.raises(UsageError, match="closed"):
+            with pytest.raises(ClosedError, match="closed"):
                 part.quorum_allreduce(np.ones(7), quorum=2, name="short")
             after = await measured(comm)
             before = before or after
@@ -322,7 +322,7 @@ def test_a_closed_gossip_leaves_nothing_and_an_open_one_answers_on(run):
             await gossip.exchange()
         await comm.barrier()
         part.close()
-        with pytest.raises(UsageError, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             gossip.exchange()
 
     run(3, main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -78,3 +79,10 @@ def test_only_a_thread_that_waits_carries_out_long_calls(runner, is_waiting):
     backend = SimpleNamespace(short_way=way, _staging=sizes, _member=SimpleNamespace(runner=runner))
     MemoryBackend.start(backend, work, str, 65, ignore).wait()
     assert work.finished is not is_waiting
+
+
+def test_a_wait_that_is_too_short_tells_a_rounded_time(runner):
+    handle = runner.handle(asyncio.sleep(3600))
+    for limit_s, told in ((0.0000916, "0"), (0.00999916, "0.01")):
+        with pytest.raises(TimeoutError, match=f"is not over after {told} s; it goes on"):
+            handle.wait(limit_s)

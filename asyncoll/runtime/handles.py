@@ -147,7 +147,7 @@ class Handle(Awaitable[T]):
         """
         limit_s = _limit_s(timeout)
         if not self.done() and not self._sleep(limit_s):
-            raise TimeoutError(f"the call is not over after {limit_s:g} s; it goes on")
+            raise TimeoutError(f"the call is not over after {round(limit_s, 3):g} s; it goes on")
         return self._outcome()
 
     def done(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncoll.errors import AsyncollError, ProtocolError, UsageError, describe
+from asyncoll.errors import AbortedError, AsyncollError, ClosedError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.executions import Identity, marked
 from asyncoll.runtime.group import Group, Lane
@@ -23,7 +23,7 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
+    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
@@ -32,6 +32,7 @@ class Member:
         self.communicator = group.communicator
         self.is_closed = False  # this rank makes no more calls
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
+        self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
         self._forget: list[Callable[[], None]] = []
 
     def at_end(self, forget: Callable[[], None]) -> None:
@@ -57,14 +58,18 @@ class Member:
         return self.endpoint.failures.any
 
     def check_open(self) -> None:
-        """Raise ClosedError after the end of the world, and UsageError in a forked child of its process.
+        """Raise ClosedError if this rank has closed the communicator, or has left the world.
 
-        And UsageError if this rank has closed the communicator.
+        Raises AbortedError instead if it has aborted the communicator before, and UsageError in a forked child.
         """
-        if self.endpoint.closed:
-            self.endpoint.check_open()
+        if not (self.is_closed or self.endpoint.closed):
+            return
+        self.endpoint.check_not_forked()
+        if self._aborted is not None:
+            raise AbortedError(self.endpoint.rank, self._aborted)
         if self.is_closed:
-            raise UsageError("this communicator was closed: it takes no more calls")
+            self.check()  # what has ended it tells more
+        raise ClosedError("this communicator is closed: it takes no more calls")
 
     def check_caller(self) -> None:
         """As `check_open`; raise UsageError in a thread without a running loop.
@@ -114,6 +119,8 @@ class Member:
     def abort(self, reason: str) -> None:
         """Fail the communicator at all of its ranks with an AbortedError of this rank."""
         group = self.group
+        if self._aborted is None and not self.is_closed:
+            self._aborted = reason
         self.post(lambda: self.endpoint.failures.abort(group.communicator, group.ranks, reason))
 
     def mismatch(self, text: str) -> None:

@@ -30,6 +30,13 @@ from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
 
 Begin = Callable[[], Handle[Any]]
+_NAMES = {  # of calls in errors, where profilers have other ones
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "_allgather_base": "allgather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_to_all": "alltoall",
+}
 _Base: Any = dist.ProcessGroup
 
 
@@ -55,7 +62,7 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
                     return getattr(self._elsewhere(tensors[0].device), name)(*given, **named)
                 return self._work(title, lambda: begin(self, *arguments, opts), opts, outputs, inputs)
             except UsageError as error:
-                self._refuse(title, opts, error)
+                self._refuse(_NAMES.get(title, title), opts, error)
                 raise of_torch(error) from None
 
         return call
@@ -140,10 +147,10 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         seconds: float = limit.total_seconds() if limit is not None else 0.0
         return seconds if seconds > 0 else self._timeout.total_seconds()
 
-    def _refuse(self, title: str, opts: Any, error: UsageError) -> None:
+    def _refuse(self, name: str, opts: Any, error: UsageError) -> None:
         """Tell the other ranks that this rank has refused a collective call, in the place of that call."""
         with contextlib.suppress(AsyncollError), deadline(self._limit_s(opts)):  # the group may have ended
-            self._calls.refuse(title, str(error))
+            self._calls.refuse(name, str(error))
 
     def _elsewhere(self, device: torch.device) -> Any:
         """The group that carries out the calls with tensors of `device`. Raises UsageError if no backend was named.

@@ -43,7 +43,7 @@ class _World:
     comm: BlockingCommunicator
     process: int
     number: int  # of the worlds that have shared a store; the same at all ranks
-    made: Counter[tuple[object, ...]] = field(default_factory=Counter)  # groups of each name and ranks
+    made: Counter[int] = field(default_factory=Counter)  # groups of each name and ranks, by their digest
 
 
 _world: _World | None = None
@@ -104,11 +104,11 @@ def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
             "a process group of the backend asyncoll is one of a world: initialize the default process group with it, "
             'as in init_process_group("asyncoll") or init_process_group("cpu:asyncoll,cuda:nccl")'
         )
-    with _lock:
-        world.made[name, *ranks] += 1
-        turn = world.made[name, *ranks]
     comm = world.comm
-    context = digest(comm._core.member.communicator, "torch", name, turn, *ranks)
+    kind = digest(comm._core.member.communicator, "torch", name, *ranks)
+    with _lock:
+        world.made[kind] += 1
+        context = digest(kind, world.made[kind])
     group = Group(tuple(ranks), list(ranks).index(comm.rank), context)
     core = comm._core.split(group, keeps_messages=False)
     return BlockingCommunicator(core, tuple(comm.hosts[rank] for rank in ranks))

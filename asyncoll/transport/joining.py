@@ -63,8 +63,8 @@ class Joining:
         """Make the next `check` raise ClosedError. May be called in any thread."""
         self._cancelled = True
 
-    def listen(self, hear: Callable[[], None]) -> None:
-        """Have every `check` call `hear`, which raises the error that another rank has told."""
+    def listen(self, hear: Callable[[], None] | None) -> None:
+        """Have every `check` call `hear`, which raises the error that another rank has told. None: call nothing."""
         self._hear = hear
 
     def check(self, missing: Callable[[], Sequence[int]], reason: str, *, is_told: bool = False) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, ClosedError
 from asyncoll.transport import Arena, ControlBlock
 
 
@@ -12,7 +13,7 @@ class LeaseEnded:
     """The `Mutex` of a control block whose lease has ended. Its memory may be that of another control block by now."""
 
     def acquire(self) -> None:
-        raise UsageError("this communicator was closed")
+        raise ClosedError("this communicator is closed")
 
     def release(self) -> None: ...
 
@@ -60,7 +61,7 @@ class Lease:
     def end(self) -> Callable[[], None]:
         """This rank uses the memory no more. Returns what gives it back, to be called when that holds for all ranks.
 
-        Until then the other ranks may use all of it. A later use by mistake finds locks that raise UsageError.
+        Until then the other ranks may use all of it. A later use by mistake finds locks that raise ClosedError.
         """
         arena, blocks = self._arena, list(self._blocks)
         made = [context for context, block in self._control_blocks.items() if block.created]
@@ -73,7 +74,9 @@ class Lease:
         def give_back() -> None:
             for address in blocks:
                 arena.free(address)
-            for context in made:
-                arena.free_control_block(context)
+            # If a rank has died while it had the lock, that is reported: the world fails, and its memory ends with it.
+            with contextlib.suppress(AsyncollError):
+                for context in made:
+                    arena.free_control_block(context)
 
         return give_back

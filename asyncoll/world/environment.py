@@ -30,8 +30,14 @@ _LAUNCHERS = {
     "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec (PMI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),  # SLURM_NTASKS is also set where there is no srun, by salloc
+    "flux run": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", ""),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"),
+    "mpiexec (PALS)": ("PALS_RANKID", "", ""),
     "a launcher with PMIx": ("PMIX_RANK", "", ""),
+    "a launcher": ("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),  # torchrun's for one host, which do not tell the world
 }
+_OF_HOST = "LOCAL_RANK"
+_STEPS_MAX = 0xFFFF_FFF0  # step ids above it are none of srun, such as that of a batch script
 _JOBS = (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",))  # equal at all ranks
 _PORTS = range(15_000, 25_000)  # for a job without MASTER_PORT; below those that the system gives to connections
 _PORT_MAX = 65_535
@@ -79,8 +85,8 @@ class Environment:
         if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
             if launched is not None:
-                own = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if environ.get(name)}
-                environ = {**environ, **launched, **own}
+                _check_agrees(environ, launched)
+                environ = {**environ, **launched}
             elif not environ.get("RANK") and not environ.get("WORLD_SIZE"):
                 return None
         rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
@@ -116,29 +122,49 @@ def _place(store: Any) -> tuple[str, int]:
 def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
     """The variables of torchrun that follow from those of another launcher; None if it has started one process.
 
-    Raises UsageError if it has started several, and their variables do not tell where these meet.
+    Raises UsageError if it has started several, or an unknown number, and their variables do not tell where these meet.
     """
+    is_alone = False
     for launcher, (rank_name, size_name, local_name) in _LAUNCHERS.items():
         rank, size = _count(environ, rank_name), _count(environ, size_name)
-        if rank <= 0 and size <= 1:
+        is_alone = is_alone or size == 1
+        is_elsewhere = rank < 0 or is_alone or (launcher == "srun" and not _is_step(environ))
+        if rank <= 0 and (size == 1 or (size < 1 and is_elsewhere)):
             continue
         job = _job(environ)
         is_local = size == _count(environ, local_name) or environ.get("SLURM_STEP_NUM_NODES") == "1"
         address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_local else _first_host(environ))
         port = environ.get("MASTER_PORT") or (str(_port_of(job)) if job else "")
-        if rank >= 0 and size > 0 and address and port:
+        is_told = rank >= 0 and size > 0 and rank_name != _OF_HOST
+        if is_told and address and port:
             world = {"RANK": str(rank), "WORLD_SIZE": str(size), _RUN: job}
             return {**world, "MASTER_ADDR": address, "MASTER_PORT": port}
         shown = f"{size_name}={size}" if size > 1 else f"{rank_name}={rank}"
-        wanted = {"MASTER_ADDR": address, "MASTER_PORT": port} if rank >= 0 and size > 0 else {}
+        several = "several" if rank > 0 or size > 1 else "an unknown number of"
+        wanted = {"MASTER_ADDR": address, "MASTER_PORT": port} if is_told else {}
         missing = " and ".join(name for name, value in wanted.items() if not value) or "RANK and WORLD_SIZE"
         raise UsageError(
-            f"this is one of several processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are not "
-            f"both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, and "
-            "MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
+            f"this is one of {several} processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are "
+            f"not both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, "
+            "and MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
             "`asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
         )
     return None
+
+
+def _check_agrees(environ: Mapping[str, str], launched: Mapping[str, str]) -> None:
+    """Raise UsageError if RANK or WORLD_SIZE, one of which is set, is not what the launcher's variables tell."""
+    for name in ("RANK", "WORLD_SIZE"):
+        if environ.get(name) and environ[name] != launched[name]:
+            raise UsageError(
+                f"{name}={environ[name]} in the environment, but by the variables of its launcher this process is rank "
+                f"{launched['RANK']} of {launched['WORLD_SIZE']}: set both RANK and WORLD_SIZE, or neither"
+            )
+
+
+def _is_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process. A batch script has SLURM_PROCID=0, too."""
+    return 0 <= _count(environ, "SLURM_STEP_ID") < _STEPS_MAX
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

@@ -225,6 +225,8 @@ async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
         with contextlib.suppress(AsyncollError):
             met = await links
             met.until_joined.__exit__(type(error), error, None)
+            if met.arena is not None:
+                met.arena.close()
             await met.transport.close()
         raise
 

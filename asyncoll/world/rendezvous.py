@@ -83,13 +83,16 @@ def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
     except UsageError as error:
         raise UsageError(f"ASYNCOLL_FOLDER={job} is not the folder of a running job: {error}") from error
     with contextlib.ExitStack() as undo:
+        links = undo.enter_context(contextlib.ExitStack())  # closed after the attempt: the others hear the cause first
         attempt = undo.enter_context(Attempt(job, rank, size, joining))
         transport = ZeroMQTransport(
             rank, size, key.derive("messages", attempt.folder.name), freeze_s=environment.freeze_s, joining=joining
         )
+        links.callback(transport.discard)
         transport.peers = [ipc_address(attempt.folder, peer) for peer in range(size)]
         transport.bind(transport.peers[rank])
         arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining)
+        links.pop_all()
         return PeerLinks(transport, arena, (socket.gethostname(),) * size, undo.pop_all())
 
 
@@ -117,7 +120,8 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         store = enter_store(environment, joining, key or Key(b""))
         undo.push(store.close)
         folders = undo.enter_context(contextlib.ExitStack())
-        # This runs before the folder is removed: a rank that misses the folder finds the cause in the store.
+        links = undo.enter_context(contextlib.ExitStack())
+        # This runs before the folder is removed, and the links: a rank that misses them finds the cause in the store.
         undo.push(store.warn)
         session = store.begin_session()
         carrier = "shm" if environment.shares_memory else "zmq"
@@ -134,9 +138,11 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             freeze_s=environment.freeze_s,
             joining=joining,
         )
+        links.callback(messages.discard)
         beside = None  # the second transport, for long payloads; its connections have no heartbeat of their own
         if tcp and environment.key_file and environment.encrypt == "control":
             beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
+            links.callback(beside.discard)
         if rank == neighbours[0]:
             made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
             folders.callback(shutil.rmtree, made, ignore_errors=True)
@@ -146,15 +152,15 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             check_folder(folder)
             messages.bind(ipc_address(folder, rank))
         arena = _share_memory(environment, folder, neighbours, joining)
-        with contextlib.ExitStack() as undo_arena:
-            if arena is not None:
-                undo_arena.callback(arena.close)
-            own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
-            # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
-            addresses = store.exchange("address", *own)
-            names = tuple(host[1] for host in hosts)
-            _check_reachable([its[0] for its in addresses], names)
-            undo_arena.pop_all()
+        if arena is not None:
+            links.callback(arena.close)
+        own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
+        # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
+        addresses = store.exchange("address", *own)
+        names = tuple(host[1] for host in hosts)
+        _check_reachable([its[0] for its in addresses], names)
+        links.pop_all()
+        joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
         messages.peers = [
             ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)
         ]

@@ -67,6 +67,7 @@ class SealedStore:
         self._serves = serves
         self._is_gone = False
         self._has_told = False
+        self._is_asking = False  # the store
 
     def begin_turn(self) -> None:
         """Enter the next world of this store: rank 0 counts the worlds, and the others wait for it.
@@ -86,6 +87,7 @@ class SealedStore:
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
             turn = self._ask(self._store.add, counter, 0)
         self._prefix = f"{self._prefix}/{turn}"
+        self._joining.listen(self._hear)
         self.post("turn")
 
     def _may_enter(self, turn: int) -> bool:
@@ -189,10 +191,10 @@ class SealedStore:
         while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
             time.sleep(self._joining.pause_s)  # noqa: TID251
 
-    def _check_told(self) -> None:
-        """Raise the failure that another rank has published, if there is one."""
+    def _hear(self) -> None:
+        """Raise the failure that another rank has published, if there is one. While the store answers: nothing."""
         entry = f"{self._prefix}/failed"
-        if not self._ask(self._store.check, [entry]):
+        if self._is_asking or not self._ask(self._store.check, [entry]):
             return
         if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
             raise error_of(words, self._size)
@@ -211,7 +213,6 @@ class SealedStore:
             return absent
 
         while not self._ask(self._store.check, entries):
-            self._check_told()
             self._joining.check(missing, what)
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
@@ -234,6 +235,7 @@ class SealedStore:
     def _ask(self, method: Callable[..., T], *args: Any) -> T:
         """Call a method of the store. The process that serves the store may be gone, or stopped."""
         what = "which serves the store" if self._serves else "the store"
+        is_asking, self._is_asking = self._is_asking, True
         try:
             return self._joining.call(lambda: method(*args), lambda: [0], what)
         except RuntimeError as error:  # those of torch.distributed are
@@ -241,6 +243,8 @@ class SealedStore:
             if not self._serves:
                 raise ServiceLostError(f"the store of this job is gone: {error}") from error
             raise PeerLostError(0, "the store that it serves has ended before all ranks had joined") from error
+        finally:
+            self._is_asking = is_asking
 
     def _entry(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"

@@ -232,6 +232,13 @@ class ZeroMQTransport:
     async def close(self, *, flush: bool = False) -> None:
         self._close(flush=flush)
 
+    def discard(self) -> None:
+        """Close a transport that was not started, in the thread that has made it.
+
+        Otherwise the garbage collector would wait for the end of its context, in any thread and without limit.
+        """
+        self._close(flush=False)
+
     def _close(self, *, flush: bool) -> None:
         if self._closed:
             return

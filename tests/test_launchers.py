@@ -1,0 +1,54 @@
+"""Variables of launchers that describe a part of a world: refused, so that no rank runs alone in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncoll.errors import UsageError
+from asyncoll.world.environment import Environment
+
+STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+BATCH = STEP | {"SLURM_STEP_ID": "4294967291"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        STEP,
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"},
+        {"PMI_RANK": "0"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"},
+        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4"},
+        {"PALS_RANKID": "0"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+        {"LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+        BATCH | {"PMIX_RANK": "0"},
+    ],
+)
+def test_rank_0_is_refused_as_the_others_are(environ):
+    with pytest.raises(UsageError, match=r"processes that .* has started .*RANK and WORLD_SIZE"):
+        Environment.read(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH,
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "LOCAL_RANK": "0"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_program_beside_no_other_is_alone(environ):
+    assert Environment.read(environ) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "8"), ("RANK", "0")])
+def test_a_variable_that_contradicts_the_launcher_is_refused(name, value):
+    environ = STEP | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    assert (Environment.read(environ).rank, Environment.read(environ).size) == (1, 2)
+    with pytest.raises(UsageError, match=f"{name}={value} .* rank 1 of 2: set both RANK and WORLD_SIZE, or neither"):
+        Environment.read(environ | {name: value})
