@@ -13,8 +13,8 @@ dist = pytest.importorskip("torch.distributed")
 
 
 @contextlib.contextmanager
-def world(backend="asyncoll"):
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def world():
+    dist.init_process_group("asyncoll", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
     finally:
