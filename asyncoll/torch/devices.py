@@ -25,11 +25,12 @@ def check_devices(config: Any) -> None:
     """Raise UsageError if torch's BackendConfig has this backend for another device than the CPU."""
     named: dict[str, str] = getattr(config, "device_backend_map", {})
     if others := [device for device, name in named.items() if name == NAME and device != "cpu"]:
-        raise of_torch(UsageError(f"the backend {NAME} takes tensors of the CPU: {_advice(others[0])}"))
+        text = f"the backend {NAME} takes tensors of the CPU: name another one for {others[0]}"
+        raise of_torch(UsageError(f"{text}, {_example(others[0])}"))
 
 
-def _advice(device: str) -> str:
-    return f'name another one for {device}, as in init_process_group("cpu:{NAME},{device}:nccl")'
+def _example(device: str) -> str:
+    return f'as in init_process_group("cpu:{NAME},{device}:nccl")'
 
 
 def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -42,8 +43,8 @@ def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequenc
     name = _named(group).get(device)
     if name is None or name == NAME:
         raise UsageError(
-            f"the backend {NAME} takes tensors of the CPU, and this one is on {device}: {_advice(device)}, "
-            "or pass x.cpu()"
+            f"the backend {NAME} takes tensors of the CPU, and this one is on {device}: "
+            f"name a backend for it, {_example(device)}, or pass x.cpu()"
         )
     type_ = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     store = _c10d.PrefixStore(f"{device}/", store)
