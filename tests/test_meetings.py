@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
-from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, StagingArea
+from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
@@ -78,6 +78,13 @@ class Rank:
 
     def complete(self, number: int, x: Array | None) -> bool:
         return self.meetings.complete(number, _done(x), x, True)
+
+
+def withdraw(rendezvous: Rendezvous) -> None:
+    """Withdraw the memory that was shown there; fails if that has to wait."""
+    rendezvous.withdraw()
+    with pytest.raises(StopIteration):
+        rendezvous.given_back(lambda rank: False).send(None)
 
 
 def _done(x: Array | None) -> int:

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import LIGHT, PATIENCE_S
-from test_meetings import cores, ranks
+from test_meetings import cores, ranks, withdraw
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
 from asyncoll.algorithms.dense.meetings import WAITING
 from asyncoll.algorithms.dense.short_calls import PythonShortCalls
-from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.testing import run_ranks
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.arena import local_world
@@ -34,12 +33,6 @@ KINDS = ["c", "python", "mixed"] if _core.native else ["python"]
 shared = pytest.mark.parametrize("transport", ["inproc", "shm", "shm-mixed"])
 LENT = 1 << 14  # elements of float32: a registered array of this length is shown where it is
 LONG = 1 << 18  # one of this length is too long to be copied
-
-
-def withdraw(rendezvous: Rendezvous) -> None:
-    """Withdraw the memory that was shown there; fails if that has to wait."""
-    with pytest.raises(StopIteration):
-        rendezvous.withdraw(lambda rank: False).send(None)
 
 
 @cores

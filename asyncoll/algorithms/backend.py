@@ -102,8 +102,8 @@ Body = Callable[[Collectives], Coroutine[Any, Any, T]]
 class BegunCall(Collectives, Protocol):
     """The collectives of an allreduce of a short array, or of a barrier, that this rank has begun already."""
 
-    def rejoin(self) -> None:
-        """First of all: this rank has begun."""
+    def rejoin(self, x: Array | None) -> None:
+        """First of all: this rank has begun with `x`."""
 
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
         """The rest of the call."""
@@ -159,7 +159,7 @@ class ShortWay(Protocol):
     def look(self, plan: Plan, number: int, x: Array | None) -> bool:
         """Block for a short time. Returns whether call `number`, which has begun, is over, with the result in `x`."""
 
-    def rest(self, call: Signature) -> BegunCall:
+    def rest(self, call: Signature, x: Array | None) -> BegunCall:
         """The collectives of a call that has begun. If it fails, they give `x` back. Called once."""
 
     async def finish(self, begun: BegunCall, plan: Plan, number: int, x: Array | None) -> None:

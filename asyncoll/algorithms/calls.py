@@ -255,7 +255,7 @@ class Calls:
         way = self._backend.short_way
         assert way is not None
         pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        begun = way.rest(call)
+        begun = way.rest(call, x)
 
         async def body(collectives: Collectives) -> T:
             if error is not None:

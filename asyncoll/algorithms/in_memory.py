@@ -23,7 +23,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
 from asyncoll.arguments import digest
-from asyncoll.errors import AsyncollError, ProtocolError
+from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import MemoryCarrier
 from asyncoll.runtime.member import Member
@@ -67,7 +67,7 @@ class MemoryCall(SharedCall):
             _dispute(member, member.communicator, self._call.number, str(self._call), error.rank)
             # The answer of that rank ends the communicator, with an error that names both calls.
             await failure(self._staging.control_block)
-        else:
+        elif not isinstance(error, NonFiniteError):  # with that one the call is over at all ranks
             member.failed(self._call, error)
             await self._withdraw()
 

@@ -50,6 +50,7 @@ class SharedCall:
         self._count = 0  # the number of rendezvous so far
         # The last two are enough: a rendezvous begins when all have left the one two before, whose record it uses.
         self._rendezvous: deque[Rendezvous] = deque(maxlen=2)
+        self._lent: deque[Rendezvous] = deque(maxlen=2)  # those at which other ranks use the caller's memory
 
     async def retreat(self, is_lost: Callable[[int], bool]) -> None:
         """After a failure, wait until no living rank uses the caller's memory, and invalidate what others have read.
@@ -58,7 +59,9 @@ class SharedCall:
         a group rank whether it is lost.
         """
         for rendezvous in self._rendezvous:
-            await rendezvous.withdraw(is_lost)
+            rendezvous.withdraw()
+        for rendezvous in self._lent:
+            await rendezvous.given_back(is_lost)
 
     async def _leave(self, rendezvous: Rendezvous) -> None:
         """Leave the rendezvous. If a rank has withdrawn from it, wait for the failure, which is raised.
@@ -91,6 +94,7 @@ class SharedCall:
             rendezvous = await self._next()
             self.traffic.sent(total)
             rendezvous.arrive(x.ctypes.data, total, private=True)
+            self._lent.append(rendezvous)
         elif address is None:
             rendezvous = await self._come_with_slot(what)
         else:
@@ -102,6 +106,7 @@ class SharedCall:
         rendezvous = await self._next()
         self.traffic.sent(total)
         rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
+        self._lent.append(rendezvous)  # if all ranks have arrived, they may write into it from now on
         return rendezvous
 
     async def _reduce_copy(self, what: Operand, copy: Copy) -> None:
@@ -121,7 +126,8 @@ class SharedCall:
             await self._reduce_privately(rendezvous, what)
             return
         if rendezvous.is_partly_own():
-            rendezvous.leave()  # no rank has used the memory that was shown
+            self._lent.clear()  # no rank has used the memory that was shown
+            rendezvous.leave()
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
@@ -136,6 +142,7 @@ class SharedCall:
         rendezvous = await self._next()
         what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
+        self._lend_shortly(rendezvous, x)
         if is_last and not rendezvous.is_shown(x.nbytes):
             rendezvous.reduce_copies(x, what.reduce, what.divisor)
             self.traffic.sent(x.nbytes)
@@ -146,10 +153,13 @@ class SharedCall:
             await self._reduce_chunks(rendezvous, what)
         await self._receive_shortly(rendezvous, x, x.nbytes)
 
-    def rejoin(self) -> None:
-        """This rank has arrived at the rendezvous of a short allreduce, or of a barrier."""
-        self._rendezvous.append(self._staging.rendezvous(self.number, 0, self._fingerprint))
+    def rejoin(self, x: Array | None) -> None:
+        """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
+        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
+        self._rendezvous.append(rendezvous)
         self._count = 1
+        if x is not None:
+            self._lend_shortly(rendezvous, x)
 
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
         """The rest of that call, at a rank that was not the last."""
@@ -163,6 +173,10 @@ class SharedCall:
                 await rendezvous.all_left()
             else:
                 await self._reduce_shown(rendezvous, what)
+
+    def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
+        if rendezvous.is_lent(x):
+            self._lent.append(rendezvous)
 
     async def _receive_shortly(self, rendezvous: Rendezvous, x: Array | None, done: int) -> None:
         await rendezvous.reduced(done)
@@ -349,6 +363,7 @@ class SharedCall:
         A short copy is in a slot. A long one is in a block of its own, which is free when all `dests` have read it.
         """
         rendezvous = await self._next()
+        self._rendezvous.pop()  # the others go on without this rank, if it does not show something to them
         staging, total, size = self._staging, mine.nbytes, 0
         is_long = total > staging.sizes.window
         if is_long:
@@ -393,6 +408,7 @@ class SharedCall:
             else:
                 self.traffic.sent(max(0, min(window, shown - start)))
                 rendezvous.arrive(address + start, shown, direct=True)
+                self._lent.append(rendezvous)
             await rendezvous.all_arrived()
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)

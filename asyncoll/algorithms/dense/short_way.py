@@ -230,9 +230,9 @@ class ShortWay:
         staging.end(number)
         return True
 
-    def rest(self, call: Signature) -> BegunCall:
+    def rest(self, call: Signature, x: Array | None) -> BegunCall:
         collectives = self._collectives(call)
-        collectives.rejoin()
+        collectives.rejoin(x)
         return collectives
 
     async def finish(self, begun: BegunCall, plan: Plan, number: int, x: Array | None) -> None:

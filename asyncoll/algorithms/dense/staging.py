@@ -307,7 +307,8 @@ class Rendezvous:
     `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
-    must then end the communicator, because the other ranks wait for this one, and call `withdraw`.
+    must then end the communicator, because the other ranks wait for this one, and call `withdraw`, and
+    `given_back` if it has shown its caller's own memory.
     """
 
     __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
@@ -648,20 +649,27 @@ class Rendezvous:
         """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
         return self._cells[self._base + _DONE] == total
 
-    async def withdraw(self, is_lost: Callable[[int], bool]) -> None:
-        """Withdraw, after a failure, with the memory that this rank showed.
+    def withdraw(self) -> None:
+        """Withdraw, after a failure.
 
-        From now on no rank claims a chunk, `leave` returns False at the ranks that have read the memory, and no rank
-        goes on that arrives later. Waits until each rank that has claimed a chunk is done with it, or is lost, as
-        `is_lost` says of a group rank. The memory is then the caller's again.
+        From now on no rank claims a chunk, `leave` returns False at the ranks that have read the memory which this rank
+        showed, and no rank goes on that arrives later.
+        """
+        cells = self._cells
+        with self.control_block:
+            if cells[self._base + _TAG] == self.tag:  # otherwise all have left, and a later rendezvous uses the record
+                cells[self._base + _WITHDRAWN] = 1
+                cells[self._base + _CLAIMED] = sys.maxsize
+
+    async def given_back(self, is_lost: Callable[[int], bool]) -> None:
+        """After `withdraw`, wait until the memory that this rank showed is its caller's again.
+
+        Each rank that has claimed a chunk is then done with it, or is lost, as `is_lost` says of a group rank.
         """
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
-            if cells[self._base + _TAG] != self.tag:  # all ranks have left, and a later rendezvous uses the record
-                return
-            cells[self._base + _WITHDRAWN] = 1
-            cells[self._base + _CLAIMED] = sys.maxsize
-            cells[first + _PART * self._staging.rank] = 0
+            if cells[self._base + _TAG] == self.tag:
+                cells[first + _PART * self._staging.rank] = 0
 
         def is_busy(rank: int) -> bool:
             return cells[self._base + _TAG] == self.tag and cells[first + _PART * rank] > 0 and not is_lost(rank)
