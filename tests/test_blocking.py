@@ -27,6 +27,7 @@ FOR_SEVERAL = [
     "timeouts",
     "documents",
     "late",
+    "looked_at",
     "differs",
     "overdue",
     "dies",

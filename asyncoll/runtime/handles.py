@@ -159,6 +159,8 @@ class Handle(Awaitable[T]):
                 try:
                     if call.look():
                         self._end(call.result)
+                    elif self._runner.has_taken(call):
+                        self._hand_over()  # for the runtime to tell this handle
                 except AsyncollError:  # the runtime finds it, too
                     pass
         return self._is_done
@@ -384,6 +386,10 @@ class HandleRunner(ProgressThread):
     def adopt(self, handle: Handle[Any]) -> None:
         """End `handle`, which has a short call, and tell those that wait for it."""
         self._post(handle, partial(self._adopt, handle))
+
+    def has_taken(self, call: Shared[Any]) -> bool:
+        """Whether the runtime finishes `call`, and no thread that looks at it finds its end."""
+        return call in self._finishing
 
     def _handle(self, discarded: Callable[[], None]) -> Handle[Any]:
         if discarded is ignore:

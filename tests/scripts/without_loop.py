@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,26 @@ def late(comm):
         assert "goes on" in str(caught(TimeoutError, handle.wait, 0.01))
         assert not handle.done()
         comm.send(np.ones(1), dest=0)
+        assert handle.wait(SECONDS) == [comm.size]
+    else:
+        for source in range(1, comm.size):
+            comm.recv(np.ones(1), source).wait(SECONDS)
+        comm.allreduce(np.ones(1)).wait(SECONDS)
+
+
+def looked_at(comm):
+    """A program that looks now and then sees the end of a call that the runtime has taken over."""
+    for _ in range(3):
+        comm.allreduce(np.ones(1)).wait(SECONDS)
+    if comm.rank:
+        handle, runner = comm.allreduce(np.ones(1)), comm._core.member.runner
+        while handle._call is not None and not runner.has_taken(handle._call):
+            threading.Event().wait(0.001)
+        comm.send(np.ones(1), dest=0)
+        until = time.monotonic() + SECONDS
+        while not handle.done() and time.monotonic() < until:
+            threading.Event().wait(0.001)
+        assert handle.done()
         assert handle.wait(SECONDS) == [comm.size]
     else:
         for source in range(1, comm.size):
@@ -510,6 +531,7 @@ CASES = {
         timeouts,
         documents,
         late,
+        looked_at,
         differs,
         overdue,
         dies,
