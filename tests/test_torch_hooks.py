@@ -41,9 +41,9 @@ def test_hooks(forked_world, size, cases, more):
 @pytest.mark.slow
 def test_a_death_in_backward_is_named_by_all_others(forked_world):
     ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"}, 3, SCRIPT, "dies")
-    lost = [each.end()[:2] for each in ranks]
+    ends = [each.end() for each in ranks]
     named = "eager_sgd lost 1\noktopk lost 1\ndc_s3gd lost 1\n"
-    assert lost == [(0, named), (-signal.SIGKILL, ""), (0, named)]
+    assert [end[:2] for end in ends] == [(0, named), (-signal.SIGKILL, ""), (0, named)], ends
 
 
 @pytest.fixture
