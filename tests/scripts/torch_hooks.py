@@ -558,7 +558,8 @@ def checkpoints():
 def dies():
     """Rank 1 dies in a backward pass, and all others name it in theirs, or in the step of the optimizer."""
     makers = {
-        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, partial="majority"),
+        # Solo rounds wait for no rank: the others go on to the next model before a late rank has made its last step.
+        hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer, partial="solo"),
         hooks.oktopk: lambda ddp, optimizer: hooks.OkTopkState(ddp),
         hooks.dc_s3gd: lambda ddp, optimizer: hooks.DCS3GDState(ddp, optimizer),
     }
