@@ -363,7 +363,7 @@ class SharedCall:
         A short copy is in a slot. A long one is in a block of its own, which is free when all `dests` have read it.
         """
         rendezvous = await self._next()
-        self._rendezvous.pop()  # the others go on without this rank, if it does not show something to them
+        self._rendezvous.pop()  # not to withdraw from: the others wait only for those whose arrays they read
         staging, total, size = self._staging, mine.nbytes, 0
         is_long = total > staging.sizes.window
         if is_long:

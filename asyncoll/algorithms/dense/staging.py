@@ -307,8 +307,8 @@ class Rendezvous:
     `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
-    must then end the communicator, because the other ranks wait for this one, and call `withdraw`, and
-    `given_back` if it has shown its caller's own memory.
+    must then end the communicator, because the other ranks wait for this one, and call `withdraw`, and `given_back` if
+    it has shown its caller's own memory.
     """
 
     __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
