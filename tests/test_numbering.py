@@ -51,16 +51,19 @@ def test_tags_that_count_steps_take_no_memory():
             await comm.barrier()
 
         await pass_on(range(1100))  # fills all caches of bounded size
-        before = traced()
-        await pass_on(range(1100, 1800))
-        return traced() - before
+        grown = []
+        for first in range(1100, 3200, 700):
+            before = traced()
+            await pass_on(range(first, first + 700))
+            grown.append(traced() - before)
+        return min(grown)  # recent tags have dict entries until they are merged, some time in a later pass
 
     tracemalloc.start(1)
     try:
         grown = run_ranks(2, main)
     finally:
         tracemalloc.stop()
-    assert max(grown) < 2 * 700 * 30  # at both ranks together, with room for fluctuations
+    assert max(grown) < 2 * 700 * 30  # at both ranks together
 
 
 def traced() -> int:
