@@ -129,7 +129,7 @@ class FunctionRegistry:
     """The functions of one rank in one communicator, or of one service."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Function] = {METHODS: Function(METHODS, self.methods)}
+        self._functions: dict[str, Function] = {}
 
     def add(self, what: Any, name: str | None = None, *, inline: bool = False) -> None:
         """Add a function, or the public methods of an object, as `method` or `name.method`.
@@ -147,13 +147,15 @@ class FunctionRegistry:
             prefix = f"{name}." if name else ""
             new = [Function(_checked(prefix + own), method, inline=inline) for own, method in public_methods(what)]
         for function in new:
-            if function.name in self._functions:
+            if function.name in self._functions or function.name == METHODS:
                 raise UsageError(f"{function.name} is registered already: give this one another `name`")
         self._functions |= {function.name: function for function in new}
 
     def find(self, name: str) -> Function:
         """The function of that name. Raises UsageError, which suggests similar names, if there is none."""
         function = self._functions.get(name)
+        if function is None and name == METHODS:  # made at its first call: to read its annotations takes 0.5 ms
+            function = self._functions[METHODS] = Function(METHODS, self.methods)
         if function is None:
             known = sorted(set(self._functions) - {METHODS})
             near = difflib.get_close_matches(name, known, n=3) or known[:5]
