@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors import registered
-from asyncoll.tensors.reductions import DTYPES
+from asyncoll.tensors.reductions import DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -383,7 +383,7 @@ def _persistent_buffers(model: nn.Module) -> list[Tensor]:
 
 def _empty(like: Tensor, count: int) -> Tensor:
     """Memory on the tensor's device; in a world, memory that the ranks of this host share."""
-    if like.device.type != "cpu" or str(like.dtype).removeprefix("torch.") not in DTYPES:
+    if like.device.type != "cpu" or dtype_name(like.dtype) not in DTYPES:
         return like.data.new_empty(count)
     tensor: Tensor = registered.current().empty(count, like.dtype)
     return tensor

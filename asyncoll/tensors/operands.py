@@ -26,6 +26,7 @@ from asyncoll.tensors.reductions import (
     ReduceOp,
     accumulator,
     divide,
+    dtype_name,
     put,
     scale,
     torch_view,
@@ -153,7 +154,7 @@ def _torch_names() -> dict[torch.dtype, str]:
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
     import torch
 
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = dtype_name(x.dtype)
     if dtype not in DTYPES:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
     if x.layout is not torch.strided:

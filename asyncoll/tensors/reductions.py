@@ -41,6 +41,11 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype of torch, or of numpy, as in DTYPES."""
+    return str(dtype).removeprefix("torch.")
+
+
 class ReduceOp(enum.Enum):
     """An elementwise reduction. The members are also names of `asyncoll`: `asyncoll.SUM` and so on.
 

@@ -106,7 +106,7 @@ def current() -> RegisteredMemory:
 
 
 def _dtype(dtype: Any) -> tuple[str, bool]:
-    name = str(dtype).removeprefix("torch.")
+    name = reductions.dtype_name(dtype)
     as_torch = name != str(dtype)
     if not as_torch:
         with contextlib.suppress(TypeError):  # it is no dtype of numpy

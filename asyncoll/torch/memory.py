@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncoll.errors import UsageError
-from asyncoll.tensors.reductions import DTYPES, Array, storage
+from asyncoll.tensors.reductions import DTYPES, Array, dtype_name, storage
 
 # The dtypes that can be reduced: their names in the library, and the numpy dtypes of their elements.
 _REDUCIBLE = {getattr(torch, name): (name, storage(name)) for name in DTYPES}
@@ -63,11 +63,6 @@ class Row(NamedTuple):
             block.write_back()
 
 
-def dtype_name(x: Tensor) -> str:
-    """The name of the dtype of `x` without "torch."."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 def row_of(blocks: Sequence[Block]) -> Row:
     """A row of one tensor for each rank."""
     return Row([block.flat for block in blocks], blocks)
@@ -109,17 +104,17 @@ def reducible(x: Tensor, *, fresh: bool = False) -> Block:
 def copyable(x: Tensor) -> Block:
     """`x` as bytes, of any dtype. Raises UsageError for tensors without plain memory."""
     packed = _packed(x)
-    return Block(x, packed, _array(packed, _BYTE), dtype_name(x))
+    return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
 
 
 def writable(x: Tensor) -> Block:
     """As `copyable`, for a tensor that gets a result: its elements are not read."""
     if _is_plain(x):
-        return Block(x, x, _array(x, _BYTE), dtype_name(x))
+        return Block(x, x, _array(x, _BYTE), dtype_name(x.dtype))
     _check_dense(x)
     check_writable(x)
     packed = torch.empty(x.shape, dtype=x.dtype)
-    return Block(x, packed, _array(packed, _BYTE), dtype_name(x))
+    return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
 
 
 def check_writable(x: Tensor) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
-from asyncoll.tensors.reductions import ReduceOp, check_reduction
+from asyncoll.tensors.reductions import ReduceOp, check_reduction, dtype_name
 from asyncoll.torch.calls import Calls
-from asyncoll.torch.memory import copyable, dtype_name, reducible
+from asyncoll.torch.memory import copyable, reducible
 
 
 def allreduce(calls: Calls, x: Tensor, op: ReduceOp) -> Handle[None]:
@@ -46,4 +46,4 @@ def allreduce(calls: Calls, x: Tensor, op: ReduceOp) -> Handle[None]:
             x.copy_(total / calls.size if op is ReduceOp.AVG else total)
 
     detail = f"{op.name}, {own.sparse_dim()} sparse dimensions, shape {tuple(x.shape)}"
-    return calls.run("sparse_allreduce_coo", dtype_name(x), detail, body, block.flat.nbytes)
+    return calls.run("sparse_allreduce_coo", dtype_name(x.dtype), detail, body, block.flat.nbytes)

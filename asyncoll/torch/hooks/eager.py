@@ -17,7 +17,7 @@ from asyncoll.algorithms.rounds.operation import Opening, Operation, check_opera
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.errors import NonFiniteError, UsageError
 from asyncoll.runtime.handles import Handle
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import GradientChanges, ParameterChanges
@@ -112,7 +112,7 @@ class EagerSGDState(HookState):
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     def _check_operation(self) -> None:
-        layout = ((str(self._buckets.layout.dtype).removeprefix("torch."), self._buckets.layout.count),)
+        layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
         draw = {option: value for option, value in self._draw.items() if value is not None}
         operation = Operation(layout=layout, opening=Opening(self._partial), **draw, **self._rules)
         check_operation(operation, self._comm.size)

@@ -15,6 +15,7 @@ from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import Specification
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import UsageError
+from asyncoll.tensors.reductions import dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.completion import complete
@@ -76,7 +77,7 @@ class OkTopkState(HookState):
             "feedback": feedback,
         }
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
-        dtype = str(self._buckets.layout.dtype).removeprefix("torch.")
+        dtype = dtype_name(self._buckets.layout.dtype)
         rules = Rules(thresholds_every, regions_every, feedback)
         Specification(algorithm, density, dtype, (self._buckets.layout.count,), rules).check()
         self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
