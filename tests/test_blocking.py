@@ -28,6 +28,8 @@ FOR_SEVERAL = [
     "documents",
     "late",
     "looked_at",
+    "watched",
+    "aborts",
     "differs",
     "overdue",
     "dies",

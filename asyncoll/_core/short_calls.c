@@ -94,6 +94,7 @@ typedef struct {
     double since_s;
     int state;
     bool is_looked_at; /* by a thread in `look`, so that no other thread goes on with it */
+    bool is_wanted;    /* another thread is to go on with it */
 } ShortCall;
 
 static double now_s(void)
@@ -756,7 +757,7 @@ static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;
     (void)unused;
-    int outcome = is_held(call);
+    int outcome = call->is_wanted ? 0 : is_held(call);
     if (outcome > 0) {
         call->is_looked_at = true;
         outcome = look(call);
@@ -772,6 +773,8 @@ static PyObject *claim(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;
     (void)unused;
+    /* A thread that looks again and again is in `look` whenever another one gets the GIL, unless `look` ends at once. */
+    call->is_wanted = true;
     int is = is_held(call);
     if (is < 0 || (is && take_out(call) < 0))
         return NULL;

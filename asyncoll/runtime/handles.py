@@ -42,9 +42,10 @@ class Shared(Begun[T_co], Protocol[T_co]):
         """What the caller gets, if the call is over."""
 
     def look(self) -> bool:
-        """Whether the call is over. Blocks for a short time, if that may end it. One thread looks at a time.
+        """Whether the call is over. Blocks for a short time, if that may end it, until the first `claim`.
 
-        An exception leaves the call to the runtime: that of a signal handler, or an error that the runtime finds, too.
+        One thread looks at a time. An exception leaves the call to the runtime: that of a signal handler, or an error
+        that the runtime finds, too.
         """
 
     def claim(self) -> bool:

@@ -14,7 +14,7 @@ from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.router import Handled
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.wire import Control
+from asyncoll.transport.wire import Abort, Control
 
 
 class Member:
@@ -117,11 +117,15 @@ class Member:
         self.at_end(lambda: self.endpoint.router.off_control(kind, self.communicator))
 
     def abort(self, reason: str) -> None:
-        """Fail the communicator at all of its ranks with an AbortedError of this rank."""
-        group = self.group
+        """Fail the communicator at all of its ranks with an AbortedError of this rank. No effect after the world."""
+        if self.endpoint.closed:
+            return
         if self._aborted is None and not self.is_closed:
             self._aborted = reason
-        self.post(lambda: self.endpoint.failures.abort(group.communicator, group.ranks, reason))
+        failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.ranks
+        failure = Abort(communicator, self.endpoint.rank, reason)
+        failures.record(failure, communicator)  # at once: no later call of this rank begins
+        self.post(lambda: failures.give_up(failure, communicator, ranks))
 
     def mismatch(self, text: str) -> None:
         """Fail the communicator at all of its ranks with a MismatchError: the ranks have made different calls."""

@@ -166,6 +166,36 @@ def late(comm):
         comm.allreduce(np.ones(1)).wait(SECONDS)
 
 
+def watched(comm):
+    """A program that does nothing but look at a call sees that it has failed."""
+    for call in (lambda part: part.barrier(), lambda part: part.allreduce(np.ones(1))):
+        part = comm.split(0).wait(SECONDS)
+        for _ in range(3):
+            call(part).wait(SECONDS)
+        if comm.rank:
+            with asyncoll.deadline(0.05):
+                handle = call(part)
+            until = time.monotonic() + SECONDS
+            while not handle.done() and time.monotonic() < until:
+                pass
+            assert handle.done()
+            caught(asyncoll.DeadlineError, handle.wait)
+        comm.barrier().wait(SECONDS)
+
+
+def aborts(comm):
+    """After its own `abort` a rank makes no call any more."""
+    for _ in range(20):
+        part = comm.split(0).wait(SECONDS)
+        for _ in range(2):
+            part.allreduce(np.ones(1)).wait(SECONDS)
+        comm.barrier().wait(SECONDS)
+        if not comm.rank:
+            part.abort("enough")
+        error = caught(asyncoll.AbortedError, lambda part=part: part.allreduce(np.ones(1)).wait(SECONDS))
+        assert (error.rank, error.reason) == (0, "enough")
+
+
 def looked_at(comm):
     """A program that looks now and then sees the end of a call that the runtime has taken over."""
     for _ in range(3):
@@ -532,6 +562,8 @@ CASES = {
         documents,
         late,
         looked_at,
+        watched,
+        aborts,
         differs,
         overdue,
         dies,
@@ -556,7 +588,9 @@ def leaves():
         comm.close()
         closing.join()
         comm.close()
-        caught(asyncoll.ClosedError, comm.barrier)
+        comm.abort("too late")
+        for call in (comm.barrier, partial(comm.empty, 3, np.float32)):
+            caught(asyncoll.ClosedError, call)
         for handle in handles:
             caught(asyncoll.ClosedError, handle.wait, SECONDS)
         assert len(ended) == len(handles)
