@@ -2,7 +2,7 @@
 
 `Tensor.numpy` makes the storage of a tensor unresizable for ever, and FSDP resizes the storages of its parameters. So
 the arrays here are made from the address of a tensor. They keep its storage alive: a program may give the tensor
-another one (`x.data = y`) during a call.
+another one (`x.data = y`) during a call. It must not resize the storage (`x.untyped_storage().resize_`) meanwhile.
 """
 
 from __future__ import annotations

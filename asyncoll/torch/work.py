@@ -36,7 +36,8 @@ class Work(TorchWork):
     """One or more calls of a process group.
 
     `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. The calls go on
-    whether or not anything waits, and also if this object is dropped. Any thread may call the methods.
+    whether or not anything waits, and also if this object is dropped. Any thread may call the methods. Until the end of
+    the calls the program must not resize the storages of their tensors, as with every backend; it may drop the tensors.
 
     Callbacks of the future run in threads of their own, or in the thread that waits, and may wait for further calls.
     """

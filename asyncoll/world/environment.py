@@ -24,7 +24,7 @@ _RUN = "TORCHELASTIC_RUN_ID"
 _DEADLINE_S = 1800.0
 _FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
 # Programs that start processes, and their variables for the rank, the number of processes, and that on this host.
-# mpirun may start one daemon on each host by srun, so SLURM's variables are read last.
+# mpirun may start one daemon on each host by srun, so the variables of both are set, and SLURM's are read later.
 _LAUNCHERS = {
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpirun (MVAPICH)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -37,7 +37,7 @@ _LAUNCHERS = {
     "a launcher": ("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),  # torchrun's for one host, which do not tell the world
 }
 _OF_HOST = "LOCAL_RANK"
-_STEPS_MAX = 0xFFFF_FFF0  # step ids above it are none of srun, such as that of a batch script
+_NO_STEPS = 0xFFFF_FFF0  # step ids from here on are none of srun, such as that of a batch script
 _JOBS = (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",))  # equal at all ranks
 _PORTS = range(15_000, 25_000)  # for a job without MASTER_PORT; below those that the system gives to connections
 _PORT_MAX = 65_535
@@ -124,32 +124,42 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
 
     Raises UsageError if it has started several, or an unknown number, and their variables do not tell where these meet.
     """
-    is_alone = False
+    is_alone = False  # so a launcher says; variables without a size are then of another one, around it
     for launcher, (rank_name, size_name, local_name) in _LAUNCHERS.items():
         rank, size = _count(environ, rank_name), _count(environ, size_name)
         is_alone = is_alone or size == 1
-        is_elsewhere = rank < 0 or is_alone or (launcher == "srun" and not _is_step(environ))
-        if rank <= 0 and (size == 1 or (size < 1 and is_elsewhere)):
+        is_of_others = rank < 0 or is_alone or (launcher == "srun" and not _is_step(environ))
+        if rank <= 0 and (size == 1 or (size < 1 and is_of_others)):
             continue
-        job = _job(environ)
         is_local = size == _count(environ, local_name) or environ.get("SLURM_STEP_NUM_NODES") == "1"
-        address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_local else _first_host(environ))
-        port = environ.get("MASTER_PORT") or (str(_port_of(job)) if job else "")
+        meeting = _meeting(environ, is_local=is_local)
         is_told = rank >= 0 and size > 0 and rank_name != _OF_HOST
-        if is_told and address and port:
-            world = {"RANK": str(rank), "WORLD_SIZE": str(size), _RUN: job}
-            return {**world, "MASTER_ADDR": address, "MASTER_PORT": port}
+        if is_told and all(meeting.values()):
+            return {"RANK": str(rank), "WORLD_SIZE": str(size), _RUN: _job(environ), **meeting}
+        missing = [name for name, value in meeting.items() if is_told and not value] or ["RANK", "WORLD_SIZE"]
         shown = f"{size_name}={size}" if size > 1 else f"{rank_name}={rank}"
-        several = "several" if rank > 0 or size > 1 else "an unknown number of"
-        wanted = {"MASTER_ADDR": address, "MASTER_PORT": port} if is_told else {}
-        missing = " and ".join(name for name, value in wanted.items() if not value) or "RANK and WORLD_SIZE"
-        raise UsageError(
-            f"this is one of {several} processes that {launcher} has started ({shown}), but RANK and WORLD_SIZE are "
-            f"not both set, and its own variables do not tell all: set {missing} (MASTER_ADDR is the host of rank 0, "
-            "and MASTER_PORT a port that is free there); or have it start one `torchrun` on each host, or on one host "
-            "`asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if each process is to be alone"
-        )
+        raise _several(launcher, shown, missing, is_certain=rank > 0 or size > 1)
     return None
+
+
+def _meeting(environ: Mapping[str, str], *, is_local: bool) -> dict[str, str]:
+    """Where the processes of a launcher meet, as far as its variables tell. `is_local`: all are on this host."""
+    address, port, job = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"), _job(environ)
+    return {
+        "MASTER_ADDR": address or ("127.0.0.1" if is_local else _first_host(environ)),
+        "MASTER_PORT": port or (str(_port_of(job)) if job else ""),
+    }
+
+
+def _several(launcher: str, shown: str, missing: Sequence[str], *, is_certain: bool) -> UsageError:
+    """The error for a launcher whose variables do not tell all; `is_certain` that it has started several processes."""
+    return UsageError(
+        f"this is one of {'several' if is_certain else 'an unknown number of'} processes that {launcher} has started "
+        f"({shown}), but RANK and WORLD_SIZE are not both set, and its own variables do not tell all: set "
+        f"{' and '.join(missing)} (MASTER_ADDR is the host of rank 0, and MASTER_PORT a port that is free there); or "
+        "have it start one `torchrun` on each host, or on one host `asyncoll launch`; set RANK=0 and WORLD_SIZE=1 if "
+        "each process is to be alone"
+    )
 
 
 def _check_agrees(environ: Mapping[str, str], launched: Mapping[str, str]) -> None:
@@ -164,7 +174,7 @@ def _check_agrees(environ: Mapping[str, str], launched: Mapping[str, str]) -> No
 
 def _is_step(environ: Mapping[str, str]) -> bool:
     """Whether srun has started this process. A batch script has SLURM_PROCID=0, too."""
-    return 0 <= _count(environ, "SLURM_STEP_ID") < _STEPS_MAX
+    return 0 <= _count(environ, "SLURM_STEP_ID") < _NO_STEPS
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

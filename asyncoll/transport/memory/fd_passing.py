@@ -182,8 +182,7 @@ def _gather(
         selector.register(listener, selectors.EVENT_READ)
         while missing():
             ready = selector.select(_PAUSE_S)
-            if not ready:
-                joining.check(missing, _NOT_HERE)
+            joining.check(missing, _NOT_HERE)
             for key, _ in ready:
                 try:
                     if key.fileobj is listener:
