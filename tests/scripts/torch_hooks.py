@@ -768,6 +768,7 @@ def refused_steps():
     for change in (
         lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
         lambda ddp: ddp.module.out.weight.grad.mul_(2),
+        zero_one_element,
     ):
         _, ddp, optimizer = new(hooks.eager_sgd, options=LATE)
         backward(ddp, batch)
@@ -812,6 +813,10 @@ def refused_steps():
                 optimizer.step()
             else:
                 refused("changed the learning rate", optimizer.step)
+
+
+def zero_one_element(ddp):
+    ddp.module.wide.weight.grad.data[3, 1] = 0
 
 
 LATE = {"sync_every": 0}

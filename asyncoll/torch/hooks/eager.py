@@ -20,7 +20,7 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
-from asyncoll.torch.hooks.changes import GradientChanges, ParameterChanges
+from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
@@ -102,7 +102,6 @@ class EagerSGDState(HookState):
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()
-        self._gradient_changes = GradientChanges(optimizer, self._buckets.layout.parameters)
         self._parameter_changes = ParameterChanges(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
@@ -137,7 +136,6 @@ class EagerSGDState(HookState):
                 self._check_gradient()
                 self._reduction = self._exchange()
             self._buckets.scatter()
-            self._gradient_changes.note_after_backward()
         return future
 
     def _check_gradient(self) -> None:
@@ -210,7 +208,7 @@ class EagerSGDState(HookState):
         """Apply all results since this rank's last step but the newest, and leave that one in the gradients."""
         reduction = self._reduction
         assert reduction is not None
-        self._gradient_changes.check()
+        check_gradients(self._optimizer, self._buckets.layout, self._buckets.flat)
         self._parameter_changes.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
