@@ -750,6 +750,9 @@ def refused_buckets():
     _, ddp, _ = new(hooks.eager_sgd)
     with ddp.join():
         assert "join()" in str(caught(UsageError, backward, ddp, batch))
+    _, ddp, _ = new(hooks.allreduce)
+    with ddp.join(divide_by_initial_world_size=False):
+        refused("divide_by_initial_world_size", backward, ddp, batch)
     ddp = wrap(model())
     ddp.register_comm_hook(hooks.OkTopkState(ddp, name="other"), hooks.eager_sgd)
     refused("class EagerSGDState", backward, ddp, batch)

@@ -90,6 +90,15 @@ def check_join(ddp: DistributedDataParallel) -> None:
         raise UsageError("join() shadows allreduces that this hook does not make: call finish()")
 
 
+def check_join_divides(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError inside of `Join` if DDP would divide by the number of ranks that still have data."""
+    if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+        raise UsageError(
+            "this hook divides by the number of all ranks, also when some have no more data: leave out "
+            "divide_by_initial_world_size=False of join(), or the hook"
+        )
+
+
 def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError unless this optimizer, and nothing else, trains all parameters of the model, by itself."""
     if not isinstance(optimizer, torch.optim.Optimizer):
