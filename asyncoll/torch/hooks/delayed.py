@@ -49,6 +49,8 @@ class DCS3GDState(HookState):
     Memory: three flat tensors of the size of the gradients.
     """
 
+    _is_saved_by_each_rank = True
+
     def __init__(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, lambda0: float = 0.2) -> None:
         if not 0 <= lambda0 < math.inf:
             raise UsageError(f"lambda0 is a share of the gradient, at least 0, not {lambda0}")

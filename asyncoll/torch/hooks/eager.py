@@ -60,8 +60,9 @@ class EagerSGDState(HookState):
     three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
-    optimizer of one rank are those of all. `state_dict()` has the scheduler. At another moment it is a UsageError,
-    because gradients are staged that are in no round yet. All ranks load the same round.
+    optimizer of one rank are those of all, and may be loaded by any number of ranks. `state_dict()` has the scheduler.
+    At another moment it is a UsageError, because gradients are staged that are in no round yet. All ranks load the same
+    round.
 
     The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
     bit, equal parameters, groups and state of the optimizer, and state of the scheduler.

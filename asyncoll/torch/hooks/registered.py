@@ -25,7 +25,8 @@ class AllreduceState(HookState):
     gradients, parameters that are unfrozen after the model was wrapped, and `join(divide_by_initial_world_size=False)`:
     they are a UsageError. Buckets with parameters that a step has not used stay where they are.
 
-    The first `backward()` raises UsageError at all ranks unless they have the same round.
+    The first `backward()` raises UsageError at all ranks unless they have the same round. `state_dict()` has the round
+    alone, so that of any rank is that of all.
 
     Memory: registered memory of the size of the gradients. DDP's own buckets are freed.
     """

@@ -33,6 +33,8 @@ class HookState(ABC):
     DistributedDataParallel with which the hook would train wrongly.
     """
 
+    _is_saved_by_each_rank = False  # False: what one rank has saved is what all ranks have, however many there are
+
     def __init__(self, ddp: DistributedDataParallel) -> None:
         refusals.check_wrapped(ddp)
         group = ddp.process_group
@@ -60,24 +62,21 @@ class HookState(ABC):
         an error has ended, or Ctrl-C, if the state lacks what it held before the step.
         """
         self._check_whole()
-        return {
-            "hook": type(self).__name__,
-            "ranks": self._comm.size,
-            "rank": self._comm.rank,
-            "round": self.round,
-            "own": self._own_state(),
-        }
+        return {**self._origin(), "round": self.round, "own": self._own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved, before the first `backward()`. Load the model and the optimizer, too.
 
-        Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
-        training has begun. The first `backward()` raises UsageError at all ranks if they have loaded different rounds.
+        What any rank has saved of `allreduce` and `eager_sgd` may be loaded at every rank, of any number of ranks. With
+        `oktopk` and `dc_s3gd` each rank loads its own, and their number stays the same.
+
+        Local: sends nothing. Raises UsageError if `state` is of another hook, or of another rank or number of ranks
+        where each rank loads its own, or if the training has begun. The first `backward()` raises UsageError at all
+        ranks if they have loaded different rounds.
         """
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
-        expected = {"hook": type(self).__name__, "ranks": self._comm.size, "rank": self._comm.rank}
-        for what, here in expected.items():
+        for what, here in self._origin().items():
             if (there := state.get(what, "missing")) != here:
                 raise UsageError(
                     f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
@@ -110,6 +109,12 @@ class HookState(ABC):
     def _contents(self) -> dict[str, Any]:
         """What else all ranks must have in common, by name: tensors and plain values, in dicts and lists."""
         return {}
+
+    def _origin(self) -> dict[str, Any]:
+        """Where a checkpoint must come from that this rank loads."""
+        hook = {"hook": type(self).__name__}
+        place = {"ranks": self._comm.size, "rank": self._comm.rank} if self._is_saved_by_each_rank else {}
+        return hook | place
 
     def _own_state(self) -> dict[str, Any]:
         return {}
