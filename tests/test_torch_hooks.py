@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncoll import deadline
+from asyncoll import UsageError, deadline
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.handles import HandleRunner
+from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Layout
 from asyncoll.torch.hooks.completion import complete
 
@@ -92,3 +93,11 @@ def test_a_change_of_any_element_of_a_gradient_is_noticed(dtype):
         assert not layout.are_gradients(changed), index
     parameters[-1].grad = None
     assert not layout.are_gradients(flat)
+
+
+def test_buffers_that_torch_before_2_13_broadcasts_are_refused():
+    old = SimpleNamespace(broadcast_buffers=True, modules_buffers=[torch.zeros(1)], find_unused_parameters=False)
+    with pytest.raises(UsageError, match="with broadcast_buffers=False"):
+        refusals.check_without_lockstep(old)
+    old.broadcast_buffers = False
+    refusals.check_without_lockstep(old)

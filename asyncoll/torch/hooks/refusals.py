@@ -58,12 +58,13 @@ def check_all_reduced(ddp: DistributedDataParallel) -> None:
 
 def check_without_lockstep(ddp: DistributedDataParallel) -> None:
     """Raise UsageError for features that make a rank wait for all others in each step."""
+    option = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"  # torch < 2.13
     _raise_first(
         [
             (
-                ddp.forward_sync_buffers and bool(ddp.modules_buffers),
+                getattr(ddp, option) and bool(ddp.modules_buffers),
                 "broadcasting buffers in each forward pass makes ranks wait for each other: wrap the model with "
-                "forward_sync_buffers=False (finish() gives all ranks rank 0's buffers)",
+                f"{option}=False (finish() gives all ranks rank 0's buffers)",
             ),
             (
                 ddp.find_unused_parameters,
