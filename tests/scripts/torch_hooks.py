@@ -442,6 +442,18 @@ def sparse():
     state._comm = SimpleNamespace(sparse_allreduce=interrupt)
     caught(KeyboardInterrupt, backward, ddp, batches(1, 1)[0])
     refused("no state to save", state.state_dict)
+    # Ctrl-C in finish(), or in a resynchronisation, leaves calls unmade.
+    state, ddp, optimizer = new(hooks.oktopk)
+    step(ddp, optimizer, batches(1, 1)[0])
+    state._finish = interrupt
+    caught(KeyboardInterrupt, state.finish)
+    refused("has failed", state.finish)
+    state, ddp, optimizer = new(hooks.eager_sgd)
+    backward(ddp, batches(1, 1)[0])
+    state._resynchronise = interrupt
+    caught(KeyboardInterrupt, optimizer.step)
+    refused("has failed", state.finish)
+    refused("has ended", backward, ddp, batches(1, 1)[0])
 
 
 # -- DC-S3GD --------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ class EagerSGDState(HookState):
         assert reduction is not None
         self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
-            with self._calls():
+            with self._fails_if_interrupted(), self._calls():
                 self._resynchronise()
         self._schedule.note()
         self._parameter_changes.note()

@@ -89,12 +89,12 @@ class HookState(ABC):
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
 
         A second call has no effect. A `backward()` after it is a UsageError, and so is this call after a
-        NonFiniteError, or after Ctrl-C in the call of `oktopk`.
+        NonFiniteError, or after Ctrl-C in the call of `oktopk` or in this one: go back to a checkpoint.
         """
         if self._has_ended:
             return
         self._check_whole()
-        with self._calls():
+        with self._fails_if_interrupted(), self._calls():
             self._finish()
         self._has_ended = True
 
@@ -146,6 +146,17 @@ class HookState(ABC):
         self._has_failed = True
         yield
         self._has_failed = False
+
+    @contextmanager
+    def _fails_if_interrupted(self) -> Iterator[None]:
+        """For work of several calls: Ctrl-C leaves some of them unmade, and the other ranks wait for these."""
+        try:
+            yield
+        except AsyncollError:
+            raise
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _check_whole(self) -> None:
         if self._has_failed:
