@@ -654,6 +654,11 @@ def agreement():
     ):
         _, ddp, _ = new(hook, options=option)
         refused(f"different values of {next(iter(option))}", backward, ddp, batch)
+    _, ddp, _ = new(hooks.eager_sgd, options={"partial": "quorum", "seed": int(first)})
+    refused("different values of seed:", backward, ddp, batch)
+    default = dist.get_world_size() // 2 + 1
+    _, ddp, _ = new(hooks.eager_sgd, options={"partial": "quorum", "quorum": default if first else None})
+    backward(ddp, batch)
     _, ddp, optimizer = new(hooks.eager_sgd)
     optimizer.param_groups[0]["lr"] = 0.1 + first
     refused("different values of options of the optimizer", backward, ddp, batch)

@@ -95,7 +95,8 @@ class EagerSGDState(HookState):
         self._partial = partial
         self._draw: dict[str, Any] = {}  # what decides when a round starts
         if partial != "solo":
-            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": quorum}
+            needed = self._comm.size // 2 + 1 if quorum is None else quorum
+            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": needed}
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
@@ -113,8 +114,7 @@ class EagerSGDState(HookState):
 
     def _check_operation(self) -> None:
         layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
-        draw = {option: value for option, value in self._draw.items() if value is not None}
-        operation = Operation(layout=layout, opening=Opening(self._partial), **draw, **self._rules)
+        operation = Operation(layout=layout, opening=Opening(self._partial), **self._draw, **self._rules)
         check_operation(operation, self._comm.size)
 
     @property
@@ -163,9 +163,9 @@ class EagerSGDState(HookState):
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
     def _options(self) -> dict[str, Any]:
-        draw = {"partial": self._partial, **self._draw}
         return self._rules | {
-            ", ".join(draw): draw,
+            "partial": self._partial,
+            **{option: self._draw.get(option) for option in ("candidates", "quorum", "seed")},
             "clip_norm": self._clip_norm,
             "scheduler": self._schedule.kind(),
             "options of the optimizer": self._schedule.values(),
