@@ -294,7 +294,7 @@ class EagerSGDState(HookState):
                 self._apply(result)
             self._skip_to(reduction.round)
         self._resynchronise()
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        self._share_buffers()
         self._steps.remove()
 
 

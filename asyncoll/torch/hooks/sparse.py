@@ -18,9 +18,7 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
-from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
 
 
@@ -141,7 +139,7 @@ class OkTopkState(HookState):
             self._comm.load_sparse_state(self._name_of(method), state)
 
     def _finish(self) -> None:
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        self._share_buffers()
 
 
 def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

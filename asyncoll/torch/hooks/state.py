@@ -19,7 +19,9 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.places import reported_at_user
+from asyncoll.training import replicas
 
 S = TypeVar("S", bound="HookState")
 
@@ -121,6 +123,10 @@ class HookState(ABC):
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         del own
+
+    def _share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers. Collective."""
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
 
     def _model(self) -> DistributedDataParallel:
         ddp = self._ddp()
