@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from asyncoll import deadline
+from asyncoll import UsageError, deadline
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.handles import HandleRunner
+from asyncoll.torch.hooks import refusals
+from asyncoll.torch.hooks.buckets import Layout
 from asyncoll.torch.hooks.completion import complete
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
@@ -69,3 +72,32 @@ def test_an_interrupt_ends_the_wait_for_several_calls_at_once(comm):
 
     with pytest.raises(KeyboardInterrupt):
         complete(comm, waits_for_another_rank())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_change_of_any_element_of_a_gradient_is_noticed(dtype):
+    shapes = [
+        torch.zeros(3, 4).t(),
+        torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.zeros(5, 6)[:, ::2],
+    ]
+    parameters = [torch.nn.Parameter(x.to(dtype)) for x in (*shapes, torch.zeros(()), torch.zeros(0, 3))]
+    layout = Layout(parameters)
+    flat = torch.arange(1, layout.count + 1).to(dtype)
+    flat[2] = torch.nan  # the sum of finite gradients that overflows
+    layout.set_gradients(flat)
+    assert layout.are_gradients(flat)
+    for index in range(layout.count):
+        changed = flat.clone()
+        changed[index] = 0
+        assert not layout.are_gradients(changed), index
+    parameters[-1].grad = None
+    assert not layout.are_gradients(flat)
+
+
+def test_buffers_that_torch_before_2_13_broadcasts_are_refused():
+    old = SimpleNamespace(broadcast_buffers=True, modules_buffers=[torch.zeros(1)], find_unused_parameters=False)
+    with pytest.raises(UsageError, match="with broadcast_buffers=False"):
+        refusals.check_without_lockstep(old)
+    old.broadcast_buffers = False
+    refusals.check_without_lockstep(old)

@@ -442,6 +442,18 @@ def sparse():
     state._comm = SimpleNamespace(sparse_allreduce=interrupt)
     caught(KeyboardInterrupt, backward, ddp, batches(1, 1)[0])
     refused("no state to save", state.state_dict)
+    # Ctrl-C in finish(), or in a resynchronisation, leaves calls unmade.
+    state, ddp, optimizer = new(hooks.oktopk)
+    step(ddp, optimizer, batches(1, 1)[0])
+    state._finish = interrupt
+    caught(KeyboardInterrupt, state.finish)
+    refused("has failed", state.finish)
+    state, ddp, optimizer = new(hooks.eager_sgd)
+    backward(ddp, batches(1, 1)[0])
+    state._resynchronise = interrupt
+    caught(KeyboardInterrupt, optimizer.step)
+    refused("has failed", state.finish)
+    refused("has ended", backward, ddp, batches(1, 1)[0])
 
 
 # -- DC-S3GD --------------------------------------------------------------------------------------
@@ -505,26 +517,40 @@ def delayed():
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
+def of_rank(rank, value):
+    """The value of this rank."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return everyones[rank]
+
+
+def scheduled(hook, **more):
+    """What a checkpoint has, the state last, and the wrapped model; with a scheduler where the state takes one."""
+    module = model()
+    optimizer = optimizer_of(module)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    options = {"scheduler": scheduler} if hook is hooks.eager_sgd else {}
+    state, ddp, _ = new(hook, module, options, lambda _: optimizer, **more)
+    return (module, optimizer, state), ddp
+
+
 def checkpoints():
-    """A training that goes on from a checkpoint, also of round 0, ends with the same bits as one without a break."""
+    """A training that goes on from a checkpoint, also of round 0, ends with the same bits as one without a break.
+
+    It goes on in the same process group, under another name.
+    """
     states = []
     for hook in MAKERS:
-        data, saved, end = batches(6, 6), {}, None
+        data, saved, end, group = batches(6, 6), {}, None, dist.new_group()
+        is_of_all = hook in (hooks.allreduce, hooks.eager_sgd)
         for begin in (None, 0, 3):
-            module = model()
-            ddp, optimizer = (
-                wrap(module, process_group=dist.new_group(), gradient_as_bucket_view=True),
-                optimizer_of(module),
-            )
-            options = {
-                hooks.eager_sgd: {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)},
-                hooks.oktopk: {"name": "saved"},
-            }
-            state = MAKERS[hook](ddp, optimizer, **options.get(hook, {}))
-            ddp.register_comm_hook(state, hook)
-            parts = (module, optimizer, state)
-            for each, content in zip(parts, copy.deepcopy(saved.get(begin, ())), strict=False):
-                each.load_state_dict(content)
+            parts, ddp = scheduled(hook, process_group=group)
+            module, optimizer, state = parts
+            content = copy.deepcopy(saved.get(begin, ()))
+            if is_of_all:
+                content = of_rank(-1, content)
+            for each, part in zip(parts, content, strict=False):
+                each.load_state_dict(part)
             assert state.round == (begin or 0)
             for index in range(begin or 0, len(data)):
                 if begin is None:
@@ -536,6 +562,7 @@ def checkpoints():
             assert torch.equal(end, bits(module)), (hook, begin)
             refused("before the first", state.load_state_dict, saved[3][2])
         states.append((ddp, saved[3][2]))
+        load_elsewhere(hook, saved[3], is_of_all)
     saved = saved[3]
     # A checkpoint of DC-S3GD, after which no step is made, ends with the average that was under way.
     module = model()
@@ -550,6 +577,27 @@ def checkpoints():
     ddp, _ = states[0]
     for _, other in states[1:]:
         assert "was saved has hook" in str(caught(UsageError, hooks.AllreduceState(ddp).load_state_dict, other))
+    _, saved = states[list(MAKERS).index(hooks.oktopk)]
+    other = hooks.OkTopkState(ddp, algorithm="topka", density=0.1, name="of another algorithm")
+    refused("of the algorithm 'oktopk'", other.load_state_dict, saved)
+
+
+def load_elsewhere(hook, saved, is_of_all):
+    """Each rank alone goes on from what the last one has saved, unless each rank's checkpoint is its own."""
+    size = dist.get_world_size()
+    saved, alone = of_rank(-1, saved), [dist.new_group([rank]) for rank in range(size)][dist.get_rank()]
+    parts, ddp = scheduled(hook, process_group=alone)
+    *_, optimizer, state = parts
+    if not is_of_all:
+        if size > 1:
+            refused(f"has ranks {size}, and not 1", state.load_state_dict, saved[2])
+        return
+    for each, part in zip(parts, saved, strict=True):
+        each.load_state_dict(part)
+    for batch in batches(6, 3):
+        step(ddp, optimizer, batch)
+    state.finish()
+    assert state.round == 6
 
 
 # -- a death --------------------------------------------------------------------------------------
@@ -606,6 +654,11 @@ def agreement():
     ):
         _, ddp, _ = new(hook, options=option)
         refused(f"different values of {next(iter(option))}", backward, ddp, batch)
+    _, ddp, _ = new(hooks.eager_sgd, options={"partial": "quorum", "seed": int(first)})
+    refused("different values of seed:", backward, ddp, batch)
+    default = dist.get_world_size() // 2 + 1
+    _, ddp, _ = new(hooks.eager_sgd, options={"partial": "quorum", "quorum": default if first else None})
+    backward(ddp, batch)
     _, ddp, optimizer = new(hooks.eager_sgd)
     optimizer.param_groups[0]["lr"] = 0.1 + first
     refused("different values of options of the optimizer", backward, ddp, batch)
@@ -750,6 +803,9 @@ def refused_buckets():
     _, ddp, _ = new(hooks.eager_sgd)
     with ddp.join():
         assert "join()" in str(caught(UsageError, backward, ddp, batch))
+    _, ddp, _ = new(hooks.allreduce)
+    with ddp.join(divide_by_initial_world_size=False):
+        refused("divide_by_initial_world_size", backward, ddp, batch)
     ddp = wrap(model())
     ddp.register_comm_hook(hooks.OkTopkState(ddp, name="other"), hooks.eager_sgd)
     refused("class EagerSGDState", backward, ddp, batch)
@@ -768,6 +824,7 @@ def refused_steps():
     for change in (
         lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
         lambda ddp: ddp.module.out.weight.grad.mul_(2),
+        zero_one_element,
     ):
         _, ddp, optimizer = new(hooks.eager_sgd, options=LATE)
         backward(ddp, batch)
@@ -812,6 +869,10 @@ def refused_steps():
                 optimizer.step()
             else:
                 refused("changed the learning rate", optimizer.step)
+
+
+def zero_one_element(ddp):
+    ddp.module.wide.weight.grad.data[3, 1] = 0
 
 
 LATE = {"sync_every": 0}

@@ -58,6 +58,13 @@ class Layout:
             if parameter.grad is not None:
                 parameter.grad.copy_(part)
 
+    def are_gradients(self, flat: Tensor) -> bool:
+        """Whether all parameters have gradients, and `flat` has their bits."""
+        return all(
+            parameter.grad is not None and torch.equal(_bits(parameter.grad), _bits(part))
+            for parameter, part in zip(self.parameters, self.parts(flat), strict=True)
+        )
+
     def set_gradients(self, flat: Tensor) -> None:
         """Copy `flat` to the gradients of all parameters."""
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
@@ -106,6 +113,11 @@ class Buckets:
             )
         offset = gradient.storage_offset() - buffer.storage_offset()
         return self.flat[start : start + count], buffer[offset : offset + count]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The elements as integers: NaN, of a sum that overflows, equals itself."""
+    return x.detach().view(getattr(torch, f"int{8 * x.itemsize}"))
 
 
 def _like(parameter: Tensor, flat: Tensor, start: int) -> Tensor:

@@ -6,53 +6,27 @@ import torch
 from torch import Tensor, nn
 
 from asyncoll.errors import UsageError
+from asyncoll.torch.hooks.buckets import Layout
 
 
-class GradientChanges:
-    """Finds out whether the program has changed the gradients since the backward pass."""
+def check_gradients(optimizer: torch.optim.Optimizer, layout: Layout, flat: Tensor) -> None:
+    """Raise UsageError unless the step has the gradients of all parameters that `backward()` has left, those in `flat`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        self._optimizer = optimizer
-        self._parameters = parameters
-        self._versions: list[tuple[Tensor | None, int]] = []
-        self._samples = torch.empty(0)
-
-    def note_after_backward(self) -> None:
-        """Remember the gradients at the end of the backward pass under way, when DDP has copied the results to them."""
-        # DDP queues its own callback after the hook has returned. This one comes before, and queues another behind.
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._note))
-
-    def check(self) -> None:
-        """Raise UsageError if a gradient is another one than after the backward pass, or was missing then."""
-        for parameter, (gradient, _) in zip(self._parameters, self._versions, strict=True):
-            if gradient is None:
-                raise UsageError(
-                    f"a parameter of shape {list(parameter.shape)} has no gradient after backward(), so that a rank "
-                    "that applies missed results would step differently: use every parameter in each step, or freeze it"
-                )
-        is_same = all(a is b and v == w for (a, v), (b, w) in zip(self._versions, self._count(), strict=True))
-        # Fused optimizers get the scale as an attribute. Otherwise a GradScaler divides without counting a version.
-        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
-        if is_scaled or not is_same or not torch.equal(self._samples, self._sample()):
+    Reads all elements: a change through `.data` counts no version.
+    """
+    for parameter in layout.parameters:
+        if parameter.grad is None:
             raise UsageError(
-                "the gradients have changed between backward() and the step, by clipping or a GradScaler for example: "
-                "the results of rounds that a rank has missed would not. Give clip_norm to the state of the hook, and "
-                "train without a GradScaler"
+                f"a parameter of shape {list(parameter.shape)} has no gradient after backward(), so that a rank "
+                "that applies missed results would step differently: use every parameter in each step, or freeze it"
             )
-
-    def _note(self) -> None:
-        self._versions = self._count()
-        self._samples = self._sample()
-
-    def _count(self) -> list[tuple[Tensor | None, int]]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
-
-    def _sample(self) -> Tensor:
-        """Some elements of each gradient."""
-        gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
-        return torch.cat([x.as_strided((min(x.numel(), 8),), (max(x.numel() // 8, 1),)) for x in gradients])
+    # Fused optimizers get the scale of a GradScaler as an attribute.
+    if getattr(optimizer, "grad_scale", None) is not None or not layout.are_gradients(flat):
+        raise UsageError(
+            "the gradients have changed between backward() and the step, by clipping or a GradScaler for example: "
+            "the results of rounds that a rank has missed would not. Give clip_norm to the state of the hook, and "
+            "train without a GradScaler"
+        )
 
 
 class ParameterChanges:

@@ -18,10 +18,8 @@ from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges
-from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.training import replicas
 from asyncoll.training.dc_s3gd import compensate
 
 
@@ -48,6 +46,8 @@ class DCS3GDState(HookState):
 
     Memory: three flat tensors of the size of the gradients.
     """
+
+    _is_saved_by_each_rank = True
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, lambda0: float = 0.2) -> None:
         if not 0 <= lambda0 < math.inf:
@@ -133,7 +133,7 @@ class DCS3GDState(HookState):
         self._steps.check_done()
         self._resume()
         self._take_average()
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        self._share_buffers()
         self._steps.remove()
 
 

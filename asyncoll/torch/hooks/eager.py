@@ -20,7 +20,7 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
-from asyncoll.torch.hooks.changes import GradientChanges, ParameterChanges
+from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
@@ -60,8 +60,9 @@ class EagerSGDState(HookState):
     three steps by then. A second training on the process group needs another `name`.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
-    optimizer of one rank are those of all. `state_dict()` has the scheduler. At another moment it is a UsageError,
-    because gradients are staged that are in no round yet. All ranks load the same round.
+    optimizer of one rank are those of all, and may be loaded by any number of ranks. `state_dict()` has the scheduler.
+    At another moment it is a UsageError, because gradients are staged that are in no round yet. All ranks load the same
+    round.
 
     The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
     bit, equal parameters, groups and state of the optimizer, and state of the scheduler.
@@ -94,7 +95,8 @@ class EagerSGDState(HookState):
         self._partial = partial
         self._draw: dict[str, Any] = {}  # what decides when a round starts
         if partial != "solo":
-            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": quorum}
+            needed = self._comm.size // 2 + 1 if quorum is None else quorum
+            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": needed}
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
@@ -102,7 +104,6 @@ class EagerSGDState(HookState):
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()
-        self._gradient_changes = GradientChanges(optimizer, self._buckets.layout.parameters)
         self._parameter_changes = ParameterChanges(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
@@ -113,8 +114,7 @@ class EagerSGDState(HookState):
 
     def _check_operation(self) -> None:
         layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
-        draw = {option: value for option, value in self._draw.items() if value is not None}
-        operation = Operation(layout=layout, opening=Opening(self._partial), **draw, **self._rules)
+        operation = Operation(layout=layout, opening=Opening(self._partial), **self._draw, **self._rules)
         check_operation(operation, self._comm.size)
 
     @property
@@ -137,7 +137,6 @@ class EagerSGDState(HookState):
                 self._check_gradient()
                 self._reduction = self._exchange()
             self._buckets.scatter()
-            self._gradient_changes.note_after_backward()
         return future
 
     def _check_gradient(self) -> None:
@@ -164,9 +163,9 @@ class EagerSGDState(HookState):
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
     def _options(self) -> dict[str, Any]:
-        draw = {"partial": self._partial, **self._draw}
         return self._rules | {
-            ", ".join(draw): draw,
+            "partial": self._partial,
+            **{option: self._draw.get(option) for option in ("candidates", "quorum", "seed")},
             "clip_norm": self._clip_norm,
             "scheduler": self._schedule.kind(),
             "options of the optimizer": self._schedule.values(),
@@ -210,7 +209,7 @@ class EagerSGDState(HookState):
         """Apply all results since this rank's last step but the newest, and leave that one in the gradients."""
         reduction = self._reduction
         assert reduction is not None
-        self._gradient_changes.check()
+        check_gradients(self._optimizer, self._buckets.layout, self._buckets.flat)
         self._parameter_changes.check()
         self._schedule.check()
         if reduction.skipped and not self._rules["sync_every"]:
@@ -230,7 +229,7 @@ class EagerSGDState(HookState):
         assert reduction is not None
         self._skip_to(reduction.round)
         if reduction.synchronous:  # all ranks are here, after the same round
-            with self._calls():
+            with self._fails_if_interrupted(), self._calls():
                 self._resynchronise()
         self._schedule.note()
         self._parameter_changes.note()
@@ -295,7 +294,7 @@ class EagerSGDState(HookState):
                 self._apply(result)
             self._skip_to(reduction.round)
         self._resynchronise()
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        self._share_buffers()
         self._steps.remove()
 
 

@@ -58,12 +58,13 @@ def check_all_reduced(ddp: DistributedDataParallel) -> None:
 
 def check_without_lockstep(ddp: DistributedDataParallel) -> None:
     """Raise UsageError for features that make a rank wait for all others in each step."""
+    option = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"  # torch < 2.13
     _raise_first(
         [
             (
-                ddp.forward_sync_buffers and bool(ddp.modules_buffers),
+                getattr(ddp, option) and bool(ddp.modules_buffers),
                 "broadcasting buffers in each forward pass makes ranks wait for each other: wrap the model with "
-                "forward_sync_buffers=False (finish() gives all ranks rank 0's buffers)",
+                f"{option}=False (finish() gives all ranks rank 0's buffers)",
             ),
             (
                 ddp.find_unused_parameters,
@@ -88,6 +89,15 @@ def check_join(ddp: DistributedDataParallel) -> None:
     """Raise UsageError inside of `Join`: ranks without data would have to shadow rounds that do not wait for them."""
     if ddp._join_config.enable:
         raise UsageError("join() shadows allreduces that this hook does not make: call finish()")
+
+
+def check_join_divides(ddp: DistributedDataParallel) -> None:
+    """Raise UsageError inside of `Join` if DDP would divide by the number of ranks that still have data."""
+    if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+        raise UsageError(
+            "this hook divides by the number of all ranks, also when some have no more data: leave out "
+            "divide_by_initial_world_size=False of join(), or the hook"
+        )
 
 
 def check_optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
+from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.state import HookState, checked
 
 
@@ -21,10 +22,11 @@ class AllreduceState(HookState):
     power of two: it multiplies new gradients by 1 / size, as this hook does, and divides those that it adds up in a
     bucket, after `no_sync()` or `zero_grad(set_to_none=False)`.) All features of DDP may be used but `mixed_precision`,
     `delay_all_reduce_named_params`, `skip_all_reduce_unused_params`, the `python_reducer` of torch.compile, sparse
-    gradients, and parameters that are unfrozen after the model was wrapped. Buckets with parameters that a step has not
-    used stay where they are.
+    gradients, parameters that are unfrozen after the model was wrapped, and `join(divide_by_initial_world_size=False)`:
+    they are a UsageError. Buckets with parameters that a step has not used stay where they are.
 
-    The first `backward()` raises UsageError at all ranks unless they have the same round.
+    The first `backward()` raises UsageError at all ranks unless they have the same round. `state_dict()` has the round
+    alone, so that of any rank is that of all.
 
     Memory: registered memory of the size of the gradients. DDP's own buckets are freed.
     """
@@ -39,9 +41,10 @@ class AllreduceState(HookState):
         self._moved: dict[int, list[Tensor]] = {}  # by index of the bucket: its buffer, and the gradients in it
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        ddp = self._model()
+        refusals.check_join_divides(ddp)
         self._accept(bucket)
         buffer = bucket.buffer()
-        ddp = self._model()
         are_final = ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
         if are_final and bucket.index() not in self._moved and (tensors := _tensors_of(bucket)):
             _move(tensors, self._comm.empty(buffer.numel(), buffer.dtype))

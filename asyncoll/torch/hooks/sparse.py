@@ -18,9 +18,7 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
-from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.training import replicas
 from asyncoll.training.oktopk_sgd import Algorithm
 
 
@@ -44,11 +42,14 @@ class OkTopkState(HookState):
     The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
     bit, equal parameters.
 
-    `state_dict()` has the residual, which is each rank's own, and thresholds and regions. `finish()` gives all ranks
-    rank 0's buffers.
+    `state_dict()` has the residual, which is each rank's own, and thresholds and regions. A state with another `name`
+    loads it, too: so the process group goes back to a checkpoint after an error. `finish()` gives all ranks rank 0's
+    buffers.
 
     Memory: two flat tensors of the size of the gradients, and in a step about one and a half more, to select elements.
     """
+
+    _is_saved_by_each_rank = True
 
     def __init__(
         self,
@@ -109,34 +110,36 @@ class OkTopkState(HookState):
         return {"algorithm": self._algorithm, "warm_up": self._warm_up, "name": self._name, **self._rules}
 
     def _contents(self) -> dict[str, Any]:
-        rounds = {name: state and state["round"] for name, state in self._operations().items()}
+        rounds = {method: state and state["round"] for method, state in self._operations().items()}
         return {**agreement.contents_of_model(self._model()), "the rounds of the sparse allreduce": rounds}
 
     def _operations(self) -> dict[str, Any]:
-        """The states of the sparse allreduces that the training makes, by name."""
-        names = sorted({self._name_of(method) for method in ("dense", self._algorithm)})
-        return {name: self._comm.sparse_state(name) for name in names}
+        """The states of the sparse allreduces that the training makes, by method."""
+        methods = sorted({"dense", self._algorithm})
+        return {method: self._comm.sparse_state(self._name_of(method)) for method in methods}
 
     def _name_of(self, method: str) -> str:
         return f"{self._name}, {method}"
 
     def _own_state(self) -> dict[str, Any]:
         return {
-            "kind": [self._algorithm, self._name],
+            "algorithm": self._algorithm,
             "residual": self._residual.clone(),
             "operations": self._operations(),
         }
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        kind = [self._algorithm, self._name]
-        if own["kind"] != kind or own["residual"].shape != self._residual.shape:
-            raise UsageError(f"the state that was saved is of algorithm and name {own['kind']}, or of another model")
+        if own["algorithm"] != self._algorithm or own["residual"].shape != self._residual.shape:
+            raise UsageError(
+                f"the state that was saved is of the algorithm {own['algorithm']!r} and {own['residual'].numel()} "
+                f"elements, and not of {self._algorithm!r} and {self._residual.numel()}: make the same state and model"
+            )
         self._residual.copy_(own["residual"])
-        for name, state in own["operations"].items():
-            self._comm.load_sparse_state(name, state)
+        for method, state in own["operations"].items():
+            self._comm.load_sparse_state(self._name_of(method), state)
 
     def _finish(self) -> None:
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        self._share_buffers()
 
 
 def oktopk(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -19,7 +19,9 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
+from asyncoll.torch.hooks.completion import complete
 from asyncoll.torch.places import reported_at_user
+from asyncoll.training import replicas
 
 S = TypeVar("S", bound="HookState")
 
@@ -32,6 +34,8 @@ class HookState(ABC):
     Raises UsageError if the process group is of another backend, or the model uses a feature of
     DistributedDataParallel with which the hook would train wrongly.
     """
+
+    _is_saved_by_each_rank = False  # False: what one rank has saved is what all ranks have, however many there are
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         refusals.check_wrapped(ddp)
@@ -60,24 +64,21 @@ class HookState(ABC):
         an error has ended, or Ctrl-C, if the state lacks what it held before the step.
         """
         self._check_whole()
-        return {
-            "hook": type(self).__name__,
-            "ranks": self._comm.size,
-            "rank": self._comm.rank,
-            "round": self.round,
-            "own": self._own_state(),
-        }
+        return {**self._origin(), "round": self.round, "own": self._own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved, before the first `backward()`. Load the model and the optimizer, too.
 
-        Local: sends nothing. Raises UsageError if `state` is of another hook, rank or number of ranks, or if the
-        training has begun. The first `backward()` raises UsageError at all ranks if they have loaded different rounds.
+        What any rank has saved of `allreduce` and `eager_sgd` may be loaded at every rank, of any number of ranks. With
+        `oktopk` and `dc_s3gd` each rank loads its own, and their number stays the same.
+
+        Local: sends nothing. Raises UsageError if `state` is of another hook, or of another rank or number of ranks
+        where each rank loads its own, or if the training has begun. The first `backward()` raises UsageError at all
+        ranks if they have loaded different rounds.
         """
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
-        expected = {"hook": type(self).__name__, "ranks": self._comm.size, "rank": self._comm.rank}
-        for what, here in expected.items():
+        for what, here in self._origin().items():
             if (there := state.get(what, "missing")) != here:
                 raise UsageError(
                     f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
@@ -90,12 +91,12 @@ class HookState(ABC):
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
 
         A second call has no effect. A `backward()` after it is a UsageError, and so is this call after a
-        NonFiniteError, or after Ctrl-C in the call of `oktopk`.
+        NonFiniteError, or after Ctrl-C in the call of `oktopk` or in this one: go back to a checkpoint.
         """
         if self._has_ended:
             return
         self._check_whole()
-        with self._calls():
+        with self._fails_if_interrupted(), self._calls():
             self._finish()
         self._has_ended = True
 
@@ -111,11 +112,21 @@ class HookState(ABC):
         """What else all ranks must have in common, by name: tensors and plain values, in dicts and lists."""
         return {}
 
+    def _origin(self) -> dict[str, Any]:
+        """Where a checkpoint must come from that this rank loads."""
+        hook = {"hook": type(self).__name__}
+        place = {"ranks": self._comm.size, "rank": self._comm.rank} if self._is_saved_by_each_rank else {}
+        return hook | place
+
     def _own_state(self) -> dict[str, Any]:
         return {}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         del own
+
+    def _share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers. Collective."""
+        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
 
     def _model(self) -> DistributedDataParallel:
         ddp = self._ddp()
@@ -141,6 +152,17 @@ class HookState(ABC):
         self._has_failed = True
         yield
         self._has_failed = False
+
+    @contextmanager
+    def _fails_if_interrupted(self) -> Iterator[None]:
+        """For work of several calls: Ctrl-C leaves some of them unmade, and the other ranks wait for these."""
+        try:
+            yield
+        except AsyncollError:
+            raise
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _check_whole(self) -> None:
         if self._has_failed:
