@@ -1730,7 +1730,6 @@ class Communicator:
 
         Raises:
             UsageError: the shape or the dtype is not supported, or this host has too little memory left.
-            ClosedError: this communicator is closed, or this rank has left the world.
 
         Example:
 
@@ -1738,7 +1737,6 @@ class Communicator:
             gradients.zero_()
             await comm.allreduce(gradients)
         """
-        self._core.member.check_open()
         return self._core.memory.empty(shape, dtype)
 
     # -- the communicator itself ------------------------------------------------------------------

@@ -182,7 +182,8 @@ def _gather(
         selector.register(listener, selectors.EVENT_READ)
         while missing():
             ready = selector.select(_PAUSE_S)
-            joining.check(missing, _NOT_HERE)
+            if not ready:
+                joining.check(missing, _NOT_HERE)
             for key, _ in ready:
                 try:
                     if key.fileobj is listener:
