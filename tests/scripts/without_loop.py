@@ -598,9 +598,15 @@ def leaves():
 def ends():
     """Rank 0 ends without `close`, in the middle of the calls of the others."""
     comm = asyncoll.init()
-    comm.barrier().wait()
-    if comm.rank:
-        assert "ended without" in str(caught(asyncoll.AbortedError, comm.barrier().wait, SECONDS))
+    if not comm.rank:
+        comm.barrier().wait(SECONDS)
+        return
+
+    def meet():
+        comm.barrier().wait(SECONDS)  # rank 0 may end before this rank has seen the end of this call
+        comm.barrier().wait(SECONDS)
+
+    assert "ended without" in str(caught(asyncoll.AbortedError, meet))
 
 
 def flag(name):
