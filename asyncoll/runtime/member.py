@@ -117,7 +117,10 @@ class Member:
         self.at_end(lambda: self.endpoint.router.off_control(kind, self.communicator))
 
     def abort(self, reason: str) -> None:
-        """Fail the communicator at all of its ranks with an AbortedError of this rank. No effect after the world."""
+        """Fail the communicator at all of its ranks with an AbortedError of this rank.
+
+        Without effect once this rank has left the world.
+        """
         if self.endpoint.closed:
             return
         if self._aborted is None and not self.is_closed:
