@@ -1730,6 +1730,7 @@ class Communicator:
 
         Raises:
             UsageError: the shape or the dtype is not supported, or this host has too little memory left.
+            ClosedError: this rank has left the world, whose ranks shared memory.
 
         Example:
 

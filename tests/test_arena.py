@@ -23,7 +23,7 @@ import pytest
 import uvloop
 from conftest import PATIENCE_S
 
-from asyncoll.errors import DeadlineError, PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import ClosedError, DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
 from asyncoll.transport import joining
 from asyncoll.transport.control_block import Wait
@@ -182,6 +182,23 @@ def test_freed_memory_returns_to_the_host(two):
     assert held(arena) > before + 64 * MIB, "the pages exist before the first access"
     arena.free(address)
     assert held(arena) < before + 8 * MIB, "huge pages at the edges may remain"
+
+
+def test_a_closed_arena_touches_no_other_file(two, tmp_path):
+    """The numbers of its descriptors are those of files that the program has opened since."""
+    arena, _ = two
+    address = arena.allocate(8 * MIB)
+    arena.close()
+    path = tmp_path / "of the program"
+    path.write_bytes(bytes(range(256)) * 8 * (MIB // 256))
+    before = path.read_bytes()
+    with contextlib.ExitStack() as opened:
+        for _ in range(64):
+            opened.enter_context(path.open("r+b"))
+        arena.free(address)
+        with pytest.raises(ClosedError, match="has left the world"):
+            arena.allocate(64 * MIB)
+    assert path.read_bytes() == before
 
 
 def test_a_freed_block_is_used_again(two):

@@ -161,11 +161,12 @@ class Arena(Protocol):
         The address is a multiple of 64. The content is arbitrary. Access to the block never fails later: the host
         provides its pages now.
 
-        Raises UsageError, with the remedy, if the host has too little memory left.
+        Raises UsageError, with the remedy, if the host has too little memory left, and ClosedError after this rank has
+        left the world.
         """
 
     def free(self, address: int) -> None:
-        """Free a block of this rank, from `allocate`. No rank may use it any more."""
+        """Free a block of this rank, from `allocate`. No rank may use it any more. Without effect in a closed arena."""
 
     def view(self, address: int, nbytes: int) -> Array:
         """Return the `nbytes` bytes at `address`, in the memory of any rank, as a flat uint8 array.

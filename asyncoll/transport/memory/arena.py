@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncoll import _core, forks
 from asyncoll._core import Core
-from asyncoll.errors import AsyncollError, ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
 from asyncoll.transport.control_block import (
@@ -114,6 +114,7 @@ class HostArena:
         self._heap = Heap(HEAD_BYTES, self._capacity, mmap.PAGESIZE)
         self._heap_lock = threading.Lock()
         self._parent: int | None = None  # in a forked child: the process that owns this arena
+        self._is_closed = False  # then other files may have the numbers of its descriptors
         with contextlib.ExitStack() as undo:
             self._memory = _copy(undo, segments[local_rank].memory)
             # By the number of the doorbell, which is DOORBELLS * local rank + 0 for callers, or 1 for the runtime.
@@ -137,6 +138,8 @@ class HostArena:
     def allocate(self, nbytes: int) -> int:
         if self._parent is not None:
             raise forks.refusal(self._parent)
+        if self._is_closed:
+            raise ClosedError("this rank has left the world, and its shared memory is closed")
         check_room(nbytes)
         with self._heap_lock:
             try:
@@ -155,7 +158,7 @@ class HostArena:
         return address
 
     def free(self, address: int) -> None:
-        if self._parent is not None:
+        if self._parent is not None or self._is_closed:
             return
         offset = address - self.local_rank * self._capacity
         give_back(self._memory, offset, self._heap.extent(offset))  # before another thread can allocate the block
@@ -334,6 +337,7 @@ class HostArena:
 
     def close(self) -> None:
         """Release everything. Memory stays mapped, and valid, as long as views and control blocks of it exist."""
+        self._is_closed = True
         forks.unregister(self)
         for doorbell in self._doorbells:
             doorbell.close()
