@@ -176,7 +176,10 @@ class _Session:
             await self._asked.wait()
         reason = self._reason
         # Not raised here: KeyboardInterrupt in a task would end the loop.
-        await world.__aexit__(None if reason is None else type(reason), reason, None)
+        if reason is None:
+            await world.__aexit__(None, None, None)
+        else:
+            await world.__aexit__(type(reason), reason, reason.__traceback__)
 
 
 def _with_handle(

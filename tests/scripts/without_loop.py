@@ -662,9 +662,11 @@ def stops(comm):
 
 
 def raises():
-    """An exception that leaves the `with` block aborts the calls of the others."""
+    """An exception that leaves the `with` block aborts the calls of the others, and names the line that has raised it."""
     for case in (fails, stops):
-        assert "enough" in str(caught((ValueError, KeyboardInterrupt, asyncoll.AbortedError), inside, case))
+        error = caught((ValueError, KeyboardInterrupt, asyncoll.AbortedError), inside, case)
+        assert "enough" in str(error)
+        assert case.__name__ in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def inside(case):
