@@ -109,6 +109,10 @@ def dropped(comm):
         runner = comm._core.member.runner
         while runner._left or runner.held or runner._finishing:
             threading.Event().wait(0.001)
+        turned = threading.Event()
+        runner.home.call_soon_threadsafe(turned.set)  # after the callback that has the last handle
+        turned.wait(SECONDS)
+        comm.statistics()  # adds up what calls have left to be counted
         gc.collect()
         return sys.getallocatedblocks()
 
