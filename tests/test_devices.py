@@ -131,7 +131,7 @@ def increment(device, x):
 def fetched(device, x):
     """A mark of `x`, and pages with its bytes, which the host has seen to arrive."""
     mark, into = device.mark(x), pages()
-    transfer = device.fetch(mark, 0, into)
+    transfer = mark.fetch(0, into)
     while transfer.moved != transfer.nbytes:
         device.turn()
     return mark, into
@@ -140,60 +140,60 @@ def fetched(device, x):
 def changed_after_the_mark(device, x):
     mark = device.mark(x)
     increment(device, x)
-    device.fetch(mark, 0, pages())
+    mark.fetch(0, pages())
 
 
 def changed_during_the_copy(device, x):
-    device.fetch(device.mark(x), 0, pages())
+    device.mark(x).fetch(0, pages())
     increment(device, x)
 
 
 def used_without_join(device, x):
     mark, into = fetched(device, x)
-    device.put(into, mark, 0)
+    mark.put(into, 0)
     increment(device, x)
 
 
 def used_on_a_stream_that_has_not_joined(device, x):
     mark, into = fetched(device, x)
-    device.put(into, mark, 0)
-    device.join(mark)
+    mark.put(into, 0)
+    mark.join()
     with device.stream("other"):
         increment(device, x)
 
 
 def read_on_a_stream_that_has_not_joined(device, x):
     mark, into = fetched(device, x)
-    device.put(into, mark, 0)
+    mark.put(into, 0)
     with device.stream("other"):
         device.compute(lambda into, source: np.copyto(into, source), device.tensor(torch.empty(COUNT)), reads=[x])
 
 
 def put_before_all_has_arrived(device, x):
     mark, into = device.mark(x), pages()
-    transfer = device.fetch(mark, 0, into)
+    transfer = mark.fetch(0, into)
     while not transfer.moved:
         device.turn()
     assert transfer.moved < transfer.nbytes
-    device.put(np.zeros(4 * COUNT, np.uint8), mark, 0)
+    mark.put(np.zeros(4 * COUNT, np.uint8), 0)
 
 
 def host_writes_what_has_not_arrived(device, x):
     into = pages()
-    device.fetch(device.mark(x), 0, into)
+    device.mark(x).fetch(0, into)
     into[-1] = 1
 
 
 def host_writes_what_is_put(device, x):
     mark, into = fetched(device, x)
-    device.put(into, mark, 0)
+    mark.put(into, 0)
     into[-1] += 1
 
 
 def unpinned_during_the_copy(device, x):
     into = pages()
     device.pin(into)
-    device.fetch(device.mark(x), 0, into)
+    device.mark(x).fetch(0, into)
     device.unpin(into)
 
 
@@ -253,7 +253,7 @@ def test_each_hazard_is_noticed(misuse, hazard):
 def test_what_has_not_arrived_is_poison():
     with fake_device(0, "program") as device:
         into = pages()
-        transfer = device.fetch(device.mark(device.tensor(torch.zeros(COUNT))), 0, into)
+        transfer = device.mark(device.tensor(torch.zeros(COUNT))).fetch(0, into)
         assert (into == POISON).all()
         while transfer.moved < transfer.nbytes:
             assert (into[: transfer.moved] == 0).all()
@@ -277,7 +277,7 @@ def test_a_copy_fails():
         with fake_device(0, "loop") as device:
             device.fail_copy(1, OSError("no more"))
             x = device.tensor(torch.zeros(COUNT))
-            copies = [device.fetch(device.mark(x), 0, pages()) for _ in range(3)]
+            copies = [device.mark(x).fetch(0, pages()) for _ in range(3)]
             await arrived(copies[0])
             with pytest.raises(OSError, match="no more"):
                 await arrived(copies[1])
@@ -294,7 +294,7 @@ def test_an_error_that_stays():
             x = device.tensor(torch.zeros(COUNT))
             for _ in range(2):
                 with pytest.raises(OSError, match="broken"):
-                    await arrived(device.fetch(device.mark(x), 0, pages()))
+                    await arrived(device.mark(x).fetch(0, pages()))
             increment(device, x)
             assert not device.values(x).any()
 

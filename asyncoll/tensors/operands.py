@@ -29,9 +29,11 @@ from asyncoll.tensors.reductions import (
     dtype_name,
     put,
     scale,
+    storage,
     torch_view,
     widened,
 )
+from asyncoll.tensors.staged import Staged, Stager, stager_of, stagers
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +44,8 @@ _SHOWN = 64  # characters: a longer text is replaced by its digest
 class Operand(NamedTuple):
     """A caller's tensor as algorithms see it.
 
-    `flat` is a view of the caller's memory or, where `copied`, a packed copy of it.
+    `flat` is a view of the caller's memory or, where `copied`, a packed copy of it. A copy of a tensor on a device has
+    its elements once `staged` has arrived.
     """
 
     source: Any
@@ -50,6 +53,7 @@ class Operand(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     copied: bool
+    staged: Staged | None = None  # of a tensor on a device, whose mirror `flat` is
 
     @property
     def is_torch(self) -> bool:
@@ -59,13 +63,17 @@ class Operand(NamedTuple):
         """Put `flat` back into the caller's tensor, if it is a copy."""
         if not self.copied:
             return
-        if isinstance(self.source, np.ndarray):
+        if self.staged is not None:
+            self.staged.put()
+        elif isinstance(self.source, np.ndarray):
             self.source[...] = self.flat.reshape(self.shape)
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
     def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind and of `shape`."""
+        """`flat` as a tensor of the caller's kind and of `shape`, and on its device."""
+        if self.staged is not None:
+            return self.staged.like(flat, self.dtype, tuple(shape))
         return build(flat, self.dtype, shape, as_torch=self.is_torch)
 
 
@@ -89,8 +97,11 @@ def is_tensor(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def as_operand(x: object, *, writable: bool = False) -> Operand:
+def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is_read: bool = True) -> Operand:
     """`x` as a flat array.
+
+    With `may_stage`, `x` may be a tensor of a device: the caller waits for `Operand.staged` then. Unless `is_read`, the
+    call needs no elements of it.
 
     Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, if the result goes
     back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of either is seen as
@@ -106,6 +117,8 @@ def as_operand(x: object, *, writable: bool = False) -> Operand:
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
+        if stagers and (stager := stager_of(x)) is not None:
+            return _staged_operand(x, stager, writable, may_stage, is_read)
         plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
         return plain or _torch_operand(x, writable)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
@@ -151,7 +164,17 @@ def _torch_names() -> dict[torch.dtype, str]:
     return {getattr(torch, name): name for name in DTYPES if name != BFLOAT16 and not name.startswith("complex")}
 
 
-def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
+def _staged_operand(x: torch.Tensor, stager: Stager, writable: bool, may_stage: bool, is_read: bool) -> Operand:
+    if not may_stage:
+        raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
+    if x.is_conj() or x.is_neg():
+        raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
+    dtype = _checked_dtype(x, writable)
+    staged = stager.stage(x.detach(), is_read=is_read)
+    return Operand(x, staged.mirror.view(storage(dtype)), dtype, tuple(x.shape), copied=True, staged=staged)
+
+
+def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
     import torch
 
     dtype = dtype_name(x.dtype)
@@ -159,12 +182,16 @@ def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
     if x.layout is not torch.strided:
         raise UsageError(f"layout {x.layout} is not supported: pass x.to_dense()")
+    if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    return dtype
+
+
+def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
     if x.device.type != "cpu":
         raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
     try:
-        if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
-        return _strided_operand(x, dtype)
+        return _strided_operand(x, _checked_dtype(x, writable))
     except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
         raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
 

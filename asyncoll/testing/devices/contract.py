@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncoll.tensors.operands import build
 from asyncoll.tensors.reductions import DTYPES, Array, storage
-from asyncoll.transport.staging import Device, Transfer, arrived
+from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _COUNT = 50_000  # elements
 
@@ -71,11 +71,11 @@ def _host(nbytes: int) -> Array:
     return np.zeros(nbytes, np.uint8)
 
 
-def _fetched(program: DeviceProgram, x: Any) -> tuple[Any, Array, Transfer]:
+def _fetched(program: DeviceProgram, x: Any) -> tuple[Mark, Array, Transfer]:
     """A mark of `x`, memory of the host, and the copy to it."""
     mark = program.device.mark(x)
     into = _host(mark.nbytes)
-    return mark, into, program.device.fetch(mark, 0, into)
+    return mark, into, mark.fetch(0, into)
 
 
 async def _fetches_what_was_queued(program: DeviceProgram) -> None:
@@ -117,8 +117,8 @@ async def _put_comes_between(program: DeviceProgram) -> None:
     x, source = _tensor(program, _numbers()), _numbers() * 3
     program.add(x, 1)
     mark = program.device.mark(x)
-    transfer = program.device.put(source.view(np.uint8), mark, 0)
-    program.device.join(mark)
+    transfer = mark.put(source.view(np.uint8), 0)
+    mark.join()
     program.add(x, 7)
     await arrived(transfer)
     source[:] = -1
@@ -133,8 +133,8 @@ async def _goes_there_and_back(program: DeviceProgram) -> None:
         mark, into, transfer = _fetched(program, x)
         await arrived(transfer)
         into.view(np.int32)[:] += turn
-        program.device.put(into, mark, 0)
-        program.device.join(mark)
+        mark.put(into, 0)
+        mark.join()
     assert (program.values(x) == _numbers() + 5 + 10).all()
 
 
@@ -145,12 +145,12 @@ async def _takes_windows(program: DeviceProgram) -> None:
     mark = program.device.mark(x)
     whole, window = _host(mark.nbytes), mark.nbytes // 4
     parts = [(start, whole[start : start + window]) for start in range(0, mark.nbytes, window)]
-    fetched = [program.device.fetch(mark, start, part) for start, part in parts]
+    fetched = [mark.fetch(start, part) for start, part in parts]
     for (start, part), transfer in zip(parts, fetched, strict=True):
         await arrived(transfer)
         part.view(np.int32)[:] *= 2
-        program.device.put(part, mark, start)
-    program.device.join(mark)
+        mark.put(part, start)
+    mark.join()
     program.add(x, 1)
     assert (program.values(x) == 2 * (_numbers() + 1) + 1).all()
 
@@ -165,8 +165,8 @@ async def _packs_any_layout(program: DeviceProgram) -> None:
         await arrived(transfer)
         assert (into.view(np.int32) == elements.reshape(-1) + 1).all()
         into.view(np.int32)[:] += 100
-        program.device.put(into, mark, 0)
-        program.device.join(mark)
+        mark.put(into, 0)
+        mark.join()
         program.add(whole, 1)
         assert (program.values(x) == elements + 102).all()
         assert program.values(whole).sum() == before.sum() + 2 * whole.numel() + 100 * x.numel()
@@ -181,12 +181,12 @@ async def _follows_streams(program: DeviceProgram) -> None:
             mark, into, transfer = _fetched(program, x)
         await arrived(transfer)
         into.view(np.int32)[:] *= 2
-        program.device.put(into, mark, 0)
-        program.device.join(mark)
+        mark.put(into, 0)
+        mark.join()
         with program.stream():
             program.add(x, 1)
             mark = program.device.mark(x)
-        program.device.join(mark)
+        mark.join()
         program.add(x, 1)
         assert (program.values(x) == 2 * (_numbers() + 1) + 2).all()
         x = _tensor(program, _numbers())
@@ -201,8 +201,8 @@ async def _takes_any_size(program: DeviceProgram) -> None:
         await arrived(transfer)
         assert (into.view(np.int32) == array.reshape(-1)).all()
         into.view(np.int32)[:] = 6
-        put = program.device.put(into, mark, 0)
-        program.device.join(mark)
+        put = mark.put(into, 0)
+        mark.join()
         await arrived(put)
         assert (program.values(x) == array + 1).all()
 
@@ -216,8 +216,8 @@ async def _keeps_bits(program: DeviceProgram) -> None:
         mark, into, transfer = _fetched(program, x)
         await arrived(transfer)
         assert (into == array.view(np.uint8)).all(), dtype
-        program.device.put(into[::-1].copy() if dtype == "bool" else into, mark, 0)
-        program.device.join(mark)
+        mark.put(into[::-1].copy() if dtype == "bool" else into, 0)
+        mark.join()
         wanted = array[::-1] if dtype == "bool" else array
         assert (program.values(x).reshape(-1).view(np.uint8) == wanted.copy().view(np.uint8)).all(), dtype
 
@@ -231,8 +231,8 @@ async def _copies_many(program: DeviceProgram) -> None:
     await asyncio.gather(*(arrived(transfer) for _, _, transfer in copies))
     for x, (mark, into, _) in zip(tensors, copies, strict=True):
         assert (into.view(np.int32) == _numbers(x.numel()) + 1).all()
-        program.device.put(into, mark, 0)
-        program.device.join(mark)
+        mark.put(into, 0)
+        mark.join()
 
 
 async def _survives_cancellation(program: DeviceProgram) -> None:
@@ -254,9 +254,9 @@ async def _pins(program: DeviceProgram) -> None:
         is_pinned = program.device.pin(pages)
         program.add(x, 1)
         mark = program.device.mark(x)
-        await arrived(program.device.fetch(mark, 0, pages))
+        await arrived(mark.fetch(0, pages))
         assert (pages.view(np.int32) == _numbers(4096) + turn + 1).all()
-        program.device.join(mark)
+        mark.join()
         if is_pinned:
             program.device.unpin(pages)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from asyncoll.forks import address_of
+from asyncoll.tensors.operands import build
 from asyncoll.tensors.reductions import Array, dtype_name, storage
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
+from asyncoll.transport.staging.mirrors import staging
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _DEFAULT, _OUT, _IN = "default", "out", "in"
@@ -82,15 +85,25 @@ class FakeTransfer:
 class FakeMark:
     """A `Mark` of a fake device: where the elements are, packed, and the operation that comes before all copies."""
 
-    def __init__(self, x: Any, memory: _Memory, start: int, nbytes: int, stream: str, event: Operation) -> None:
+    def __init__(self, device: FakeDevice, x: Any, memory: _Memory, start: int, stream: str, event: Operation) -> None:
+        self._device = device
         self.x = x
         self.memory = memory
         self.start = start
-        self.nbytes = nbytes
+        self.nbytes: int = x.nbytes
         self.stream = stream
         self.event = event
         self.copies: list[Operation] = []
         self.is_changed = False  # by a copy
+
+    def fetch(self, start: int, into: Array) -> FakeTransfer:
+        return self._device.fetch(self, start, into)
+
+    def put(self, source: Array, start: int) -> FakeTransfer:
+        return self._device.put(source, self, start)
+
+    def join(self) -> None:
+        self._device.join(self)
 
 
 class FakeDevice:
@@ -136,10 +149,6 @@ class FakeDevice:
         decoy[:] = POISON
         return x
 
-    def holds(self, x: Any) -> bool:
-        """Whether the tensor `x` is on this device: one of `tensor`, or a view of it."""
-        return x.untyped_storage().data_ptr() in self._memories
-
     def compute(self, function: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Queue `function` on the current stream. It gets numpy arrays of the tensors `writes`, and then of `reads`."""
         with self._streams.lock:
@@ -182,6 +191,15 @@ class FakeDevice:
 
     # -- the `Device` ---------------------------------------------------------------------------------
 
+    def holds(self, x: Any) -> bool:
+        try:
+            return x.untyped_storage().data_ptr() in self._memories
+        except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
+            return False
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))
+
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
             memory, (start, stop) = self._memory(x), _extent(x)
@@ -193,7 +211,7 @@ class FakeDevice:
                 steps = _once(lambda: _copy(packed.view(elements.dtype), elements.reshape(-1)))
                 memory, start = _Memory(packed), 0
                 self._use(ticket, memory, 0, packed.nbytes, writes=True)
-            return FakeMark(x, memory, start, x.nbytes, self._stream, self._add(ticket, steps))
+            return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
 
     def fetch(self, mark: FakeMark, start: int, into: Array) -> FakeTransfer:
         source = mark.memory.content[mark.start + start :][: into.nbytes]
@@ -333,10 +351,14 @@ class FakeDevice:
 
 @contextlib.contextmanager
 def fake_device(seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake:0") -> Iterator[FakeDevice]:
-    """A `FakeDevice`, closed in the end. Raises Hazard if the block has ended and the device has noticed hazards."""
+    """A `FakeDevice`, closed in the end. Calls of this process take its tensors meanwhile.
+
+    Raises Hazard if the block has ended and the device has noticed hazards.
+    """
     device = FakeDevice(seed, turned_by, name)
     try:
-        yield device
+        with staging(device):
+            yield device
     finally:
         device.close()
     if device.hazards:

@@ -16,14 +16,6 @@ from typing import Any, Protocol
 from asyncoll.tensors.reductions import Array
 
 
-class Mark(Protocol):
-    """A tensor of the device, with the values that the program's work up to `Device.mark` gives it."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
-
-
 class Transfer(Protocol):
     """A copy between the device and the host. Its bytes arrive in order."""
 
@@ -46,6 +38,37 @@ class Transfer(Protocol):
         """
 
 
+class Mark(Protocol):
+    """A tensor of the device, with the values that the program's work up to `Device.mark` gives it.
+
+    It keeps the tensor alive. Until `join` the program does not write to the tensor.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
+
+    def fetch(self, start: int, into: Array) -> Transfer:
+        """Copy the bytes of the tensor from `start` on into the flat uint8 array `into`.
+
+        Until they have arrived, the caller neither reads nor writes `into`, and does not unpin it. The device keeps it
+        alive.
+        """
+
+    def put(self, source: Array, start: int) -> Transfer:
+        """Copy the flat uint8 array `source` to the bytes of the tensor from `start` on.
+
+        The host has seen the end of all `fetch`es of the bytes that it overwrites. Until `source` has been copied, the
+        caller does not write it, and does not unpin it. The device keeps it alive.
+        """
+
+    def join(self) -> None:
+        """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
+
+        That holds for the current stream, and for the one that was current in `Device.mark`.
+        """
+
+
 class Device(Protocol):
     """One device, as one rank uses it. All methods may be called in any thread; none waits for the device.
 
@@ -56,30 +79,16 @@ class Device(Protocol):
     def name(self) -> str:
         """For errors: "cuda:0"."""
 
+    def holds(self, x: Any) -> bool:
+        """Whether the torch tensor `x` is on this device."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on this device, with undefined content."""
+
     def mark(self, x: Any) -> Mark:
         """Note the work that the program has queued on the current stream: copies of `x` come after it.
 
-        `x` may have any layout. Until `join` the program must not write to it, and the mark keeps it alive.
-        """
-
-    def fetch(self, mark: Mark, start: int, into: Array) -> Transfer:
-        """Copy the bytes of the tensor from `start` on into the flat uint8 array `into`.
-
-        Until they have arrived, the caller neither reads nor writes `into`, and does not unpin it. The device keeps it
-        alive.
-        """
-
-    def put(self, source: Array, mark: Mark, start: int) -> Transfer:
-        """Copy the flat uint8 array `source` to the bytes of the tensor from `start` on.
-
-        The host has seen the end of all `fetch`es of the bytes that it overwrites. Until `source` has been copied, the
-        caller does not write it, and does not unpin it. The device keeps it alive.
-        """
-
-    def join(self, mark: Mark) -> None:
-        """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
-
-        That holds for the current stream, and for the one that was current in `mark`.
+        `x` may have any layout.
         """
 
     def pin(self, block: Array) -> bool:

@@ -1,0 +1,51 @@
+"""Tensors in memory that the host does not read, such as that of a GPU: calls use a mirror of them.
+
+The library does not know the kinds of devices here. Whoever opens a device adds a `Stager` for its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from asyncoll.tensors.reductions import Array
+
+stagers: list[Stager] = []  # of the devices that this process uses
+
+
+class Staged(Protocol):
+    """A tensor of a device, and its mirror."""
+
+    mirror: Array  # the elements, as flat bytes, once they have arrived
+
+    def begin(self) -> None:
+        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before."""
+
+    async def arrived(self) -> None:
+        """Return once the mirror has the elements. Raises DeviceError if the device fails."""
+
+    def put(self) -> None:
+        """The mirror has the result: copy it to the tensor. The mirror does not change any more."""
+
+    def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new tensor of the device, which gets the elements `flat`; they do not change any more."""
+
+    def join(self) -> None:
+        """In the caller's thread: the work that the program queues from here on comes after all copies."""
+
+
+class Stager(Protocol):
+    """Stages the tensors of one device."""
+
+    def holds(self, x: Any) -> bool:
+        """Whether the torch tensor `x` is on the device."""
+
+    def stage(self, x: Any, *, is_read: bool) -> Staged:
+        """`x`, of any strides, with memory for its elements; unless `is_read`, that gets none.
+
+        Raises UsageError if there is too little memory, and DeviceError if the device has failed before.
+        """
+
+
+def stager_of(x: Any) -> Stager | None:
+    """What stages the torch tensor `x`; None: the host reads its memory, or the device is unknown."""
+    return next((stager for stager in stagers if stager.holds(x)), None)

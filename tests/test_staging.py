@@ -1,0 +1,207 @@
+"""Calls of tensors on devices: the bits, the order and the errors, on devices without hardware."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import cycle, product
+
+import numpy as np
+import pytest
+import torch
+
+import asyncoll
+from asyncoll.errors import AbortedError, DeviceError, UsageError
+from asyncoll.tensors.reductions import DTYPES, is_divisible
+from asyncoll.testing import fake_device, run_ranks, simulate
+
+TRANSPORTS = ["inproc", "zmq", "shm"]
+SIZES = [1, 2, 3, 5]
+LAYOUTS = {
+    "flat": lambda x: x,
+    "rows": lambda x: x.view(-1, 4)[::2],
+    "transposed": lambda x: x.view(4, -1).t(),
+    "one": lambda x: x[3],
+    "empty": lambda x: x[:0],
+}
+
+
+def tensor(dtype, seed, count=240):
+    """Elements of which sums are exact in every dtype, in any order."""
+    values = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 8, count)
+    return torch.tensor(values).to(getattr(torch, dtype))
+
+
+def bits(device, x):
+    """The elements of a tensor as bytes, wherever it is."""
+    if device.holds(x):
+        return device.values(x).tobytes()
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+async def all_calls(comm, make):
+    """The results of every dense call, of tensors that `make(seed)` gives; the rows of some are divisible by the size."""
+    rank, size = comm.rank, comm.size
+    results = [
+        await comm.allreduce(make(rank)),
+        await comm.broadcast(make(rank), root=size - 1),
+        await comm.reduce(make(rank), root=0),
+        *await comm.allgatherv(make(rank)),
+        await comm.allgather(make(rank)),
+        await comm.gather(make(rank), root=size - 1),
+        *await comm.alltoallv([make(rank * size + dest) for dest in range(size)]),
+    ]
+    if make(0).dim():
+        results.append(await comm.reduce_scatter(make(rank)))
+    if size > 1:
+        sent = comm.send(make(rank), dest=(rank + 1) % size)
+        results.append(await comm.recv(make(0), source=(rank - 1) % size))
+        await sent
+        sent = comm.send(make(rank), dest=(rank + 1) % size, tag=1)
+        results.append((await comm.recv_any(make(0), tag=1))[0])
+        await sent
+    return [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_call_gives_the_bits_of_the_host(size, transport):
+    with fake_device(size) as device:
+
+        async def main(comm):
+            for dtype, layout in [*product(["float32"], LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
+                cut = LAYOUTS[layout]
+                expected = await all_calls(comm, lambda seed: cut(tensor(dtype, seed)))
+                found = await all_calls(comm, lambda seed: cut(device.tensor(tensor(dtype, seed))))
+                for one, other in zip(expected, found, strict=True):
+                    assert device.holds(other) or not other.numel()
+                    assert (other.dtype, other.shape) == (one.dtype, one.shape)
+                    assert bits(device, other) == bits(device, one), (dtype, layout)
+
+        run_ranks(size, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_averages(transport):
+    with fake_device() as device:
+
+        async def main(comm):
+            for dtype in filter(is_divisible, DTYPES):
+                results = []
+                for move in (lambda x: x, device.tensor):
+                    x = move(tensor(dtype, comm.rank))
+                    results.append(bits(device, await comm.allreduce(x, asyncoll.AVG)))
+                assert results[0] == results[1]
+
+        run_ranks(3, main, transport)
+
+
+def add(device, x, value):
+    device.compute(lambda array: np.add(array, value, out=array), x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_work_before_and_after_a_call_is_in_order(transport, seed):
+    with fake_device(seed) as device:
+
+        async def main(comm):
+            x = device.tensor(torch.full((50_000,), float(comm.rank)))
+            for turn in range(4):
+                y = device.tensor(torch.full((50_000,), float(comm.rank)))
+                add(device, x, 1)
+                with device.stream("side"):
+                    add(device, y, 2)
+                    other = comm.allreduce(y, asyncoll.AVG)
+                await comm.allreduce(x, asyncoll.MAX)
+                add(device, x, 1)
+                await other
+                with device.stream("side" if turn % 2 else "default"):
+                    add(device, y, 1)
+                assert (device.values(y) == (comm.size - 1) / 2 + 3).all()
+            assert (device.values(x) == comm.size - 1 + 8).all()
+
+        run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_with_and_without_a_device_in_virtual_time(seed):
+    """Rank 0 has ordinary tensors."""
+
+    async def main(comm):
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+            move = device.tensor if comm.rank else lambda x: x
+            x = move(torch.full((1000,), float(comm.rank)))
+            gathered = await comm.allgather(x)
+            total = await comm.allreduce(x)
+            values = device.values if comm.rank else torch.Tensor.numpy
+            assert (values(total) == comm.size * (comm.size - 1) / 2).all()
+            assert (values(gathered) == np.arange(comm.size)[:, None]).all()
+            await comm.barrier()
+
+    simulate(2 + seed % 6, main, seed=seed)
+
+
+def test_a_call_that_is_refused_has_not_begun():
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            x = device.tensor(torch.ones(5, dtype=torch.int32))
+            with pytest.raises(UsageError, match="AVG is not defined"):
+                comm.allreduce(x, asyncoll.AVG)
+            assert not device.turn()
+            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
+                comm.solo_allreduce(x)
+            with pytest.raises(UsageError, match="expanded"):
+                comm.allreduce(device.tensor(torch.ones(1)).expand(3))
+
+        run_ranks(1, main, "inproc")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_copy_to_the_host_fails(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            x = torch.ones(1000)
+            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as caught:
+                await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            return type(caught.value)
+
+        assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
+
+
+def test_a_copy_to_the_device_fails():
+    """Nothing waits for it, so the next call tells."""
+    with fake_device() as device:
+        device.fail_copy(1, OSError("no such bus"))
+
+        async def main(comm):
+            x = await comm.allreduce(device.tensor(torch.ones(1000)))
+            device.values(x)
+            with pytest.raises(DeviceError, match="no such bus"):
+                comm.allreduce(x)
+
+        run_ranks(1, main, "inproc")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cancelled_call_has_released_its_tensor(transport):
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            x = device.tensor(torch.ones(1000))
+            if comm.rank:
+                call = asyncio.ensure_future(comm.allreduce(x))
+                await asyncio.sleep(0)
+                call.cancel()
+                for _ in range(100):
+                    device.turn()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+                add(device, x, 1)
+            else:
+                with pytest.raises(AbortedError):
+                    await comm.allreduce(torch.ones(1000))
+
+        run_ranks(2, main, transport)
