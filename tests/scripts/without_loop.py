@@ -666,7 +666,7 @@ def stops(comm):
 
 
 def raises():
-    """An exception that leaves the `with` block aborts the calls of the others, and names the line that has raised it."""
+    """An exception that leaves the `with` block aborts the calls of the others, and keeps its traceback."""
     for case in (fails, stops):
         error = caught((ValueError, KeyboardInterrupt, asyncoll.AbortedError), inside, case)
         assert "enough" in str(error)
