@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import partial
 from itertools import cycle, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.testing import fake_device, run_ranks, simulate
 
+SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
 SIZES = [1, 2, 3, 5]
 LAYOUTS = {
@@ -38,8 +42,12 @@ def bits(device, x):
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
+def made(move, dtype, layout, seed):
+    return LAYOUTS[layout](move(tensor(dtype, seed)))
+
+
 async def all_calls(comm, make):
-    """The results of every dense call, of tensors that `make(seed)` gives; the rows of some are divisible by the size."""
+    """The results of every dense call, and of messages, of tensors that `make(seed)` gives."""
     rank, size = comm.rank, comm.size
     results = [
         await comm.allreduce(make(rank)),
@@ -66,12 +74,11 @@ async def all_calls(comm, make):
 @pytest.mark.parametrize("size", SIZES)
 def test_every_call_gives_the_bits_of_the_host(size, transport):
     with fake_device(size) as device:
+        moves = (lambda x: x), device.tensor
 
         async def main(comm):
             for dtype, layout in [*product(["float32"], LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
-                cut = LAYOUTS[layout]
-                expected = await all_calls(comm, lambda seed: cut(tensor(dtype, seed)))
-                found = await all_calls(comm, lambda seed: cut(device.tensor(tensor(dtype, seed))))
+                expected, found = [await all_calls(comm, partial(made, move, dtype, layout)) for move in moves]
                 for one, other in zip(expected, found, strict=True):
                     assert device.holds(other) or not other.numel()
                     assert (other.dtype, other.shape) == (one.dtype, one.shape)
@@ -205,3 +212,16 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                     await comm.allreduce(torch.ones(1000))
 
         run_ranks(2, main, transport)
+
+
+# -- in worlds of real processes ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("case", ["awaited", "waited"])
+def test_processes(forked_world, case, transport):
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport}
+    for rank, each in enumerate(forked_world(environment, 3, SCRIPT, case)):
+        code, out, err = each.end()
+        assert (code, out, err) == (0, "passed\n", ""), rank
