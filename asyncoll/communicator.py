@@ -36,9 +36,8 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
+from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle, staged_parts
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 _FOLDER = __file__.rpartition("/")[0]  # of the facades
@@ -793,7 +792,7 @@ class Communicator:
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
             if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
                 return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body, _staged(operand))
+            return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
 
         return self._start_message(detail, start)
 
@@ -850,7 +849,7 @@ class Communicator:
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
         call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
-        start = partial(self._calls.start_receive, call, source, tag, body, _staged(operand))
+        start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
         return self._start_message(detail, start)
 
     def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:
@@ -922,7 +921,7 @@ class Communicator:
             return x, source
 
         self._core.member.check_caller()
-        return self._calls.start_receive_from_any(call, tag, operand.flat, result, _staged(operand))
+        return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
 
@@ -1913,7 +1912,7 @@ class Communicator:
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
     def _start(self, call: Signature, body: Body[T], *operands: Operand) -> Coroutine[Any, Any, T]:
-        return self._calls.start(call, body, sum(x.flat.nbytes for x in operands), staged=_staged(*operands))
+        return self._calls.start(call, body, sum(x.flat.nbytes for x in operands), staged=staged_parts(operands))
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
@@ -2032,7 +2031,3 @@ def _nothing() -> None:
 
 def _site() -> Site:
     return site_outside(_FOLDER)
-
-
-def _staged(*operands: Operand) -> list[Staged]:
-    return [operand.staged for operand in operands if operand.staged is not None]

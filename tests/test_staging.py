@@ -102,8 +102,8 @@ def test_averages(transport):
         run_ranks(3, main, transport)
 
 
-def add(device, x, value):
-    device.compute(lambda array: np.add(array, value, out=array), x)
+def increment(device, x):
+    device.compute(lambda array: np.add(array, 1, out=array), x)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -115,15 +115,16 @@ def test_work_before_and_after_a_call_is_in_order(transport, seed):
             x = device.tensor(torch.full((50_000,), float(comm.rank)))
             for turn in range(4):
                 y = device.tensor(torch.full((50_000,), float(comm.rank)))
-                add(device, x, 1)
+                increment(device, x)
                 with device.stream("side"):
-                    add(device, y, 2)
+                    increment(device, y)
+                    increment(device, y)
                     other = comm.allreduce(y, asyncoll.AVG)
                 await comm.allreduce(x, asyncoll.MAX)
-                add(device, x, 1)
+                increment(device, x)
                 await other
                 with device.stream("side" if turn % 2 else "default"):
-                    add(device, y, 1)
+                    increment(device, y)
                 assert (device.values(y) == (comm.size - 1) / 2 + 3).all()
             assert (device.values(x) == comm.size - 1 + 8).all()
 
@@ -157,7 +158,7 @@ def test_a_call_that_is_refused_has_not_begun():
                 comm.allreduce(x, asyncoll.AVG)
             assert not device.turn()
             with pytest.raises(UsageError, match="takes no tensors of a device yet"):
-                comm.solo_allreduce(x)
+                comm.sparse_allreduce(device.tensor(torch.ones(8)), density=0.5)
             with pytest.raises(UsageError, match="expanded"):
                 comm.allreduce(device.tensor(torch.ones(1)).expand(3))
 
@@ -206,12 +207,81 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                     device.turn()
                 with pytest.raises(asyncio.CancelledError):
                     await call
-                add(device, x, 1)
+                increment(device, x)
             else:
                 with pytest.raises(AbortedError):
                     await comm.allreduce(torch.ones(1000))
 
         run_ranks(2, main, transport)
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+ROUNDS = {
+    "solo": lambda comm, x, **rules: comm.solo_allreduce(x, name="r", **rules),
+    "majority": lambda comm, x, **rules: comm.majority_allreduce(x, name="r", **rules),
+    "quorum": lambda comm, x, **rules: comm.quorum_allreduce(x, name="r", quorum=2, **rules),
+}
+
+
+async def contributed(comm, call, make, values, calls, rng):
+    """The sum of the results of all rounds, to which this rank has contributed `calls` times."""
+    total = 0.0
+    for number in range(calls):
+        await asyncio.sleep(rng.random() * 0.003)
+        reduction = await call(comm, make(number), history=200)
+        total += sum(values(result)[0] for result in reduction.results())
+    last = await comm.join("r", make(0))
+    return total + sum(values(result)[0] for result in last.results()) if last is not None else total
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("call", ROUNDS.values(), ids=ROUNDS)
+def test_every_contribution_enters_one_round(call, seed):
+    """Every second call of rank 1, and every call of the others, has tensors of a device."""
+    size, calls = 2 + seed % 5, 12
+
+    async def main(comm):
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+
+            def make(number):
+                x = torch.full((40_000 if seed % 2 else 10,), float(number + 1))
+                if comm.rank == 1 and number % 2:
+                    return x
+                device.tensor(x)
+                increment(device, x)
+                return x
+
+            def values(x):
+                return device.values(x) if device.holds(x) else x.numpy()
+
+            rng = np.random.default_rng([seed, comm.rank])
+            total = await contributed(comm, call, make, values, calls, rng)
+            await comm.barrier()
+        return total
+
+    of_rank = sum(range(1, calls + 1)) + calls
+    expected = of_rank * size - calls // 2
+    assert simulate(size, main, seed=seed).results == [expected] * size
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rounds_on_a_thread(transport):
+    with fake_device(3) as device:
+
+        async def main(comm):
+            rng = np.random.default_rng(comm.rank)
+            make = partial(started, device)
+            return await contributed(comm, ROUNDS["solo"], make, device.values, 10, rng)
+
+        assert run_ranks(3, main, transport) == [3 * (55 + 10)] * 3
+
+
+def started(device, number):
+    x = device.tensor(torch.full((30_000,), float(number + 1)))
+    increment(device, x)
+    return x
 
 
 # -- in worlds of real processes ------------------------------------------------------------------

@@ -25,11 +25,15 @@ class Arrival:
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
         try:
-            for tensor in self._tensors:
-                await tensor.arrived()
+            await self.complete()
         except (Exception, asyncio.CancelledError) as error:
             self._error = error
         return await work
+
+    async def complete(self) -> None:
+        """Return once the tensors have arrived. Raises DeviceError if a device has failed."""
+        for tensor in self._tensors:
+            await tensor.arrived()
 
     def before(self, body: Body[T]) -> Body[T]:
         """`body`, which raises first what has kept the tensors from arriving."""
@@ -44,3 +48,16 @@ class Arrival:
     def join(self) -> None:
         for tensor in self._tensors:
             tensor.join()
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. A cancellation is put off to the next time that this task waits."""
+    task, is_cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled and (waiting := asyncio.current_task()) is not None:
+        waiting.cancel()
+    return task.result()

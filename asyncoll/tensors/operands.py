@@ -77,6 +77,11 @@ class Operand(NamedTuple):
         return build(flat, self.dtype, shape, as_torch=self.is_torch)
 
 
+def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
+    """Those of the operands that are on devices."""
+    return [operand.staged for operand in operands if operand.staged is not None]
+
+
 def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
     """A numpy array, or a torch tensor, of `shape` over the memory of `flat`."""
     return torch_view(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
@@ -86,7 +91,10 @@ def copy_of(x: Any) -> Any:
     """A copy of the tensor `x`, or a list of copies if `x` is a list or tuple of tensors."""
     if isinstance(x, (list, tuple)):
         return [copy_of(part) for part in x]
-    return x.copy() if isinstance(x, np.ndarray) else x.detach().clone()
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    stager = stager_of(x)
+    return x.detach().clone() if stager is None else stager.clone(x)
 
 
 def is_tensor(x: object) -> bool:
@@ -225,6 +233,11 @@ class Single:
         self._dtype = dtype
         self._operand = operand
 
+    @property
+    def staged(self) -> Sequence[Staged]:
+        operand = self._operand
+        return () if operand is None or operand.staged is None else (operand.staged,)
+
     def read(self, into: Iterable[Array]) -> None:
         (part,) = into
         scale(part, self._flat, self._factor)
@@ -270,6 +283,11 @@ class Bundle:
     def _carried(self, operand: Operand) -> str:
         """The dtype in which `operand` is packed."""
         return accumulator(self._op, operand.dtype)
+
+    @property
+    def staged(self) -> Sequence[Staged]:
+        """The tensors of devices, which have to arrive before `read` and `lend`."""
+        return staged_parts(self._operands)
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:
@@ -346,10 +364,11 @@ class Bundle:
                 yield operand, part[start:end]
 
 
-def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
+def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True) -> Bundle | Single:
     """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
-    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average.
+    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. `is_read` is that of
+    `as_operand`.
     Raises UsageError as `as_operand` does, and for an empty list.
     """
     if type(x) is np.ndarray and x.ndim == 1 and (dtype := _NUMPY_NAMES.get(x.dtype)) is not None:
@@ -357,10 +376,11 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
         if flags.c_contiguous and flags.writeable and accumulator(op, dtype) == dtype:
             return Single(x, x, dtype, weight)
     if not isinstance(x, (list, tuple)):
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True, is_read=is_read)
         if accumulator(op, operand.dtype) == operand.dtype:
             return Single(x, operand.flat, operand.dtype, weight, operand)
         return Bundle([operand], op, x, weight)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
-    return Bundle([as_operand(part, writable=True) for part in x], op, x, weight)
+    operands = [as_operand(part, writable=True, may_stage=True, is_read=is_read) for part in x]
+    return Bundle(operands, op, x, weight)

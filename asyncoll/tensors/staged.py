@@ -39,6 +39,9 @@ class Stager(Protocol):
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
 
+    def clone(self, x: Any) -> Any:
+        """A copy of `x` on the device, made after the work that the program has queued."""
+
     def stage(self, x: Any, *, is_read: bool) -> Staged:
         """`x`, of any strides, with memory for its elements; unless `is_read`, that gets none.
 

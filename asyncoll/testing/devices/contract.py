@@ -222,6 +222,21 @@ async def _keeps_bits(program: DeviceProgram) -> None:
         assert (program.values(x).reshape(-1).view(np.uint8) == wanted.copy().view(np.uint8)).all(), dtype
 
 
+async def _clones(program: DeviceProgram) -> None:
+    """`empty` and `clone` make contiguous tensors of the device; a clone has the values of the work before"""
+    whole = _tensor(program, _numbers(600).reshape(20, 30))
+    program.add(whole, 1)
+    copy = program.device.clone(whole.t())
+    program.add(whole, 1)
+    assert (program.values(copy) == _numbers(600).reshape(20, 30).T + 1).all()
+    new = program.device.empty("bfloat16", (3, 2))
+    for x in (copy, new):
+        assert x.is_contiguous()
+        assert program.device.holds(x)
+    assert str(new.dtype) == "torch.bfloat16"
+    assert tuple(new.shape) == (3, 2)
+
+
 async def _copies_many(program: DeviceProgram) -> None:
     """copies of many tensors are under way at the same time"""
     tensors = [_tensor(program, _numbers(count)) for count in range(1, 4000, 200)]
@@ -272,6 +287,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _follows_streams,
     _takes_any_size,
     _keeps_bits,
+    _clones,
     _copies_many,
     _survives_cancellation,
     _pins,

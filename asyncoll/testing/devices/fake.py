@@ -200,6 +200,11 @@ class FakeDevice:
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))
 
+    def clone(self, x: Any) -> Any:
+        copy = self.empty(dtype_name(x.dtype), tuple(x.shape))
+        self.compute(np.copyto, copy, reads=[x])
+        return copy
+
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
             memory, (start, stop) = self._memory(x), _extent(x)

@@ -85,6 +85,9 @@ class Device(Protocol):
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new contiguous tensor on this device, with undefined content."""
 
+    def clone(self, x: Any) -> Any:
+        """A contiguous copy of `x` on this device, made on the current stream."""
+
     def mark(self, x: Any) -> Mark:
         """Note the work that the program has queued on the current stream: copies of `x` come after it.
 

@@ -64,6 +64,7 @@ class DeviceStager:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holds = device.holds
+        self.clone = device.clone
         self._error: DeviceError | None = None
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
