@@ -597,7 +597,9 @@ class Communicator:
             result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
-        return self._start(self._call("scatter", None, f"root {root}"), body, *operands)
+        return self._calls.start(
+            self._call("scatter", None, f"root {root}"), body, sum(x.flat.nbytes for x in operands)
+        )
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
@@ -701,7 +703,8 @@ class Communicator:
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._start(self._call("alltoallv", operands[0], any_count=True), body, *operands)
+        call, nbytes = self._call("alltoallv", operands[0], any_count=True), sum(x.flat.nbytes for x in operands)
+        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every rank has called it.
@@ -1911,8 +1914,9 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _start(self, call: Signature, body: Body[T], *operands: Operand) -> Coroutine[Any, Any, T]:
-        return self._calls.start(call, body, sum(x.flat.nbytes for x in operands), staged=staged_parts(operands))
+    def _start(self, call: Signature, body: Body[T], operand: Operand) -> Coroutine[Any, Any, T]:
+        staged = () if operand.staged is None else (operand.staged,)
+        return self._calls.start(call, body, operand.flat.nbytes, staged=staged)
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
@@ -1981,7 +1985,8 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [as_operand(x, may_stage=True) for x in given]
+        # The ranks that a scatter gives something to have no tensor of a device, and so no device to put it on.
+        operands = [as_operand(x, may_stage=operation != "scatter") for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

@@ -101,6 +101,36 @@ class Early(FakeDevice):
         return transfer
 
 
+class Twice(FakeDevice):
+    """Callbacks are called twice."""
+
+    def fetch(self, mark, start, into):
+        transfer = super().fetch(mark, start, into)
+        when_moved = transfer.when_moved
+
+        def register(nbytes, callback):
+            for _ in range(2):
+                when_moved(nbytes, callback)
+
+        transfer.when_moved = register
+        return transfer
+
+
+class Lazy(FakeDevice):
+    """A clone is a view."""
+
+    def clone(self, x):
+        return x
+
+
+class Again(FakeDevice):
+    """Each `join` unpacks."""
+
+    def join(self, mark):
+        mark.unpacked = []
+        super().join(mark)
+
+
 BROKEN = {
     Hasty: "_fetches_what_was_queued",
     Deaf: "_put_comes_between",
@@ -108,6 +138,9 @@ BROKEN = {
     Flat: "_packs_any_layout",
     OfOneStream: "_follows_streams",
     Early: "_fetches_what_was_queued",
+    Twice: "_tells_at_once",
+    Lazy: "_clones",
+    Again: "_joins_again",
 }
 
 

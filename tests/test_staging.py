@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncoll
-from asyncoll.errors import AbortedError, DeviceError, UsageError
+from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.testing import fake_device, run_ranks, simulate
 
@@ -60,6 +60,8 @@ async def all_calls(comm, make):
     ]
     if make(0).dim():
         results.append(await comm.reduce_scatter(make(rank)))
+        if len(make(0)) % size == 0:
+            results.append(await comm.alltoall(make(rank)))
     if size > 1:
         sent = comm.send(make(rank), dest=(rank + 1) % size)
         results.append(await comm.recv(make(0), source=(rank - 1) % size))
@@ -159,6 +161,8 @@ def test_a_call_that_is_refused_has_not_begun():
             assert not device.turn()
             with pytest.raises(UsageError, match="takes no tensors of a device yet"):
                 comm.sparse_allreduce(device.tensor(torch.ones(8)), density=0.5)
+            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
+                comm.scatter([x])
             with pytest.raises(UsageError, match="expanded"):
                 comm.allreduce(device.tensor(torch.ones(1)).expand(3))
 
@@ -179,18 +183,51 @@ def test_a_copy_to_the_host_fails(transport):
         assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
 
 
-def test_a_copy_to_the_device_fails():
-    """Nothing waits for it, so the next call tells."""
+async def barriers(comm):
+    while True:
+        await comm.barrier()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_copy_to_the_device_fails(transport):
+    """No call waits for it, so it aborts the communicator."""
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
 
         async def main(comm):
-            x = await comm.allreduce(device.tensor(torch.ones(1000)))
-            device.values(x)
-            with pytest.raises(DeviceError, match="no such bus"):
-                comm.allreduce(x)
+            x = torch.ones(1000)
+            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            if comm.rank == 1:
+                device.values(x)
+            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
+                await barriers(comm)
 
-        run_ranks(1, main, "inproc")
+        run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
+def test_a_device_that_stands_still(call, transport):
+    """The call notices a deadline, and that the communicator is aborted; nothing of it is left."""
+
+    def start(comm, x):
+        return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
+
+    async def overdue(comm):
+        with asyncoll.deadline(0.2 if comm.rank == 0 else 60):
+            with pytest.raises(DeadlineError):
+                await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+
+    async def aborted(comm):
+        if comm.rank:
+            comm.abort("enough")
+        with pytest.raises(AbortedError, match="enough"):
+            await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+
+    for main in (overdue, aborted):
+        with fake_device(0, "program") as device:
+            run_ranks(2, main, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -203,11 +240,9 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                 call = asyncio.ensure_future(comm.allreduce(x))
                 await asyncio.sleep(0)
                 call.cancel()
-                for _ in range(100):
-                    device.turn()
                 with pytest.raises(asyncio.CancelledError):
                     await call
-                increment(device, x)
+                increment(device, x)  # while it is copied
             else:
                 with pytest.raises(AbortedError):
                     await comm.allreduce(torch.ones(1000))
@@ -264,6 +299,20 @@ def test_every_contribution_enters_one_round(call, seed):
     of_rank = sum(range(1, calls + 1)) + calls
     expected = of_rank * size - calls // 2
     assert simulate(size, main, seed=seed).results == [expected] * size
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_joins_after_its_calls(transport):
+    """Its own calls are under way, with tensors that have not arrived."""
+    with fake_device(2) as device:
+
+        async def main(comm):
+            calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
+            last = await comm.join("r", started(device, 0))
+            of_calls = [sum(device.values(x)[0] for x in (await call).results()) for call in calls]
+            return sum(of_calls) + sum(device.values(x)[0] for x in (last.results() if last else ()))
+
+        assert run_ranks(3, main, transport) == [3 * 3 * 2] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.errors import DeviceError
+from asyncoll.runtime.member import Member
 from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
@@ -15,12 +17,13 @@ T = TypeVar("T")
 class Arrival:
     """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
 
-    def __init__(self, tensors: Sequence[Staged]) -> None:
-        """In the caller's thread. Their copies begin."""
+    def __init__(self, member: Member, tensors: Sequence[Staged]) -> None:
+        """In the caller's thread, before the call starts. The copies begin."""
+        self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
         for tensor in tensors:
-            tensor.begin()
+            tensor.begin(self._lost)
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
@@ -29,11 +32,6 @@ class Arrival:
         except (Exception, asyncio.CancelledError) as error:
             self._error = error
         return await work
-
-    async def complete(self) -> None:
-        """Return once the tensors have arrived. Raises DeviceError if a device has failed."""
-        for tensor in self._tensors:
-            await tensor.arrived()
 
     def before(self, body: Body[T]) -> Body[T]:
         """`body`, which raises first what has kept the tensors from arriving."""
@@ -45,9 +43,29 @@ class Arrival:
 
         return checked
 
+    async def complete(self) -> None:
+        """Return once the tensors have arrived. Raises DeviceError, or the error of the communicator if that fails."""
+        member = self._member
+        with member.endpoint.failures.watch(member.communicator, "tensors from a device") as ended:
+            arriving = asyncio.ensure_future(self._all())
+            try:
+                await asyncio.wait([arriving, ended], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                arriving.cancel()
+            await (ended if ended.done() else arriving)
+
     def join(self) -> None:
+        """Where the caller goes on: its work comes after all copies."""
         for tensor in self._tensors:
             tensor.join()
+
+    async def _all(self) -> None:
+        for tensor in self._tensors:
+            await tensor.arrived()
+
+    def _lost(self, error: DeviceError) -> None:
+        """A result has not reached its tensor, after the call was over. In a thread of the device."""
+        self._member.post(lambda: self._member.abort(str(error)))
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -126,7 +126,7 @@ class Calls:
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: the caller's thread waits for no device."""
-        arrival, runner = Arrival(staged), self._member.runner
+        arrival, runner = Arrival(self._member, staged), self._member.runner
         work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
         return runner.resuming(runner.start(arrival.then(work)), arrival.join)
 
@@ -209,8 +209,9 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
+            arrival = Arrival(self._member, staged)  # before the message may be there
             started = runner.start(self._receive(call, source, tag, body, pending))
-            return runner.resuming(started, Arrival(staged).join) if staged else started
+            return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(call, begin)
 
@@ -238,9 +239,9 @@ class Calls:
 
             receive = FromAny(self._member, taken, tag, into)
             work = self._receive_from_any(receive, unserved, pending, result)
-            runner = self._member.runner
+            arrival, runner = Arrival(self._member, staged), self._member.runner
             started = runner.start(work, partial(self._receives.discard, receive))
-            return runner.resuming(started, Arrival(staged).join) if staged else started
+            return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(unserved, begin)
 

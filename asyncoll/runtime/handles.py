@@ -282,6 +282,15 @@ class _Resuming(Handle[T]):
         return super()._outcome()
 
 
+class _ResumingUnfetched(_Unfetched[T]):
+    """Both: once the result has been fetched, a `_Resuming`."""
+
+    __slots__ = ()
+
+    def claim(self) -> None:
+        self.__class__ = _Resuming  # type: ignore[assignment]
+
+
 class _Answered(Handle[T]):
     """The handle of a wait-avoiding call that is over. Its result is fetched from `_call`, the compiled core's answer.
 
@@ -368,9 +377,8 @@ class HandleRunner(ProgressThread):
         return handle
 
     def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
-        assert type(call) is Handle, "results that must be fetched are not those of devices"
-        call.__class__ = _Resuming  # no slot of `Handle`, which would add to the cost of every call
-        self.resumes[call] = resume
+        self.resumes[call] = resume  # no slot of `Handle`, which would add to the cost of every call
+        call.__class__ = _ResumingUnfetched if isinstance(call, _Unfetched) else _Resuming
         return call
 
     def may_block(self) -> bool:

@@ -109,7 +109,7 @@ class Runner(Protocol):
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         """`call`, which a method here has returned; `resume` is called where its caller goes on with its outcome.
 
-        It must not raise. If the caller never comes, it is not called.
+        It must not raise. It is called once for each thread or task that goes on. If none comes, it is not called.
         """
 
     def post(self, what: Callable[[], None]) -> None:
@@ -298,9 +298,14 @@ class _Resuming(Coroutine[Any, Any, T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         try:
-            return (yield from self._call.__await__())
-        finally:
+            result = yield from self._call.__await__()
+        except GeneratorExit:  # the caller never comes
+            raise
+        except BaseException:
             self._resume()
+            raise
+        self._resume()
+        return result
 
     def send(self, value: Any) -> Any:
         return self._step(self._call.send, value)

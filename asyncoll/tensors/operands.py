@@ -287,7 +287,7 @@ class Bundle:
     @property
     def staged(self) -> Sequence[Staged]:
         """The tensors of devices, which have to arrive before `read` and `lend`."""
-        return staged_parts(self._operands)
+        return staged_parts(self._operands) if stagers else ()
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:

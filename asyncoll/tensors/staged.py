@@ -5,8 +5,10 @@ The library does not know the kinds of devices here. Whoever opens a device adds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncoll.errors import DeviceError
 from asyncoll.tensors.reductions import Array
 
 stagers: list[Stager] = []  # of the devices that this process uses
@@ -17,20 +19,23 @@ class Staged(Protocol):
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
 
-    def begin(self) -> None:
-        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before."""
+    def begin(self, lost: Callable[[DeviceError], None]) -> None:
+        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
+
+        `lost` is called, in any thread, if a copy back fails: nothing waits for that.
+        """
 
     async def arrived(self) -> None:
         """Return once the mirror has the elements. Raises DeviceError if the device fails."""
 
     def put(self) -> None:
-        """The mirror has the result: copy it to the tensor. The mirror does not change any more."""
+        """The mirror has the result: copy it to the tensor. The mirror does not change any more. After `begin`."""
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more."""
 
     def join(self) -> None:
-        """In the caller's thread: the work that the program queues from here on comes after all copies."""
+        """In a thread that goes on: the work that it queues from here on comes after all copies. The mirror is gone."""
 
 
 class Stager(Protocol):
@@ -45,7 +50,7 @@ class Stager(Protocol):
     def stage(self, x: Any, *, is_read: bool) -> Staged:
         """`x`, of any strides, with memory for its elements; unless `is_read`, that gets none.
 
-        Raises UsageError if there is too little memory, and DeviceError if the device has failed before.
+        Raises UsageError if there is too little memory.
         """
 
 

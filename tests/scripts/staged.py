@@ -2,12 +2,13 @@
 
 import asyncio
 import sys
+import threading
 
 import numpy as np
 import torch
 
 import asyncoll
-from asyncoll.testing import fake_device
+from asyncoll.testing import FakeDevice, fake_device
 
 SIZES = (0, 1, 1000, 20_000, 300_000)
 SECONDS = 60.0
@@ -58,10 +59,39 @@ def waited(device):
                 assert handle.wait(SECONDS) is x  # again
                 assert (device.values(x) == total + 1).all()
         assert (device.values(comm.allgather(made(device, comm.rank, 7)).wait(SECONDS))[-1] == comm.size).all()
+        whole = made(device, comm.rank, 600).view(20, 30)
+        x = whole.t()
+        handle = comm.allreduce(x)
+        handle.wait(SECONDS)
+        increment(device, whole)
+        handle.wait(SECONDS)  # does not put the result there again
+        assert (device.values(x) == total + 1).all()
+        for received in (comm.recv_any(made(device, 0, 9)), comm.recv(made(device, 0, 9), (comm.rank - 1) % comm.size)):
+            comm.send(made(device, comm.rank, 9), (comm.rank + 1) % comm.size).wait(SECONDS)
+            result = received.wait(SECONDS)
+            x = result[0] if isinstance(result, tuple) else result
+            increment(device, x)
+            assert (device.values(x) == (comm.rank - 1) % comm.size + 2).all()
+        in_rounds = 0.0
+        for _ in range(10):
+            reduction = comm.solo_allreduce(made(device, comm.rank, 20_000), history=99).wait(SECONDS)
+            in_rounds += sum(device.values(x)[0] for x in reduction.results())
+        if (last := comm.join("solo", made(device, 0, 20_000)).wait(SECONDS)) is not None:
+            in_rounds += sum(device.values(x)[0] for x in last.results())
+        assert in_rounds == 10 * total
         comm.barrier().wait(SECONDS)
 
 
+class Slow(FakeDevice):
+    """A message may be there before a receive is marked."""
+
+    def mark(self, x):
+        threading.Event().wait(0.002)
+        return super().mark(x)
+
+
 with fake_device() as of_rank:
+    of_rank.__class__ = Slow
     if sys.argv[1] == "awaited":
         asyncio.run(awaited(of_rank))
     else:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from asyncoll.runtime.work import Work
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 
+T = TypeVar("T")
 Rest = Coroutine[Any, Any, Delivery]  # of a call that has begun
 
 
@@ -113,31 +114,36 @@ class Operations:
 
         Until then the call counts as not made: a round goes on without this rank, or waits for it.
         """
-        arrival, receipt, runner = Arrival(given.staged), Receipt(), self.member.runner
-        turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
-        pending = self.pending.enter(call)
-        started = runner.start(self._in_turn(turn, arrival, call, given, receipt, pending), receipt.take_back)
+        arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
+        turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
+        work = partial(self._contribute, call, given, receipt, pending)
+        started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
         return runner.resuming(started, arrival.join)
 
     async def _in_turn(
         self,
         turn: asyncio.Lock,
         arrival: Arrival,
-        call: RoundCall,
-        given: Bundle | Single,
-        receipt: Receipt,
+        call: RoundCall | JoinCall,
+        work: Callable[[], Coroutine[Any, Any, T]],
         pending: PendingCall,
-    ) -> Reduction:
+    ) -> T:
+        """`work`, once the calls before are over and the tensors have arrived. Cancelled, it is begun all the same."""
         try:
-            await to_its_end(turn.acquire())  # a call that is cancelled contributes all the same
-            try:
-                await to_its_end(arrival.complete())
-            except Exception as error:
-                self.pending.leave(pending)
+            await to_its_end(turn.acquire())
+        except BaseException:
+            self.pending.leave(pending)
+            raise
+        try:
+            await to_its_end(arrival.complete())
+        except BaseException as error:
+            turn.release()
+            self.pending.leave(pending)
+            if isinstance(error, Exception):
                 self.failed(call, error)
-                raise
-            work = self._contribute(call, given, receipt, pending)
-            return await self._backend.here(work, call.__str__)
+            raise
+        try:
+            return await self._backend.here(work(), call.__str__)
         finally:
             turn.release()
 
@@ -238,14 +244,23 @@ class Operations:
         self.repeats.pop(name, None)
         call = JoinCall(spec, site)
         pending = self.pending.enter(call)
-        arrival = Arrival(given.staged)
         try:
+            if given.staged or name in self._turns:
+                return self._join_in_turn(call, given, pending)
             work = self._conclude(call, given, pending)
-            started = self._backend.start(work, call.__str__, spec.nbytes, _nothing)
-            return self.member.runner.resuming(started, arrival.join) if given.staged else started
+            return self._backend.start(work, call.__str__, spec.nbytes, _nothing)
         except BaseException:
             self.pending.leave(pending)
             raise
+
+    def _join_in_turn(
+        self, call: JoinCall, given: Bundle | Single, pending: PendingCall
+    ) -> Coroutine[Any, Any, Reduction | None]:
+        """The contributions of this rank come before: it counts as one that makes no more calls from then on."""
+        arrival, runner = Arrival(self.member, given.staged), self.member.runner
+        turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
+        work = partial(self._conclude, call, given, pending)
+        return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
 
     async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
         """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""

@@ -172,6 +172,22 @@ async def _packs_any_layout(program: DeviceProgram) -> None:
         assert program.values(whole).sum() == before.sum() + 2 * whole.numel() + 100 * x.numel()
 
 
+async def _joins_again(program: DeviceProgram) -> None:
+    """a second `join` orders the work that comes after it, and does not change the tensor"""
+    whole = _tensor(program, _numbers(600).reshape(20, 30))
+    for x in (whole.t(), whole):
+        program.add(whole, 1)
+        mark, into, transfer = _fetched(program, x)
+        await arrived(transfer)
+        mark.put(into, 0)
+        mark.join()
+        program.add(whole, 1)
+        mark.join()
+        with program.stream():
+            mark.join()
+    assert (program.values(whole).reshape(-1) == _numbers(600) + 4).all()
+
+
 async def _follows_streams(program: DeviceProgram) -> None:
     """`mark` and `join` order the copies with the current streams of both, which may differ"""
     x = _tensor(program, _numbers())
@@ -284,6 +300,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _goes_there_and_back,
     _takes_windows,
     _packs_any_layout,
+    _joins_again,
     _follows_streams,
     _takes_any_size,
     _keeps_bits,

@@ -58,6 +58,7 @@ class FakeTransfer:
 
     @property
     def moved(self) -> int:
+        """Whoever reads this knows, and with it the host: its threads count as one here."""
         with self._lock:
             self._ticket.seen = self.done
             if self.is_over:
@@ -78,7 +79,6 @@ class FakeTransfer:
         due = [each for each in self._waiting if self.error is not None or each[0] <= self.done]
         self._waiting = [each for each in self._waiting if each not in due]
         for _, callback in due:
-            _ = self.moved  # from here on the host knows
             callback()
 
 
@@ -95,6 +95,7 @@ class FakeMark:
         self.event = event
         self.copies: list[Operation] = []
         self.is_changed = False  # by a copy
+        self.unpacked: list[Operation] = []  # the one that has given the tensor its values
 
     def fetch(self, start: int, into: Array) -> FakeTransfer:
         return self._device.fetch(self, start, into)
@@ -119,9 +120,10 @@ class FakeDevice:
     - memory of the device is used by two operations, one of which writes, and nothing orders them;
     - the host writes what a copy reads, or what a copy has still to write;
     - memory is pinned twice, or not in whole pages; it is unpinned under a copy, or not pinned, or never;
-    - the host touches the memory of a tensor.
+    - the host writes to the memory of a tensor.
 
-    A host that reads what has not arrived gets POISON.
+    A host that reads what has not arrived, or the memory of a tensor, gets POISON. All threads of the host count as
+    one: what one of them knows to have arrived is over for all.
     """
 
     def __init__(self, seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake:0") -> None:
@@ -244,8 +246,8 @@ class FakeDevice:
 
     def join(self, mark: FakeMark) -> None:
         with self._streams.lock:
-            before = [mark.event, *mark.copies]
-            if mark.x.is_contiguous() or not mark.is_changed:
+            before = [mark.event, *mark.copies, *mark.unpacked]
+            if mark.x.is_contiguous() or not mark.is_changed or mark.unpacked:
                 self._wait(self._stream, before)
                 self._wait(mark.stream, before)
                 return
@@ -255,9 +257,9 @@ class FakeDevice:
             self._use(ticket, self._memory(mark.x), *_extent(mark.x), writes=True)
             packed = mark.memory.content.view(elements.dtype)
             steps = _once(lambda: _copy(elements, packed.reshape(elements.shape)))
-            unpacked = self._add(ticket, steps, before)
+            mark.unpacked.append(self._add(ticket, steps, before))
             if mark.stream != self._stream:
-                self._wait(mark.stream, [unpacked])
+                self._wait(mark.stream, mark.unpacked)
 
     def pin(self, block: Array) -> bool:
         with self._streams.lock:
@@ -276,8 +278,7 @@ class FakeDevice:
             address, nbytes = address_of(block), block.nbytes
             if self._pinned.pop(address, None) != nbytes:
                 self._note(f"{nbytes} bytes at {address:#x} were unpinned, and not pinned before")
-            self._copying = [copy for copy in self._copying if not copy.is_over]
-            if any(_overlap(copy.host, block) for copy in self._copying):
+            if any(_overlap(copy.host, block) for copy in self._copying if not copy.is_over):
                 self._note(f"{nbytes} bytes at {address:#x} were unpinned while they were copied")
 
     def close(self) -> None:
@@ -312,7 +313,7 @@ class FakeDevice:
         transfer = FakeTransfer(self._order, ticket, host, self._streams.lock)
         failure = self._failures.get(self._count)
         self._count += 1
-        self._copying.append(transfer)
+        self._copying = [*(copy for copy in self._copying if not copy.is_over), transfer]
         mark.copies.append(self._add(ticket, self._slices(transfer, move, failure), [mark.event]))
         return transfer
 

@@ -34,7 +34,8 @@ class Transfer(Protocol):
     def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
         """Call `callback` once, when `nbytes` have arrived or `error` is set: in any thread, or at once in this one.
 
-        The callback must neither block nor raise.
+        The callback must neither block nor raise. It tells nothing by itself: what goes on with the bytes reads `moved`
+        first.
         """
 
 
@@ -65,7 +66,8 @@ class Mark(Protocol):
     def join(self) -> None:
         """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
 
-        That holds for the current stream, and for the one that was current in `Device.mark`.
+        That holds for the current stream, and for the one that was current in `Device.mark`. Called again, in another
+        thread for instance, it changes nothing in the tensor.
         """
 
 
@@ -126,5 +128,5 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
     wanted = transfer.nbytes if nbytes is None else nbytes
     transfer.when_moved(wanted, wake)
     await ended
-    if transfer.error is not None and transfer.moved < wanted:
+    if transfer.moved < wanted and transfer.error is not None:
         raise transfer.error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,23 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
+_NOTHING = np.empty(0, np.uint8)
+
 
 class Mirror:
     """Implements `tensors.staged.Staged`. The block is freed once the call and the device have released it."""
 
-    def __init__(self, stager: DeviceStager, x: Any, *, is_read: bool) -> None:
-        self._stager = stager
-        self._device = stager.device
+    def __init__(self, device: Device, x: Any, *, is_read: bool) -> None:
+        self._device = device
         self._x = x
         self._is_read = is_read
+        self._lost: Callable[[DeviceError], None] | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
 
-    def begin(self) -> None:
+    def begin(self, lost: Callable[[DeviceError], None]) -> None:
+        self._lost = lost
         self._marks.append(self._device.mark(self._x))
         if self._is_read:
             self._fetched = self._marks[0].fetch(0, self.mirror)
@@ -38,7 +41,7 @@ class Mirror:
         try:
             await arrived(self._fetched)
         except Exception as error:
-            raise self._stager.failed(error) from error
+            raise self._failed(error) from error
 
     def put(self) -> None:
         self._put(self.mirror, self._marks[0])
@@ -50,36 +53,34 @@ class Mirror:
         return x
 
     def join(self) -> None:
+        self.mirror, self._fetched = _NOTHING, None
         for mark in self._marks:
             mark.join()
 
     def _put(self, source: Array, mark: Mark) -> None:
-        transfer = mark.put(source, 0)
-        transfer.when_moved(transfer.nbytes, lambda: self._stager.put(transfer))
+        transfer, lost = mark.put(source, 0), self._lost
+        assert lost is not None, "the call has begun"
+
+        def ended() -> None:
+            if transfer.error is not None:
+                lost(self._failed(transfer.error))
+
+        transfer.when_moved(transfer.nbytes, ended)
+
+    def _failed(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"{self._device.name} has failed: {describe(error)}")
 
 
 class DeviceStager:
     """Implements `tensors.staged.Stager`."""
 
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self._device = device
         self.holds = device.holds
         self.clone = device.clone
-        self._error: DeviceError | None = None
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
-        """Raises the error of an earlier copy to the device, for which nothing has waited."""
-        if self._error is not None:
-            raise self._error
-        return Mirror(self, x, is_read=is_read)
-
-    def put(self, transfer: Transfer) -> None:
-        """A copy to the device has ended."""
-        if transfer.error is not None:
-            self._error = self.failed(transfer.error)
-
-    def failed(self, error: BaseException) -> DeviceError:
-        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
+        return Mirror(self._device, x, is_read=is_read)
 
 
 @contextlib.contextmanager
