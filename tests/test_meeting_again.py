@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from asyncoll.errors import ClosedError, PeerLostError
+from asyncoll.errors import ClosedError, DeadlineError, PeerLostError
 from asyncoll.transport.joining import Joining
 from asyncoll.world import rendezvous
 from asyncoll.world.environment import Environment
@@ -81,6 +81,7 @@ def test_the_others_hear_at_once_of_an_interrupt(monkeypatch, opened, interrupte
     for error in errors.values():
         assert isinstance(error, PeerLostError)
         assert (error.rank, error.cause) == (interrupted, "it was interrupted before all ranks had joined")
-        assert error.__cause__ is None, "it has waited for its deadline"
+        # The rank may have noticed first that the folder of the interrupted one is gone.
+        assert not isinstance(error.__cause__, DeadlineError), "it has waited for its deadline"
     assert len(opened) == SIZE
     assert all(transport._closed and transport._context.closed for transport in opened)
